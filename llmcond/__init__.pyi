@@ -64,8 +64,8 @@ from llmcond.runs.explanation import ConditionExplanation as ConditionExplanatio
 from llmcond.runs.explanation import Explanation as Explanation
 from llmcond.runs.features import PairFeatures as PairFeatures
 from llmcond.runs.features import load_features as load_features
-from llmcond.search.hits import Hits as Hits
 from llmcond.search.index import Index as Index
+from llmcond.search.query import Hits as Hits
 from llmcond.serving.server import ServeResult as ServeResult
 from llmcond.tasks import Task as Task
 from llmcond.version import __version__ as __version__

@@ -20,7 +20,7 @@ from llmcond.display import Displayed
 from llmcond.heads import PairArrays
 from llmcond.heads.guide import Guide
 from llmcond.runs.explanation import ConditionExplanation, Explanation
-from llmcond.search.hits import Hits
+from llmcond.search.query import Hits
 from llmcond.workflows.embed import EmbedResult
 
 #: The functions that run commands.

@@ -16,8 +16,8 @@ LIGHT_MODULES = """
     llmcond.runs llmcond.runs.cross llmcond.runs.embedder llmcond.runs.embedding_model
     llmcond.runs.extraction llmcond.runs.familiarity llmcond.runs.open
     llmcond.commands.embed llmcond.commands.similarity llmcond.workflows.embed
-    llmcond.data.aspects llmcond.data.candidates llmcond.data.datasets llmcond.data.guides
-    llmcond.data.queries llmcond.data.readers llmcond.data.rows
+    llmcond.data.aspects llmcond.data.datasets llmcond.data.guides llmcond.data.readers
+    llmcond.data.rows
     llmcond.tasks llmcond.tasks.csts llmcond.kinds.dialogue.task llmcond.kinds.dialogue.data
     llmcond.kinds.ranking.graph llmcond.kinds.ranking.kgc
     llmcond.evaluation.condition_checks llmcond.evaluation.conditions llmcond.evaluation.paired
@@ -28,7 +28,7 @@ LIGHT_MODULES = """
     llmcond.serving.server
 """.split()
 SEARCH_MODULES = """
-    llmcond.search llmcond.search.index llmcond.search.projection llmcond.search.prepared
+    llmcond.search llmcond.search.index llmcond.search.projection llmcond.search.query
     llmcond.workflows.cluster
 """.split()
 

@@ -3,17 +3,181 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from llmcond.annotation.journal import Journal
+import numpy as np
+from filelock import FileLock, Timeout
+
 from llmcond.annotation.server import Answer, ChatClient, ChatSettings, ask_all
-from llmcond.annotation.template import QuestionTemplate
-from llmcond.errors import UserError, shortened_repr
+from llmcond.annotation.template import Proposal, QuestionTemplate
+from llmcond.data.rows import Rows
+from llmcond.errors import LlmcondError, UserError, shortened_repr
 from llmcond.files import digest_text
 from llmcond.progress import CountBar
+from llmcond.records import RECORD, check_record
+
+#: Number of candidates for the second sentence in each question.
+N_CANDIDATES = 8
+#: Number of rows per proposal: one condition of high similarity and one of low similarity.
+_ROWS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A text, and candidates for the second sentence of its pair.
+
+    Attributes:
+        text: the text, which becomes the first sentence.
+        candidates: the candidates.
+    """
+
+    text: str
+    candidates: tuple[str, ...]
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Values of the template's placeholders."""
+        numbered = (f"{number}. {text}" for number, text in enumerate(self.candidates, 1))
+        return {"sentence": self.text, "others": "\n".join(numbered)}
+
+
+def build_offers(texts: Sequence[str], rows: int, seed: int) -> list[Offer]:
+    """Return enough offers for ``rows`` rows: each text with the texts most similar to it.
+
+    The similarity is the cosine of TF-IDF vectors. Each text is offered once, in a random order,
+    then each text again with the next most similar texts, until every pair has been offered.
+
+    Args:
+        texts: the texts, of which duplicates are ignored.
+        rows: number of rows.
+        seed: random seed of the order.
+
+    Raises:
+        UserError: there are not enough texts for this number of rows.
+    """
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.neighbors import NearestNeighbors
+
+    texts = list(dict.fromkeys(" ".join(text.split()) for text in texts))
+    needed, n = -(-rows // _ROWS), len(texts)
+    possible = n * -(-(n - 1) // N_CANDIDATES)
+    if needed > possible:
+        raise UserError(
+            f"--propose is {rows:,}, but {n:,} distinct texts give at most {_ROWS * possible:,} "
+            "rows. Ask for fewer rows, or give more texts."
+        )
+    # Words of one character and symbols count, because some languages have such words.
+    words = r"\w+|[^\w\s]"
+    vectors = TfidfVectorizer(token_pattern=words).fit_transform(texts)
+    order = np.random.default_rng(seed).permutation(n)[:needed]
+    n_neighbors = min(n, N_CANDIDATES * -(-needed // n) + 1)
+    search = NearestNeighbors(n_neighbors=n_neighbors, metric="cosine").fit(vectors)
+    neighbors = search.kneighbors(vectors[order], return_distance=False)
+    result = []
+    for number in range(needed):
+        repetition, position = divmod(number, n)
+        others = [texts[j] for j in neighbors[position].tolist() if j != order[position]]
+        candidates = others[N_CANDIDATES * repetition : N_CANDIDATES * (repetition + 1)]
+        result.append(Offer(texts[order[position]], tuple(candidates)))
+    return result
+
+
+def proposed_rows(offers: Sequence[Offer], proposals: Sequence[Proposal | None]) -> Rows:
+    """Return the distinct proposed rows, without ratings.
+
+    Args:
+        offers: the offers.
+        proposals: the proposal for each offer; None if its answer cannot be parsed.
+    """
+    unique_rows: dict[tuple[str, str, str], None] = {}
+    for offer, proposal in zip(offers, proposals, strict=True):
+        if proposal is None or proposal.partner is None:
+            continue
+        for condition in proposal.conditions:
+            unique_rows[offer.text, offer.candidates[proposal.partner], condition] = None
+    n = len(unique_rows)
+    first, second, conditions = ([row[i] for row in unique_rows] for i in range(3))
+    return Rows(first, second, conditions, np.full(n, np.nan), np.arange(1, n + 1), "proposed rows")
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLine(Answer):
+    """The required keys of each line."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    key: str
+
+
+class Journal:
+    """The file of answers, as a context manager that locks it; the file is created when needed.
+
+    Raises:
+        UserError: another process writes the file, or it cannot be written.
+        LlmcondError: a line of the file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+        self._answers: dict[str, Answer] = {}
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except Timeout as error:
+            raise UserError(
+                f"another process writes {self.path}. Wait until it has finished, or name another "
+                "--out."
+            ) from error
+        try:
+            self._read()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def _read(self) -> None:
+        if not self.path.is_file():
+            return
+        text = self.path.read_bytes()
+        complete = text.rfind(b"\n") + 1
+        for number, line in enumerate(text[:complete].split(b"\n")[:-1], 1):
+            source = f"{self.path} line {number}"
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise LlmcondError(f"{source} was damaged. Remove the line.") from error
+            if not isinstance(values, dict):
+                raise LlmcondError(
+                    f"{source} was damaged: it is not a JSON object. Remove the line."
+                )
+            check_record(values, JournalLine, source, "Remove the line.")
+            tokens = values["tokens_in"], values["tokens_out"]
+            self._answers[values["key"]] = Answer(values["text"], *tokens, values["seconds"])
+        if complete < len(text):  # A process was killed while it wrote the last line.
+            os.truncate(self.path, complete)
+
+    def get(self, key: str) -> Answer | None:
+        """Return the answer of a key; None if the question has not been answered yet."""
+        return self._answers.get(key)
+
+    def add(self, key: str, answer: Answer, about: Mapping[str, Any]) -> None:
+        """Store an answer, with information about its question for readers of the file."""
+        line = json.dumps({"key": key, **about, **asdict(answer)}, ensure_ascii=False)
+        with self.path.open("a", encoding="utf-8", newline="\n") as stream:
+            stream.write(f"{line}\n")
+        self._answers[key] = answer
+
 
 #: Number of attempts for a question whose answers cannot be parsed, each with another seed.
 ATTEMPTS = 3

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmcond.clustering.methods import Labels
-from llmcond.data.candidates import is_missing
+from llmcond.data.datasets import is_missing
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING
 from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json
 

@@ -53,7 +53,7 @@ class ShowPrompt(ColumnOptions, EncoderFlags, Command):
         from llmcond.encoders import resolve
         from llmcond.log import log
         from llmcond.prompts import load_prompt
-        from llmcond.prompts.preview import preview_prompt
+        from llmcond.prompts.inputs import preview_prompt
 
         prompt = load_prompt(self.prompt)
         options = self.encoder_options()

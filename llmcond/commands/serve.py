@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmcond.commands.base import Command, as_function
 from llmcond.conditions import Condition
 from llmcond.options import option
-from llmcond.serving.settings import ServedSource, ServerSettings
+from llmcond.serving.server import ServedSource, ServerSettings
 from llmcond.workflows.options.common import (
     VALUES_HELP,
     EmbedderOptions,

@@ -1,9 +1,12 @@
-"""Reading of datasets of rated sentence pairs: validated rows in splits, with scaled ratings."""
+"""Reading of columns of texts: datasets of rated pairs, candidates to rank, and texts to embed."""
 
 from __future__ import annotations
 
+import html
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +14,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llmcond.data.formats import MissingColumnError, ReadOptions
-from llmcond.data.html import strip_html
-from llmcond.data.readers import Source, open_source, read_records, source_name, without_shard
+from llmcond.data.formats import TEXT_COLUMNS, TEXT_SUFFIXES, MissingColumnError, ReadOptions
+from llmcond.data.readers import (
+    STDIN,
+    SUFFIXES,
+    Source,
+    open_source,
+    read_records,
+    source_name,
+    without_shard,
+)
 from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
 from llmcond.errors import UserError, shortened_repr
 from llmcond.files import digest_text, replace_atomically
@@ -558,3 +568,237 @@ def text_reader(source: Source) -> Callable[[Any], str]:
 def unread_columns(names: Sequence[str]) -> list[tuple[str, Callable[[Any], Any]]]:
     """Return the argument with which ``read_columns`` reads columns without converting them."""
     return [(name, check_cell) for name in names]
+
+
+def read_candidates(path: Path, read: ReadOptions | None = None) -> list[str]:
+    """Read candidates with ``read_text_file``; repeated ones are kept, and their number is logged.
+
+    Raises:
+        UserError: as ``read_text_file``, or there are fewer than two texts.
+    """
+    texts = read_text_file(path, "candidates", read=read)
+    if len(texts) < 2:
+        raise UserError(f"{path} contains {len(texts)} candidates; a choice needs at least 2.")
+    repeats = len(texts) - len(set(texts))
+    if repeats:
+        log.info(
+            f"{path}: {repeats:,} of {len(texts):,} candidates repeat an earlier one; all are kept"
+        )
+    return texts
+
+
+def read_text_file(
+    path: Path, what: str, column: str = "text", read: ReadOptions | None = None
+) -> list[str]:
+    """Read the texts of a file, one per line or those of a table's column, without outer spaces.
+
+    Args:
+        path: the file, or ``-`` for standard input.
+        what: name of the texts in messages.
+        column: the column of a table.
+        read: how the file is read; None: the command has no such options.
+
+    Raises:
+        UserError: there is no such file, it is not text, or a text is empty.
+    """
+    path = Path(path).expanduser()
+    if str(path) != STDIN and not path.is_file():
+        raise UserError(
+            f"{path} is not a file. Expected {what}: a .txt file with one per line, or a table "
+            f"with a column {column}."
+        )
+    source = open_collection(str(path), read)
+    (texts,) = read_columns(source, source.files, [(column, text_reader(source))])
+    return [text.strip() for text in texts]
+
+
+def open_collection(
+    data: Any, read: ReadOptions | None = None, column: str | None = None
+) -> Source:
+    """Open a file of texts, a table, standard input, or texts or a table in memory.
+
+    Args:
+        data: as for ``open_source``, or a file with one text per line.
+        read: how the texts are read; None: the command has no such options.
+        column: column of the texts that the user named, so that standard input is a table.
+
+    Raises:
+        UserError: as for ``open_source``.
+    """
+    columns = () if column else TEXT_COLUMNS
+    source = open_source(data, (*SUFFIXES, *TEXT_SUFFIXES), read, columns)
+    return replace(source, splits=None) if len(source.tables) == 1 else source
+
+
+def has_column(data: Any, name: str) -> bool:
+    """Return whether a file or a table in memory has a column; False for plain texts.
+
+    Raises:
+        UserError: the file does not exist, or its first row cannot be read.
+    """
+    source = open_collection(data)
+    if source.splits is not None or not source.has_columns:
+        return False
+    try:
+        with closing(read_records(source, source.files[0], [name])) as records:
+            next(records, None)
+    except MissingColumnError:
+        return False
+    return True
+
+
+def text_column(column_exists: Callable[[str], bool], requested: str | None = None) -> str:
+    """Return the name of the column of texts: the requested one, else text, else sentence.
+
+    Args:
+        column_exists: whether there is a column of a name.
+        requested: the column that the user named, if any.
+    """
+    if requested is not None:
+        return requested
+    first, second = TEXT_COLUMNS
+    if not column_exists(first):
+        return second if column_exists(second) else first
+    if column_exists(second):
+        log.info(f"texts: the column {first}; to use the column {second}: --text {second}")
+    return first
+
+
+def resolve_conditions(
+    column_exists: Callable[[str], bool], condition: str | None, condition_text: str | None = None
+) -> tuple[str | None, str | None]:
+    """Decide whether conditions come from a column or are a single text for all rows.
+
+    Args:
+        column_exists: whether there is a column of a name.
+        condition: name of a column if there is such a column, otherwise the text. Which of the two
+            was chosen is logged.
+        condition_text: the text.
+
+    Returns:
+        The name of the column, or None; and the text, or None. If neither argument is given, the
+        column is called condition.
+
+    Raises:
+        UserError: both arguments are given, or the text is empty.
+    """
+    if condition is None or condition_text is not None:
+        return condition_column(condition, condition_text), condition_text
+    if column_exists(condition):
+        log.info(f"conditions: the column {condition!r}")
+        return condition, None
+    condition_column(None, condition)
+    log.info(f"condition: {condition!r} for every row, as there is no column of that name")
+    return None, condition
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a cell of a table is missing: None, NaN, NaT, pandas' NA, or blank."""
+    if value is None or isinstance(value, str):
+        return value is None or not value.strip()
+    try:
+        return bool(value != value)  # noqa: PLR0124 - NaN and NaT differ from themselves
+    except TypeError:  # NA has no truth value.
+        return True
+    except ValueError:  # An array has none either, but is not missing.
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Texts with further columns.
+
+    Attributes:
+        texts: the texts.
+        file: name of their file in messages.
+        columns: further columns by name, with unconverted values.
+        has_types: whether the source has types, so that not all values of columns are texts.
+    """
+
+    texts: list[str]
+    file: str
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    has_types: bool = True
+
+
+def read_collection(data: Any, column: str = "text", others: Sequence[str] = ()) -> Collection:
+    """Read texts from a file or from memory, with further columns.
+
+    Args:
+        data: as for ``open_collection``.
+        column: the column of a table that contains the texts.
+        others: further columns of the table.
+
+    Raises:
+        UserError: as ``read_text_file``, or ``data`` is a folder, or further columns are requested
+            from a text file.
+        MissingColumnError: the table lacks a column.
+    """
+    source = open_collection(data)
+    if source.splits is not None:
+        raise several_splits_error(source)
+    if not source.has_columns:
+        for name in (*others, column):
+            if name not in TEXT_COLUMNS or name in others:
+                what = "a list of texts" if source.tables else "read as one text per line"
+                raise UserError(
+                    f"{source.name} is {what}, so it has no column {name!r}. Name a table."
+                )
+    columns = [(column, text_reader(source)), *unread_columns(others)]
+    try:
+        texts, *other_values = read_columns(source, source.files, columns)
+    except MissingColumnError as error:
+        advice = "Name one of its columns (--text COL for the texts)."
+        raise MissingColumnError(error.finding, advice, error.column) from error
+    file = source.files[0]
+    other_columns = dict(zip(others, other_values, strict=True))
+    has_types = source.suffix(file) not in (".csv", ".tsv")
+    return Collection(texts, Path(file).name, other_columns, has_types)
+
+
+#: Elements within a line: their tags do not divide words.
+_INLINE = frozenset(
+    re.findall(
+        r"\w+",
+        "a abbr acronym b bdi bdo big cite code data del dfn em font i ins kbd mark nobr q s samp "
+        "small span strike strong sub sup time tt u var wbr",
+    )
+)
+#: Other tags without a prefix, such as ``<name>``, may be texts.
+_BLOCKS = re.findall(
+    r"\w+",
+    "address applet area article aside audio base blockquote body br button canvas caption center "
+    "col colgroup datalist dd details dialog dir div dl dt embed fieldset figcaption figure footer "
+    "form frame frameset h1 h2 h3 h4 h5 h6 head header hgroup hr html iframe img input label "
+    "legend li link main map menu meta nav noframes noscript object ol optgroup option output p "
+    "param picture pre progress script section select slot source style summary svg table tbody td "
+    "template textarea tfoot th thead title tr track ul video",
+)
+#: Attributes without a value; others need one, so that ``a<b and b>c`` is no tag.
+_FLAGS = "checked|controls|compact|disabled|hidden|noshade|nowrap|open|readonly|required|selected"
+_ATTRIBUTE = rf"""\s+(?:[^\s"'<>/=]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'=<>`]+)|{_FLAGS})"""
+_NAME = rf"(?P<name>{'|'.join(sorted((*_INLINE, *_BLOCKS)))}|[a-z]\w*[:-][\w:.-]*)"
+_TAG = re.compile(
+    rf"</?{_NAME}(?:{_ATTRIBUTE})*\s*/?>",
+    re.IGNORECASE,
+)
+#: Parts whose content is not text either.
+_HIDDEN = re.compile(
+    r"<!--.*?(?:-->|\Z)|<!(?:doctype|\[)[^>]*>|<\?xml[^>]*>"
+    r"|<(script|style)\b[^>]*>.*?(?:</\1\s*>|\Z)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def strip_html(text: str) -> str:
+    """Return a text without HTML, in a single line.
+
+    Tags, comments, scripts and styles are removed, and entities become characters. ``a < b`` and
+    ``<name>`` are not HTML, and stay.
+    """
+    text = _TAG.sub(_replacement, _HIDDEN.sub(" ", text))
+    return " ".join(html.unescape(text).split())
+
+
+def _replacement(tag: re.Match[str]) -> str:
+    return "" if tag["name"].lower() in _INLINE else " "

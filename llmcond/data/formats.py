@@ -23,7 +23,7 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from llmcond.data.memory import to_python
+from llmcond.data.rows import to_python
 from llmcond.decoding import open_text
 from llmcond.errors import (
     UserError,

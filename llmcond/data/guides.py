@@ -11,7 +11,7 @@ from typing import Any
 
 from llmcond.arrays import as_list
 from llmcond.conditions import as_condition, condition_text
-from llmcond.data.candidates import (
+from llmcond.data.datasets import (
     has_column,
     is_missing,
     open_collection,

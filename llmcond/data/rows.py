@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -275,3 +275,76 @@ def to_arrow(values: Sequence[Any]) -> Any:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):  # values of several types
         return pa.array([None if value is None else str(value) for value in values])
+
+
+def to_python(column: Any) -> list[Any]:
+    """Return the values of an Arrow array as Python objects.
+
+    Nanoseconds are cut to microseconds, which is all that Python's objects can hold.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if getattr(kind, "unit", None) == "ns":
+        target = (
+            pa.timestamp("us", kind.tz)
+            if pa.types.is_timestamp(kind)
+            else pa.duration("us")
+            if pa.types.is_duration(kind)
+            else pa.time64("us")
+        )
+        column = pc.cast(column, target, safe=False)
+    return list(column.to_pylist())
+
+
+class KnownAnswers(Protocol):
+    """The known correct answers of queries."""
+
+    def gather(
+        self, sentence: NDArray[np.integer], condition: NDArray[np.integer], /
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the answers of m queries, flattened.
+
+        Args:
+            sentence: (m,) index of each query's sentence.
+            condition: (m,) index of each query's condition.
+
+        Returns:
+            (k,) position of a query, and (k,) index of one of its answers.
+        """
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """Queries as columns of n texts.
+
+    Attributes:
+        columns: all columns that the files have, by name.
+        heading: names of the columns that state the question.
+        texts: names of the columns with the subject of the question, and with the answer.
+        group_column: name of the column whose values define the groups that metrics are reported
+            for.
+    """
+
+    columns: Mapping[str, Sequence[str]]
+    heading: Sequence[str]
+    texts: Sequence[str]
+    group_column: str
+
+    def __len__(self) -> int:
+        return len(self.columns[self.group_column])
+
+    @property
+    def headings(self) -> list[str]:
+        """The question of each query, for example ``the place`` or ``dialogue d3, history 2``.
+
+        Several columns are joined, each with its name.
+        """
+        columns = [self.columns[name] for name in self.heading]
+        if len(columns) == 1:
+            return list(columns[0])
+        return [
+            ", ".join(f"{name} {text}" for name, text in zip(self.heading, row, strict=True))
+            for row in zip(*columns, strict=True)
+        ]

@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 from typing_extensions import override
 
-from llmcond.data.candidates import open_collection
 from llmcond.data.datasets import (
     Problems,
+    open_collection,
     read_columns,
     several_splits_error,
     text_reader,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
-from llmcond.data.queries import KnownAnswers
+from llmcond.data.rows import KnownAnswers
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
 from llmcond.metrics import RANKING_NAMES, Estimate, Floats, Metric, choose_metrics, estimates_json

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from llmcond.data.queries import QueryRows
+from llmcond.data.rows import QueryRows
 from llmcond.evaluation.ranking import QuerySubset
 from llmcond.evaluation.results import Result, Results
 from llmcond.metrics import Floats, finite_or_none

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.queries import QueryRows
-from llmcond.data.rows import Rows
+from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Scored
 from llmcond.features.view import FeatureView

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llmcond.errors import UserError
 from llmcond.lazy import lazy_getattr
 
 if TYPE_CHECKING:
-    from llmcond.search.hits import Hits
     from llmcond.search.index import Index
+    from llmcond.search.query import Hits
 
-__all__ = ["Hits", "Index"]
+__all__ = ["FilterError", "Hits", "Index", "UnpreparedConditionError"]
+
+
+class FilterError(UserError):
+    """A filter is invalid, or takes too long."""
+
+
+class UnpreparedConditionError(UserError):
+    """Texts would have to be encoded under a condition before a search under it.
+
+    Attributes:
+        condition: the condition.
+        problem: what is missing, as a sentence.
+        command: the command that encodes the texts.
+    """
+
+    def __init__(self, condition: str, problem: str, command: str) -> None:
+        super().__init__(f"{problem} Encode them: {command}")
+        self.condition, self.problem, self.command = condition, problem, command
 
 
 if not TYPE_CHECKING:  # otherwise type checkers would accept any name of the package
     __getattr__ = lazy_getattr(
-        __name__, {"Hits": "llmcond.search.hits", "Index": "llmcond.search.index"}
+        __name__, {"Hits": "llmcond.search.query", "Index": "llmcond.search.index"}
     )

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from llmcond.errors import did_you_mean, shortened_repr
-from llmcond.search.errors import FilterError
+from llmcond.search import FilterError
 from llmcond.text import check_characters, condition_key
 
 #: Limits of a filter: characters, levels of nesting, and wildcards (% and _) in a LIKE pattern.

@@ -58,12 +58,9 @@ from llmcond.records import RECORD, check_record
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
 from llmcond.runs.languages import report_foreign_texts
-from llmcond.search.hits import Hits
 from llmcond.search.model import SearchModel
-from llmcond.search.prepared import PreparedSearch
-from llmcond.search.rows import IndexRows, WriteCounts, check_ids, check_text
-from llmcond.search.table import TextTable
-from llmcond.search.version import IndexVersion
+from llmcond.search.query import Hits, IndexVersion, PreparedSearch
+from llmcond.search.table import IndexRows, TextTable, WriteCounts, check_ids, check_text
 from llmcond.search.views import ConditionViews
 from llmcond.text import condition_key
 

@@ -1,7 +1,8 @@
-"""The texts of an index: a Lance dataset, read at one version while others write newer versions.
+"""The rows of an index: a Lance dataset, and the rows that are written into it.
 
 A row number (``_row``) identifies a row with its text permanently: a row whose text is replaced
 gets a new number, and no number is used twice. So anything computed for a row number stays valid.
+The dataset is read at one version while others write newer versions.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import date
 from functools import cached_property
+from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import lance
 import numpy as np
@@ -21,18 +28,97 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from llmcond.arrays import as_list
+from llmcond.data.datasets import is_missing
+from llmcond.data.readers import list_texts
+from llmcond.data.rows import to_arrow
+from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import (
     LlmcondError,
+    UserError,
     first_line,
     format_count,
+    format_list,
     is_disk_full,
     raise_disk_error,
     shortened_repr,
 )
-from llmcond.files import check_free_space
-from llmcond.lance_io import READ_ERRORS, check_not_forked, convert_panics, open_newest
-from llmcond.search.errors import FilterError
+from llmcond.features.store import FeatureStore
+from llmcond.files import check_free_space, digest_text
+from llmcond.lance_io import (
+    READ_ERRORS,
+    check_lance_column_names,
+    check_not_forked,
+    convert_panics,
+    open_newest,
+)
+from llmcond.log import log
+from llmcond.options import check_argument
+from llmcond.search import FilterError
 from llmcond.search.filters import parse_filter
+from llmcond.text import cell_text
+
+#: Pattern that all values of a column must match, and the type that the column then gets. Values
+#: with leading zeros, or with more digits than the type can hold, are keys rather than amounts:
+#: such a column remains a text column.
+_TYPES = (
+    (r"^-?(0|[1-9]\d{0,17})$", pa.int64()),
+    (r"^-?(0|[1-9]\d{0,15})(\.\d+)?(e[-+]?\d{1,2})?$", pa.float64()),
+    (r"^(true|false)$", pa.bool_()),
+)
+
+
+def infer_types(
+    columns: Mapping[str, Sequence[str]], schema: pa.Schema | None = None
+) -> dict[str, Any]:
+    """Convert columns of strings to Arrow arrays of the type that all values of a column share.
+
+    An empty value becomes null in a column of numbers or Boolean values.
+
+    Args:
+        columns: the strings of each column, by column name.
+        schema: the schema of an index that the columns will be added to, if there is one. Columns
+            that it declares as text remain text. Its other columns are returned as strings, because
+            they are cast to the index's types when the rows are added.
+
+    Raises:
+        UserError: as ``to_column``.
+    """
+    known_types = {} if schema is None else {field.name: field.type for field in schema}
+    return {
+        name: _infer_column(to_column(name, texts), known_types.get(name))
+        for name, texts in columns.items()
+    }
+
+
+def to_column(name: str, values: Sequence[Any]) -> Any:
+    """Return the values of a column as an Arrow array; a column without values is one of texts.
+
+    Raises:
+        UserError: a text contains half of a surrogate pair.
+    """
+    try:
+        column = to_arrow(values)
+    except UnicodeEncodeError:
+        raise UserError(
+            f"the column {shortened_repr(name)} has a text that contains half of a surrogate pair, "
+            "which is not a valid character. Correct it."
+        ) from None
+    return column.cast(pa.string()) if pa.types.is_null(column.type) else column
+
+
+def _infer_column(texts: Any, known_type: Any) -> Any:
+    if known_type is not None and pa.types.is_string(known_type):
+        return texts
+    trimmed = pc.utf8_trim_whitespace(texts)
+    values = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+    if known_type is not None:
+        return values
+    for pattern, arrow_type in _TYPES if values.null_count < len(values) else ():
+        if pc.all(pc.match_substring_regex(values, pattern, ignore_case=True)).as_py():
+            return values.cast(arrow_type)
+    return texts
+
 
 NUMBER, VECTOR = "_row", "_vector"
 #: Names of columns that every index has, or that every hit has.
@@ -247,3 +333,313 @@ def _reading(folder: Path) -> Iterator[None]:
             f"{folder} cannot be read: {first_line(error)}. If it was changed since it was opened, "
             "open it again; if it is damaged, build it again: llmcond index"
         ) from error
+
+
+@dataclass(frozen=True)
+class WriteCounts:
+    """Numbers of texts that were added, replaced or left unchanged.
+
+    Attributes:
+        added: texts with a new id.
+        replaced: texts with an existing id whose text or columns changed.
+        unchanged: texts that the index already held with the same id and columns.
+    """
+
+    added: int
+    replaced: int
+    unchanged: int
+
+    @property
+    def summary(self) -> str:
+        """The counts in words, for the log."""
+        return f"{self.added:,} added, {self.replaced:,} replaced, {self.unchanged:,} unchanged"
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts as ``--json`` prints them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class IndexRows:
+    """Texts with their ids, and further columns as Arrow arrays."""
+
+    texts: Sequence[str]
+    ids: Sequence[str]
+    columns: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @classmethod
+    def validate(
+        cls,
+        texts: Sequence[str],
+        ids: Sequence[object] | None,
+        columns: Mapping[str, Sequence[Any]] | None,
+    ) -> IndexRows:
+        """Validate rows; without ``ids``, the ids are digests of the texts.
+
+        Raises:
+            UserError: if a text is empty, an id is invalid or repeats, or a column has another
+                length or a name that cannot be stored.
+        """
+        texts = list_texts(texts)
+        for number, text in enumerate(texts, 1):
+            check_text(text, f"row {number}: the text")
+        repeated = len(texts) - len(set(texts))
+        if repeated:
+            log.info(f"duplicate texts, which are all indexed: {repeated:,}")
+        row_ids = _digest_ids(texts) if ids is None else _check_row_ids(ids, len(texts))
+        columns = {} if columns is None else columns
+        check_argument("columns", columns, (Mapping,), "a dictionary from names to lists of values")
+        check_column_names(columns)
+        columns = {
+            name: values
+            if hasattr(values, "__len__") and not isinstance(values, str | bytes)
+            else as_list(values, f"the column {name!r}")
+            for name, values in columns.items()
+        }
+        for name, values in columns.items():
+            if len(values) != len(texts):
+                raise UserError(
+                    f"the column {name!r} has {format_count(len(values), 'value')} for "
+                    f"{format_count(len(texts), 'text')}; the numbers must be equal."
+                )
+        return cls(
+            texts, row_ids, {name: to_column(name, values) for name, values in columns.items()}
+        )
+
+    def plan_update(self, table: TextTable) -> IndexUpdatePlan:
+        """Compare the rows with a table, and return what must be written so that it holds them.
+
+        Raises:
+            UserError: if the columns differ from those of the table.
+        """
+        rows, schema = self, table.schema()
+        if schema is not None and self.columns:
+            rows = IndexRows(
+                self.texts, self.ids, _cast_columns(self.columns, schema, table.columns)
+            )
+        positions = table.find(self.ids)
+        existing = np.flatnonzero(positions >= 0)
+        numbers = np.full(len(self), -1, dtype=np.int64)
+        changed = np.ones(len(self), dtype=np.bool_)
+        if len(existing):
+            columns = ["text", *rows.columns]
+            old_rows = table.take(positions[existing], [NUMBER, *columns])
+            old_numbers, old_texts = old_rows[NUMBER].to_numpy(), old_rows["text"].to_pylist()
+            new_texts = (rows.texts[i] for i in existing.tolist())
+            same = np.array([new == old for new, old in zip(new_texts, old_texts, strict=True)])
+            numbers[existing[same]] = old_numbers[same]
+            changed[existing] = ~same
+            for name, column in rows.columns.items():
+                old_values, new_values = (
+                    old_rows[name].to_pylist(),
+                    column.take(existing).to_pylist(),
+                )
+                changed[existing] |= [
+                    old != new for old, new in zip(old_values, new_values, strict=True)
+                ]
+        to_write = np.flatnonzero(changed)
+        replaced = int((positions[to_write] >= 0).sum())
+        written = WriteCounts(len(to_write) - replaced, replaced, len(self) - len(to_write))
+        return IndexUpdatePlan(rows, table, to_write, positions, numbers, written)
+
+
+@dataclass(frozen=True)
+class IndexUpdatePlan:
+    """The changes to a table so that it holds all given rows.
+
+    Attributes:
+        to_write: indices of the rows to write, ascending.
+        positions: (n,): position in the table of each row's id, -1 if the id is new.
+        numbers: (n,): row number of each row whose text the table holds, -1 if the text has to be
+            encoded.
+    """
+
+    rows: IndexRows
+    table: TextTable
+    to_write: Positions
+    positions: Positions
+    numbers: Positions
+    written: WriteCounts
+
+    def __len__(self) -> int:
+        return len(self.to_write)
+
+    @cached_property
+    def _new_rows(self) -> Positions:
+        return self.to_write[self.numbers[self.to_write] < 0]
+
+    @property
+    def n_new(self) -> int:
+        """Number of texts to encode."""
+        return len(self._new_rows)
+
+    @property
+    def new_texts(self) -> list[str]:
+        """The texts to encode."""
+        return [self.rows.texts[i] for i in self._new_rows]
+
+    def write(
+        self, store: FeatureStore, stored: Callable[[Sequence[str]], list[EncoderInput]]
+    ) -> None:
+        """Write the rows in one commit.
+
+        Args:
+            store: the feature store that holds the vectors of all new texts' inputs.
+            stored: returns the inputs whose vectors are stored for given texts.
+
+        Raises:
+            DiskFullError: if there is not enough space; nothing is changed then.
+        """
+        self.numbers[self._new_rows] = self.table.first_number() + np.arange(self.n_new)
+        is_new = np.zeros(len(self.rows), dtype=np.bool_)
+        is_new[self._new_rows] = True
+
+        starts = range(0, len(self.to_write), BLOCK)
+        batches = (
+            self._make_batch(self.to_write[i : i + BLOCK], is_new, store, stored) for i in starts
+        )
+        first = next(batches)
+        size = len(self.to_write) * first.nbytes // len(first)
+        all_new = bool((self.positions[self.to_write] < 0).all())
+        self.table.write(chain([first], batches), first.schema, size, all_new)
+
+    def _make_batch(
+        self,
+        indices: Positions,
+        is_new: Any,
+        store: FeatureStore,
+        stored: Callable[[Sequence[str]], list[EncoderInput]],
+    ) -> pa.RecordBatch:
+        texts = [self.rows.texts[i] for i in indices]
+        columns = {
+            "id": pa.array([self.rows.ids[i] for i in indices], pa.string()),
+            "text": pa.array(texts, pa.string()),
+        }
+        schema = self.table.schema() or ()
+        missing = set(self.table.columns) - set(self.rows.columns)
+        columns |= {name: column.take(indices) for name, column in self.rows.columns.items()}
+        columns |= {
+            field.name: pa.nulls(len(indices), field.type)
+            for field in schema
+            if field.name in missing
+        }
+        columns[NUMBER] = pa.array(self.numbers[indices])
+        inputs = stored(texts[:1])
+        if inputs:
+            columns[VECTOR] = self._read_vectors(indices, is_new[indices], texts, store, stored)
+        return pa.record_batch(columns)
+
+    def _read_vectors(
+        self, indices: Positions, is_new: Any, texts: Any, store: Any, stored: Any
+    ) -> Any:
+        """Read the vectors of new texts from the store, and of the others from the table."""
+        pieces = []
+        if is_new.any():
+            inputs = stored([text for text, new in zip(texts, is_new, strict=True) if new])
+            pieces.append(store.lookup(inputs)[:].reshape(int(is_new.sum()), -1))
+        if not is_new.all():
+            pieces.append(vectors_of(self.table.take(self.positions[indices][~is_new], [VECTOR])))
+        vectors = np.empty((len(indices), pieces[0].shape[1]), dtype=pieces[0].dtype)
+        for selected in (is_new, ~is_new):
+            if selected.any():
+                vectors[selected] = pieces.pop(0)
+        return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
+
+
+def check_text(text: str, what: str) -> str:
+    """Return a text that can be encoded; else raise a UserError that begins with ``what``."""
+    try:
+        cell_text(text)
+    except ValueError as error:
+        raise UserError(f"{what} {error}.") from error
+    return text
+
+
+def _digest_ids(texts: Sequence[str]) -> list[str]:
+    """Return an id for each text: a digest, with a number appended where the text repeats."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for text in texts:
+        seen[text] += 1
+        digest = digest_text(text, size=8)
+        ids.append(digest if seen[text] == 1 else f"{digest}-{seen[text]}")
+    return ids
+
+
+def check_column_names(names: Iterable[str]) -> None:
+    """Check that an index can hold columns of these names, besides its own.
+
+    Raises:
+        UserError: a name is reserved, is not a text, or cannot be stored.
+    """
+    names = list(names)
+    for name in names:
+        check_argument("the column name", name, (str,), "a text")
+        if name in RESERVED or name.startswith("_"):
+            raise UserError(
+                f"the column name {shortened_repr(name)} is reserved, like {', '.join(RESERVED)} "
+                "and all names that begin with _. Rename the column."
+            )
+    check_lance_column_names(names)
+
+
+def check_ids(ids: Iterable[object]) -> list[str]:
+    """Return ids as they are stored.
+
+    Raises:
+        UserError: an id is missing, or is neither a text nor a whole number, such as 1.0.
+    """
+    row_ids = []
+    for number, value in enumerate(as_list(ids, "ids"), 1):
+        if is_missing(value):
+            raise UserError(f"row {number}: the id is empty. Fill it in.")
+        if isinstance(value, bool) or not isinstance(value, str | Integral | UUID | date):
+            raise UserError(
+                f"row {number}: the id is {shortened_repr(value)}; expected a text or a whole "
+                "number."
+            )
+        row_ids.append(check_text(str(value), f"row {number}: the id"))
+    return row_ids
+
+
+def _check_row_ids(ids: Iterable[object], n: int) -> list[str]:
+    row_ids = check_ids(ids)
+    if len(row_ids) != n:
+        raise UserError(
+            f"there are {format_count(len(row_ids), 'id')} for {format_count(n, 'text')}; "
+            "the numbers must be equal."
+        )
+    rows: dict[str, int] = {}
+    for number, value in enumerate(row_ids, 1):
+        if value in rows:
+            raise UserError(
+                f"the rows {rows[value]} and {number} have the same id, {shortened_repr(value)}; "
+                "each row "
+                "needs a different id."
+            )
+        rows[value] = number
+    return row_ids
+
+
+def _cast_columns(
+    columns: Mapping[str, Any], schema: pa.Schema, index_columns: Sequence[str]
+) -> dict[str, Any]:
+    if set(columns) != set(index_columns):
+        raise UserError(
+            f"the texts have the columns {format_list(sorted(columns))}, but the index has "
+            f"{format_list(sorted(index_columns))}. Give the same columns."
+        )
+    cast_columns = {}
+    for name, column in columns.items():
+        arrow_type = schema.field(name).type
+        try:
+            cast_columns[name] = column.cast(arrow_type)
+        except pa.ArrowException as error:
+            raise UserError(
+                f"the column {name!r} has the type {arrow_type} in the index: {first_line(error)}. "
+                "Correct the value, or build another index."
+            ) from error
+    return cast_columns

@@ -1,56 +1,308 @@
-"""The HTTP endpoints."""
+"""The endpoints, the metrics, the OpenAPI document, and the page to try the endpoints by hand."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import numpy as np
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llmcond.encoders.spec import InputError
+from llmcond.encoders.spec import Encoded, InputError
 from llmcond.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
+from llmcond.report import page as report
+from llmcond.report.page.render import csp_source, page_templates
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.similarity import pair_with_conditions
-from llmcond.search.errors import FilterError, UnpreparedConditionError
+from llmcond.search import FilterError, UnpreparedConditionError
 from llmcond.serving.batching import Batcher, Row
-from llmcond.serving.errors import JsonResponse, RequestError, invalid_value_error
-from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
-from llmcond.serving.openapi import Handler, Route, describe_api
-from llmcond.serving.page import page_response
 from llmcond.serving.requests import (
-    EmbeddingsRequest,
-    RerankRequest,
-    SearchRequest,
-    SimilarityRequest,
-    TextOrTexts,
-    read_request,
-)
-from llmcond.serving.responses import (
     Counts,
     Embedding,
+    EmbeddingsRequest,
     EmbeddingsResponse,
+    ErrorResponse,
     HealthResponse,
+    JsonResponse,
     ModelEntry,
     ModelList,
+    RequestError,
+    RerankRequest,
     RerankResponse,
     RerankResult,
+    SearchRequest,
     SearchResponse,
+    SimilarityRequest,
     SimilarityResponse,
+    TextOrTexts,
+    invalid_value_error,
+    read_request,
 )
-from llmcond.serving.settings import ServerSettings
+from llmcond.serving.server import ServerSettings
+from llmcond.version import __version__
 
 if TYPE_CHECKING:
     from llmcond.encoders.spec import Encoded
     from llmcond.search import Hits
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Metrics:
+    """The metrics of one server, in a separate registry."""
+
+    def __init__(self, model: ServedModel) -> None:
+        """Register the metrics."""
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        by_route: dict[str, Any] = {"labelnames": ["route"], "buckets": _SECONDS}
+        labels = ["route", "status"]
+        self._requests = Counter(
+            "llmcond_requests", "Requests answered.", labels, registry=registry
+        )
+        self._seconds = Histogram(
+            "llmcond_request_seconds",
+            "Seconds until a request is answered.",
+            registry=registry,
+            **by_route,
+        )
+        self.in_progress = Gauge(
+            "llmcond_requests_in_progress", "Requests in progress.", registry=registry
+        )
+        self._texts = Counter(
+            "llmcond_texts",
+            "Texts encoded, including those of /readyz, but no queries of searches.",
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "llmcond_tokens", "Tokens of these texts, before long texts are cut.", registry=registry
+        )
+        self._truncated = Counter("llmcond_truncated_texts", "Truncated texts.", registry=registry)
+        self._batch = Histogram(
+            "llmcond_batch_texts", "Rows per batch.", registry=registry, buckets=_TEXTS
+        )
+        self._batch_seconds = Histogram(
+            "llmcond_batch_seconds",
+            "Seconds to encode a batch.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._waiting = Gauge(
+            "llmcond_waiting_texts", "Rows waiting for a batch.", registry=registry
+        )
+        model_labels = {
+            name: str(value) for name, value in model.describe().items() if name != "guides"
+        }
+        info = Gauge("llmcond_model_info", "The served model.", [*model_labels], registry=registry)
+        info.labels(**model_labels).set(1)
+
+    def watch(self, batcher: Batcher) -> None:
+        """Report the length of a batcher's queue."""
+        self._waiting.set_function(lambda: batcher.waiting)
+
+    def on_batch(self, encoded: Encoded, seconds: float) -> None:
+        """Count an encoded batch."""
+        self._batch.observe(len(encoded.vectors))
+        self._batch_seconds.observe(seconds)
+        self._texts.inc(len(encoded.vectors))
+        self._tokens.inc(int(encoded.n_tokens.sum()))
+        self._truncated.inc(int(encoded.truncated.sum()))
+
+    def on_request(self, route: str, status: int, seconds: float) -> None:
+        """Count a finished request."""
+        self._requests.labels(route, status).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def response(self) -> Response:
+        """Return the metrics in Prometheus's text format."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+#: A function that answers a request.
+Handler = Callable[[Request], Awaitable[Response]]
+
+#: The statuses of errors with their reasons.
+_ERRORS: Mapping[int, str] = {
+    400: "The request is not valid HTTP, or its body is not valid JSON.",
+    401: "The API key is missing or wrong.",
+    403: "The host name is not a local one, and the server has no API keys.",
+    404: "The server does not have what the request needs.",
+    408: "The headers or the body took too long to arrive.",
+    413: "The body is too large, or has too many texts.",
+    415: "The body is not JSON, or is compressed.",
+    422: "A field of the body is invalid.",
+    429: "The server has too many requests at a time.",
+    431: "The headers are too large.",
+    500: "The server failed.",
+    503: "The server is stopping, or cannot answer.",
+    504: "The answer took too long.",
+}
+#: Errors of every route, and of every route with a body.
+_ANY_ROUTE, _ANY_BODY = (400, 408, 431, 500), (413, 415, 422, 429, 503, 504)
+_KEY = "bearerKey"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An endpoint.
+
+    Attributes:
+        method: the HTTP method.
+        path: the path; ``{id}`` at its end is a parameter.
+        handler: the function that answers. If it is annotated with ``JsonResponse[T]``, T is the
+            type of the response's body.
+        body: the type of the request's body; None: it has none.
+        errors: statuses of errors, besides those that every route may have.
+        public: whether no key is needed, because the endpoint neither reads nor returns texts.
+        media_type: content type of a response that is not JSON.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    body: type[BaseModel] | None = None
+    errors: Collection[int] = ()
+    public: bool = False
+    media_type: str = "application/json"
+
+    @property
+    def methods(self) -> Sequence[str]:
+        """The methods that the path accepts. The server leaves the body of HEAD out."""
+        return (self.method, *(["HEAD"] if self.method == "GET" else []), "OPTIONS")
+
+    @property
+    def content(self) -> Any:
+        """The type of the response's body; str for a response that is not JSON."""
+        (content,) = get_args(get_type_hints(self.handler)["return"]) or (str,)
+        return content
+
+
+def describe_api(
+    routes: Collection[Route], *, needs_key: bool, needs_condition: bool
+) -> dict[str, Any]:
+    """Return the OpenAPI document of the routes.
+
+    Args:
+        routes: the routes.
+        needs_key: whether the routes that are not public need an API key.
+        needs_condition: whether bodies need a condition, because there is no default.
+    """
+    from pydantic import TypeAdapter  # only the document needs it
+
+    bodies = [route.body for route in routes if route.body is not None]
+    types = [ErrorResponse, *(route.content for route in routes)]
+    types += bodies
+    schemas, definitions = TypeAdapter.json_schemas(
+        [(name, "validation", TypeAdapter(name)) for name in dict.fromkeys(types)],
+        ref_template="#/components/schemas/{model}",
+    )
+    if needs_condition:
+        _require_condition(definitions["$defs"][body.__name__] for body in bodies)
+    by_type = {name: schema for (name, _), schema in schemas.items()}
+
+    def describe_content(media_type: str, content: Any) -> dict[str, Any]:
+        return {"content": {media_type: {"schema": by_type[content]}}}
+
+    def describe_route(route: Route) -> dict[str, Any]:
+        statuses = {*_ANY_ROUTE, *route.errors, *(_ANY_BODY if route.body else ())}
+        if not needs_key:
+            statuses.add(403)
+        elif not route.public:
+            statuses.add(401)
+        success = {"description": "Success", **describe_content(route.media_type, route.content)}
+        error = describe_content("application/json", ErrorResponse)
+        operation: dict[str, Any] = {
+            "operationId": route.handler.__name__,
+            "summary": (route.handler.__doc__ or "").partition("\n")[0],
+            "responses": {"200": success}
+            | {
+                f"{status}": {"description": _ERRORS[status], **error}
+                for status in sorted(statuses)
+            },
+        }
+        if route.body is not None:
+            body = describe_content("application/json", route.body)
+            operation["requestBody"] = {"required": True, **body}
+        if "{id}" in route.path:
+            schema = {"type": "string"}
+            operation["parameters"] = [
+                {"name": "id", "in": "path", "required": True, "schema": schema}
+            ]
+        if needs_key and route.public:
+            operation["security"] = []
+        return operation
+
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "llmcond", "version": __version__},
+        "paths": {route.path: {route.method.lower(): describe_route(route)} for route in routes},
+        "components": {"schemas": definitions["$defs"]},
+    }
+    if needs_key:
+        document["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{_KEY: []}]
+    return document
+
+
+def _require_condition(schemas: Iterable[dict[str, Any]]) -> None:
+    """Change the schemas of bodies so that they need a condition."""
+    for schema in schemas:
+        schema["required"].append("condition")
+        condition = schema["properties"]["condition"]
+        condition["anyOf"].remove({"type": "null"})
+        del condition["default"]
+
+
+_FOLDER = Path(__file__).parent
+
+
+def page_response(model: ServedModel, *, needs_key: bool) -> Response:
+    """Return the page, with a policy that only allows its script and requests to this server."""
+    from markupsafe import Markup
+
+    # The base style sheet is that of the report pages.
+    base_style = (Path(report.__file__).parent / "page.css").read_text("utf-8")
+    style = base_style + (_FOLDER / "page.css").read_text("utf-8")
+    script = (_FOLDER / "page.js").read_text("utf-8")
+    template = page_templates(_FOLDER).get_template("page.html.j2")
+    text = template.render(
+        model=model,
+        about=model.describe(),
+        embeds=isinstance(model.model, Embedder),
+        has_head=model.model.head.kind != "none",
+        needs_key=needs_key,
+        style=Markup(style),  # noqa: S704
+        script=Markup(script),  # noqa: S704
+    )
+    policy = (
+        f"default-src 'none'; script-src {csp_source(script)}; style-src {csp_source(style)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+    return Response(text, headers=headers, media_type="text/html; charset=utf-8")
+
 
 #: Path of the description of one model, without the model's name.
 _MODELS = "/v1/models/"

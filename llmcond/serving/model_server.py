@@ -1,36 +1,335 @@
-"""Loading the model to serve, and running its queue and endpoints under uvicorn."""
+"""A model behind HTTP: limits of connections, checks of every request, and the running server."""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import ipaddress
 import logging
 import math
+import re
+import secrets
 import socket
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llmcond.arrays import Array
 from llmcond.data.guides import read_guide
-from llmcond.errors import UserError
+from llmcond.errors import UserError, shortened_repr
 from llmcond.quantization import read_ranges
 from llmcond.runs.cross import load_similarity_model
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.open import resolve_run
-from llmcond.serving.app import Endpoints
-from llmcond.serving.batching import Batcher
-from llmcond.serving.gate import Gate
-from llmcond.serving.metrics import Metrics
+from llmcond.serving.app import Endpoints, Metrics
+from llmcond.serving.batching import Batcher, ClosedError
 from llmcond.serving.model import ServedModel
-from llmcond.serving.protocol import BoundedProtocol
-from llmcond.serving.settings import ServedSource, ServerSettings
+from llmcond.serving.requests import CLIENT_CLOSED, RequestError, to_request_error
+from llmcond.serving.server import ServedSource, ServerSettings
 
 if TYPE_CHECKING:
     from llmcond.search import Index
+
+#: Largest number of bytes of request line and headers, and of anything else that is not a body:
+#: empty lines before a request, trailers, and extensions of a chunk.
+MAX_HEAD_BYTES = 65_536
+#: Seconds in which request line and headers must arrive, and in which a client must close the
+#: connection or send the next request if its body was not read.
+HEAD_SECONDS = 10.0
+#: Seconds for which a client may stop reading its answer.
+STALL_SECONDS = 60.0
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol for one connection, with limits."""
+
+    #: Number of bytes since the last complete head or part of a body.
+    _head_bytes = 0
+    #: Whether the last bytes completed a head, or contained a part of a body.
+    _advanced = False
+    #: Timers of HEAD_SECONDS and of STALL_SECONDS.
+    _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._late = self.loop.call_later(HEAD_SECONDS, self._close_late)
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._late, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), MAX_HEAD_BYTES):
+            self._advanced = False
+            part = data[start : start + MAX_HEAD_BYTES]
+            super().data_received(part)
+            # A head that begins in the same part as the end of a body is counted from the next
+            # part on.
+            self._head_bytes = 0 if self._advanced else self._head_bytes + len(part)
+            if self.transport.is_closing():
+                return
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(
+                    RequestError(
+                        431,
+                        "headers_too_large",
+                        f"the request line and the headers are larger than {MAX_HEAD_BYTES:,} "
+                        "bytes. Send fewer or shorter headers; texts belong in the body.",
+                    )
+                )
+                return
+        # Started after the bytes are parsed, because most requests arrive in one part.
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self._late is None and not is_answering:
+            self._late = self.loop.call_later(HEAD_SECONDS, self._close_late)
+
+    @override
+    def on_headers_complete(self) -> None:
+        self._advanced = True
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        super().on_headers_complete()
+
+    @override
+    def on_body(self, body: bytes) -> None:
+        self._advanced = True
+        super().on_body(body)
+
+    @override
+    def pause_writing(self) -> None:
+        self._stalled = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+        super().pause_writing()
+
+    @override
+    def resume_writing(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+        super().resume_writing()
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        message = (
+            "the request is not valid HTTP. Check its request line, its headers and the sizes of "
+            "its chunks."
+        )
+        self._refuse(RequestError(400, "invalid_http", message))
+
+    def _close_late(self) -> None:
+        if self._head_bytes and not self.transport.is_closing():
+            message = (
+                f"the request line and the headers took longer than {HEAD_SECONDS:g} s. Send them "
+                "at once."
+            )
+            self._refuse(RequestError(408, "headers_too_slow", message))
+        self.transport.close()
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer with an error, and close the connection."""
+        response = error.response()
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+        lines += [b"%b: %b" % header for header in response.raw_headers]
+        lines += [b"connection: close", b"", bytes(response.body)]
+        self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
+
+
+#: Log of one line for each request, without its texts and its key.
+request_log = logging.getLogger("llmcond.requests")
+
+_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+
+
+class Gate:
+    """The ASGI application that the server calls.
+
+    Attributes:
+        app: the endpoints.
+        closing: whether further requests are rejected.
+    """
+
+    def __init__(
+        self,
+        app: Endpoints,
+        batcher: Batcher,
+        metrics: Metrics,
+        keys: Sequence[bytes],
+        max_requests: int,
+        timeout: float,
+        local: bool,
+    ) -> None:
+        """Wrap the endpoints.
+
+        Args:
+            app: the endpoints.
+            batcher: the queue in front of the model.
+            metrics: the server's metrics.
+            keys: valid API keys; without any, no key is required.
+            max_requests: maximal number of concurrent requests.
+            timeout: time limit of a request in seconds.
+            local: whether the server listens on this machine only. Without keys, requests under any
+                host name but localhost are then rejected: otherwise a website that is open in a
+                browser on this machine could let its own name resolve to this server (DNS
+                rebinding), and read whatever the server returns.
+        """
+        self.app, self._batcher, self._metrics = app, batcher, metrics
+        self._keys, self._max_requests, self._timeout = keys, max_requests, timeout
+        self._checks_host = local and not keys
+        self._in_progress = 0
+        self.closing = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whatever fails."""
+        start_time, status = time.perf_counter(), CLIENT_CLOSED
+        request_id = _choose_request_id(dict(scope["headers"]).get(b"x-request-id", b""))
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                extra_headers = [*_HEADERS, (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": [*message["headers"], *extra_headers]}
+            await send(message)
+
+        scope["state"] = facts = dict[str, Any]()
+        # Let uvicorn answer a malformed body first; it then drops a second answer.
+        await asyncio.sleep(0)
+        try:
+            await self._handle(scope, receive, send_with_id)
+        except Exception as error:
+            reported = to_request_error(error)
+            if isinstance(error, TimeoutError):
+                message = f"the request took longer than {self._timeout:g} s (--timeout)."
+                # If no facts were recorded, the time was spent on reading the body.
+                reported = (
+                    RequestError(504, "timeout", f"{message} Send fewer texts at a time.")
+                    if facts
+                    else RequestError(408, "timeout", message)
+                )
+            elif reported.code == "internal_error":
+                request_log.error("%s id=%s", _locate(error), request_id)
+            if status == CLIENT_CLOSED:  # nothing has been sent yet
+                await reported.response()(scope, receive, send_with_id)
+        seconds = time.perf_counter() - start_time
+        known_route = self.app.find_route(scope["path"])
+        # Other paths may contain anything.
+        route = "other" if known_route is None else known_route.path
+        self._metrics.on_request(route, status, seconds)
+        details = "".join(f" {name}={value}" for name, value in facts.items())
+        request_log.info(
+            "%s %s %d%s ms=%.1f id=%s",
+            scope["method"],
+            route,
+            status,
+            details,
+            1e3 * seconds,
+            request_id,
+        )
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        if {b"transfer-encoding", b"content-length"} <= headers.keys():
+            # A proxy that evaluates the other header would split this connection into different
+            # requests.
+            raise RequestError(
+                400,
+                "two_lengths",
+                "the request has both Transfer-Encoding and Content-Length; send only one of them.",
+                headers={"Connection": "close"},
+            )
+        # A browser always sends a host; old probes, in HTTP/1.0, send none.
+        if self._checks_host and b"host" in headers:
+            _check_host(headers[b"host"].decode("latin-1"))
+        route = self.app.find_route(scope["path"])
+        if route is None or not route.public:
+            self._check_key(headers.get(b"authorization", b""))
+        if scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        with self._limit_concurrency():
+            async with asyncio.timeout(self._timeout):
+                await self.app(scope, receive, send)
+
+    def _check_key(self, authorization: bytes) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = authorization.partition(b" ")
+        # Every key is compared, so that the time reveals nothing.
+        matches = [hmac.compare_digest(key.strip(), valid) for valid in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise RequestError(
+                401,
+                "invalid_api_key",
+                "the API key is missing or wrong. Send one: Authorization: Bearer KEY",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    @contextmanager
+    def _limit_concurrency(self) -> Iterator[None]:
+        if self.closing:
+            raise ClosedError
+        if self._in_progress >= self._max_requests:
+            raise RequestError(
+                429,
+                "too_many_requests",
+                f"the server is busy with {self._in_progress} requests, its limit "
+                "(--max-concurrent-requests). Try again later.",
+                headers={
+                    "Retry-After": str(min(60, max(1, math.ceil(self._batcher.estimated_delay))))
+                },
+            )
+        self._in_progress += 1
+        self._metrics.in_progress.set(self._in_progress)
+        try:
+            yield
+        finally:
+            self._in_progress -= 1
+            self._metrics.in_progress.set(self._in_progress)
+
+
+def _check_host(host: str) -> None:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name != "localhost":
+            ipaddress.ip_address(name)
+    except ValueError:
+        raise RequestError(
+            403,
+            "host",
+            "this server has no API keys, so it answers only under localhost or an IP address, "
+            f"not under {shortened_repr(host)}. Give it keys with --api-key-file.",
+        ) from None
+
+
+def _choose_request_id(header: bytes) -> str:
+    """Return the request id that a client or a proxy sent, if it is valid, or a new one."""
+    if re.fullmatch(rb"[\w.:-]{1,64}", header, re.ASCII):
+        return header.decode()
+    return secrets.token_hex(8)
+
+
+def _locate(error: Exception) -> str:
+    """Return the type of an error and where it was raised, without its message."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {frame.filename}:{frame.lineno}"
+
 
 #: Forward passes per batch. Inputs are sorted by length across the passes, which saves padding.
 _PASSES = 2

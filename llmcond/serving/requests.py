@@ -1,10 +1,13 @@
-"""Request bodies: reading them up to a size limit, and the fields that they may have."""
+"""Bodies of requests, responses and errors, and the reading of requests up to a size limit.
+
+``/openapi.json`` publishes the schemas of the bodies.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,18 +19,244 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema
-from starlette.requests import Request
+from pydantic_core import CoreSchema, to_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from typing_extensions import TypedDict  # pydantic accepts typing's from 3.12 on
 
 from llmcond.conditions import Condition
 from llmcond.config import describe_validation_error
 from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.options import Precision
-from llmcond.serving.errors import RequestError
-from llmcond.serving.responses import RerankDocument
+from llmcond.serving.batching import ClosedError
 from llmcond.text import check_characters, condition_key, normalise_condition
 
-T = TypeVar("T", bound=BaseModel)
+#: A number, or null for NaN and infinity, which JSON does not have.
+Number = float | None
+
+
+class ErrorDetails(TypedDict):
+    """The reason of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorResponse(TypedDict):
+    """An error in OpenAI's format."""
+
+    error: ErrorDetails
+
+
+class HealthResponse(TypedDict):
+    """The state of the server."""
+
+    status: Literal["ok", "ready"]
+    model: str
+
+
+class ModelEntry(TypedDict):
+    """The served model. The fields that may be missing depend on its kind."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    encoder: str
+    fingerprint: str
+    head: str
+    fitted_on: str
+    max_length: int
+    model: NotRequired[str]
+    revision: NotRequired[str]
+    dim: NotRequired[int]
+    dtype: NotRequired[str]
+    prompt: NotRequired[str]
+    runtime: NotRequired[str]
+    subtract: NotRequired[bool]
+    guides: NotRequired[dict[str, Any]]
+    orders: NotRequired[str]
+    conditions: NotRequired[list[str]]
+
+
+class ModelList(TypedDict):
+    """A list of one model, in OpenAI's format."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class Usage(TypedDict):
+    """Numbers of tokens before texts are cut."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Counts(TypedDict):
+    """Counts of a request: its tokens, and its texts that were cut or have a zero vector."""
+
+    usage: Usage
+    truncated: int
+    zero_vectors: NotRequired[int]
+
+
+class Embedding(TypedDict):
+    """An embedding as numbers, or as base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[Number] | str
+
+
+class EmbeddingsResponse(Counts):
+    """Embeddings in the order of the texts, in OpenAI's format."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+
+
+class SimilarityResponse(Counts):
+    """The similarity of each pair."""
+
+    model: str
+    similarities: list[Number]
+
+
+class RerankDocument(TypedDict):
+    """The text of a document."""
+
+    text: Annotated[str, Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})]
+
+
+class RerankResult(TypedDict):
+    """A document by its position in the request, with its similarity to the query."""
+
+    index: int
+    relevance_score: Number
+    document: NotRequired[RerankDocument]
+
+
+class RerankResponse(Counts):
+    """Documents with the most similar one first."""
+
+    model: str
+    results: list[RerankResult]
+
+
+class HitScores(TypedDict):
+    """Scores of a hit under each condition, and its score and rank without a condition, if any."""
+
+    under: dict[str, Number]
+    without: Number
+    rank_without: int | None
+
+
+class SearchHit(TypedDict):
+    """A text of the index, with the index's other columns as further fields."""
+
+    rank: int
+    score: Number
+    text: str
+    id: str
+    explain: NotRequired[HitScores]
+
+
+class SearchResponse(TypedDict):
+    """The texts nearest to a query."""
+
+    model: str
+    results: list[SearchHit]
+    query: str
+    conditions: dict[str, float]
+    searched: int
+    exact: bool
+    plain: NotRequired[str]
+    guides: NotRequired[dict[str, Any]]
+
+
+#: Status, in logs and metrics, of a request whose client disconnected before the response.
+CLIENT_CLOSED = 499
+
+#: Error type of OpenAI's protocol for a status; other statuses use a general type.
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class RequestError(Exception):
+    """An error that is reported to the client.
+
+    It has an HTTP status, a code for programs, a one-line message, the name of the invalid field if
+    there is one, and response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.headers = dict(headers or {})
+
+    def response(self) -> JsonResponse[ErrorResponse]:
+        """Convert the error to a response."""
+        default_type = "server_error" if self.status >= 500 else "invalid_request_error"
+        error: ErrorResponse = {
+            "error": {
+                "message": " ".join(str(self).split()),
+                "type": _TYPES.get(self.status, default_type),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+        return JsonResponse(error, self.status, self.headers)
+
+
+def invalid_value_error(param: str | None, message: str) -> RequestError:
+    """Return the error of a field whose value is invalid."""
+    return RequestError(422, "invalid_value", message, param=param)
+
+
+def to_request_error(error: Exception) -> RequestError:
+    """Convert an exception to the error that the client receives.
+
+    The message of an unexpected exception is not passed on, because it may contain data of another
+    client.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ClientDisconnect):
+        return RequestError(CLIENT_CLOSED, "client_gone", "the client closed the connection.")
+    if isinstance(error, ClosedError):
+        headers = {"Retry-After": "1"}
+        return RequestError(503, "closing", "the server is stopping.", headers=headers)
+    return RequestError(
+        500,
+        "internal_error",
+        "the server failed; its log names the cause under the X-Request-Id of this response.",
+    )
+
+
+#: Type of the body of a response, and of a request.
+Content = TypeVar("Content")
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class JsonResponse(Response, Generic[Content]):
+    """A response whose body is JSON of the type ``Content``."""
+
+    def __init__(
+        self, value: Content, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        body = to_json(value, inf_nan_mode="null")
+        super().__init__(body, status, headers, "application/json")
 
 
 def _check_text(text: str) -> str:
@@ -244,7 +473,7 @@ class SearchRequest(_RequestBody):
         }
 
 
-async def read_request(request: Request, body_type: type[T], limit: int) -> T:
+async def read_request(request: Request, body_type: type[Body], limit: int) -> Body:
     """Read and validate the body of a request.
 
     Args:

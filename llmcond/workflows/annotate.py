@@ -12,9 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from llmcond.annotation.journal import Journal
-from llmcond.annotation.proposals import Offer, build_offers, proposed_rows
-from llmcond.annotation.questions import Forecast, Prices, Question, QuestionRunner
+from llmcond.annotation.questions import (
+    Forecast,
+    Journal,
+    Offer,
+    Prices,
+    Question,
+    QuestionRunner,
+    build_offers,
+    proposed_rows,
+)
 from llmcond.annotation.server import Answer, ChatSettings
 from llmcond.annotation.template import (
     SCALE,
@@ -23,8 +30,17 @@ from llmcond.annotation.template import (
     parse_proposal,
     parse_rating,
 )
-from llmcond.data.candidates import has_column, open_collection, read_collection, text_column
-from llmcond.data.datasets import Columns, DataOptions, RatingScale, read_pairs, read_rows
+from llmcond.data.datasets import (
+    Columns,
+    DataOptions,
+    RatingScale,
+    has_column,
+    open_collection,
+    read_collection,
+    read_pairs,
+    read_rows,
+    text_column,
+)
 from llmcond.data.rows import Rows
 from llmcond.display import Displayed
 from llmcond.errors import UserError

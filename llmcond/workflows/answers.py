@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcond.data.candidates import has_column, is_missing, open_collection, read_collection
+from llmcond.data.datasets import has_column, is_missing, open_collection, read_collection
 from llmcond.encoders import EncoderInput
 from llmcond.features.view import FeatureView
 from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead

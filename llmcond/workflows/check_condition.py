@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from llmcond.bundled import DEFAULT_MODEL
 from llmcond.conditions import condition_titles
-from llmcond.data.candidates import has_column, open_collection, read_collection, text_column
+from llmcond.data.datasets import has_column, open_collection, read_collection, text_column
 from llmcond.display import Displayed
 from llmcond.errors import UserError, shortened_repr
 from llmcond.evaluation.condition_checks import (

@@ -26,7 +26,7 @@ from llmcond.clustering.result import Clustering, ClusterResult, without_conditi
 from llmcond.clustering.scores import score_clusters
 from llmcond.clustering.tables import quality_text
 from llmcond.conditions import condition_text
-from llmcond.data.candidates import (
+from llmcond.data.datasets import (
     Collection,
     has_column,
     is_missing,

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.bundled import bundled_names
-from llmcond.data.queries import QueryRows
-from llmcond.data.rows import Rows
+from llmcond.data.rows import QueryRows, Rows
 from llmcond.encoders import ResolvedEncoder, resolve
 from llmcond.errors import UserError, nearest
 from llmcond.evaluation.baseline_comparison import ComparedSystem, compare_with_baseline

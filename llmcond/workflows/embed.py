@@ -24,14 +24,16 @@ from llmcond.conditions import (
     example_values,
     read_values,
 )
-from llmcond.data.candidates import (
+from llmcond.data.datasets import (
+    ConditionedTexts,
+    Problems,
     has_column,
     open_collection,
     read_collection,
+    read_texts,
     resolve_conditions,
     text_column,
 )
-from llmcond.data.datasets import ConditionedTexts, Problems, read_texts
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import EMBEDDING_SUFFIXES, VECTOR, Source
 from llmcond.data.rows import to_arrow

@@ -15,7 +15,7 @@ import pyarrow as pa
 from annotated_types import Ge, MinLen
 from numpy.typing import NDArray
 
-from llmcond.data.candidates import text_column
+from llmcond.data.datasets import text_column
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.streams import (

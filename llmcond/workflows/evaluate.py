@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from llmcond.data.datasets import DataOptions
 from llmcond.data.formats import ReadOptions
-from llmcond.data.memory import IN_MEMORY
-from llmcond.data.queries import QueryRows
-from llmcond.data.rows import Rows
+from llmcond.data.readers import IN_MEMORY
+from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.conditions import seen_unseen
 from llmcond.evaluation.ranking_results import RankedResults

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from llmcond.conditions import distinct_conditions
-from llmcond.data.candidates import (
+from llmcond.data.datasets import (
     has_column,
     open_collection,
     read_collection,
@@ -25,9 +25,7 @@ from llmcond.heads.guide import Guide, Guides
 from llmcond.options import IndexPrecision
 from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
-from llmcond.search.columns import infer_types
-from llmcond.search.rows import check_column_names
-from llmcond.search.table import TextTable
+from llmcond.search.table import TextTable, check_column_names, infer_types
 from llmcond.workflows.options.texts import IndexOptions
 
 #: The value of ``--guide`` that removes the guide of a condition.

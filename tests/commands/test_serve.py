@@ -13,7 +13,7 @@ from helpers.serving import Client
 from helpers.waiting import PATIENCE
 
 from llmcond.errors import UserError
-from llmcond.serving.settings import read_keys
+from llmcond.serving.server import read_keys
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_line_that_is_no_key_is_rejected(line, tmp_path):
 
 def test_key_file_readable_by_others_gives_warning(tmp_path, monkeypatch):
     warnings = []
-    monkeypatch.setattr("llmcond.serving.settings.log.warning", warnings.append)
+    monkeypatch.setattr("llmcond.serving.server.log.warning", warnings.append)
     file = tmp_path / "keys"
     file.write_text("0123456789abcdef")
     file.chmod(0o644)

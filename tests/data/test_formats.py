@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openpyxl import Workbook
 
-from llmcond.data.candidates import (
+from llmcond.data.datasets import (
     has_column,
     open_collection,
     read_candidates,
     read_collection,
+    read_rows,
     text_column,
 )
-from llmcond.data.datasets import read_rows
 from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import Source, read_records
 from llmcond.errors import UserError

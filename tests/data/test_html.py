@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from llmcond.data.html import strip_html
+from llmcond.data.datasets import strip_html
 
 
 @pytest.mark.parametrize(

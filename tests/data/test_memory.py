@@ -15,11 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 
 import llmcond
-from llmcond.data.candidates import has_column, open_collection, read_collection
-from llmcond.data.datasets import read_dataset, read_rows
+from llmcond.data.datasets import (
+    has_column,
+    open_collection,
+    read_collection,
+    read_dataset,
+    read_rows,
+)
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import read_guide
-from llmcond.data.memory import list_texts
+from llmcond.data.readers import list_texts
 from llmcond.data.rows import to_arrow
 from llmcond.errors import UserError
 from llmcond.workflows.answers import read_questions

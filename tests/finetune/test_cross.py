@@ -29,7 +29,7 @@ from llmcond.finetune.state import TrainingState
 from llmcond.heads.dense import RegressionSettings
 from llmcond.metrics import METRICS
 from llmcond.serving.model_server import load_model
-from llmcond.serving.settings import ServedSource
+from llmcond.serving.server import ServedSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,8 +15,7 @@ from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import Router
 from llmcond.prompts import load_prompt
-from llmcond.prompts.inputs import input_conditions, render_rows
-from llmcond.prompts.preview import preview_prompt
+from llmcond.prompts.inputs import input_conditions, preview_prompt, render_rows
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 

@@ -16,8 +16,7 @@ from helpers.pages import (
     open_page,
 )
 
-from llmcond.data.queries import QueryRows
-from llmcond.data.rows import Rows
+from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.breakdown import rank_error
 from llmcond.evaluation.paired import PairedDifference

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmcond.search.hits import Hits
+from llmcond.search.query import Hits
 
 MOMENT = datetime.datetime(2020, 2, 29, 12, 30, tzinfo=datetime.UTC)
 

@@ -120,7 +120,7 @@ def test_several_conditions_give_weighted_sum_of_cosines(build):
 def test_several_queries_give_same_hits_as_each_alone(build, monkeypatch):
     index = build(TEXTS)
     single_hits = [index.search(query, PLACE, 3).rows for query in TEXTS[:5]]
-    monkeypatch.setattr("llmcond.search.prepared._MAX_SCORES", 100)  # two queries at a time
+    monkeypatch.setattr("llmcond.search.query._MAX_SCORES", 100)  # two queries at a time
     batch_hits = index.search(TEXTS[:5], PLACE, 3)
     assert [[row["id"] for row in hits.rows] for hits in batch_hits] == [
         [row["id"] for row in rows] for rows in single_hits
@@ -558,10 +558,10 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(
             index.search(QUERY, condition, 3, prepare=False, explain=True)
         return list(index._version._open.values())
 
-    monkeypatch.setattr("llmcond.search.version._MAX_OPEN", 5)
+    monkeypatch.setattr("llmcond.search.query._MAX_OPEN", 5)
     assert len(search(10)) == (1 if index.encodes_pairs else 5)
     budget = 3 * max(view.n_bytes for view in search(1))
-    monkeypatch.setattr("llmcond.search.version.BUDGET", budget)
+    monkeypatch.setattr("llmcond.search.query.BUDGET", budget)
     assert 0 < sum(view.n_bytes for view in search(10)) <= budget
     assert list_files(index.folder) == before
 
@@ -760,7 +760,7 @@ def kill_at_call(module: str, name: str) -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        ("llmcond.search.rows", "IndexUpdatePlan.write"),  # texts are encoded
+        ("llmcond.search.table", "IndexUpdatePlan.write"),  # texts are encoded
         ("llmcond.search.views", "np.save"),  # texts are written, their vectors are not
         ("llmcond.search.views", "write_json"),  # vectors are written, but not listed yet
     ],

@@ -9,7 +9,7 @@ import pytest
 from helpers.serving import serve
 from helpers.waiting import PATIENCE
 
-from llmcond.serving import protocol
+from llmcond.serving import model_server
 from llmcond.serving.model import ServedModel
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
@@ -17,7 +17,7 @@ POST = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: applic
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 BODY = json.dumps({"input": ["two men", "children"], "condition": "the place"}).encode()
 #: More than the limit, and few enough to be in the buffers of the sockets.
-MUCH = protocol.MAX_HEAD_BYTES + 20_000
+MUCH = model_server.MAX_HEAD_BYTES + 20_000
 
 
 def connect(client):
@@ -79,7 +79,7 @@ def test_flood_of_header_bytes_is_cut_off_early(client):
 
 def test_large_bodies_and_many_requests_are_within_limits(embedder):
     large = json.dumps({"input": ["two men " * 50] * 1_000, "condition": "the place"}).encode()
-    assert len(large) > 3 * protocol.MAX_HEAD_BYTES
+    assert len(large) > 3 * model_server.MAX_HEAD_BYTES
     with serve(ServedModel(embedder), max_client_batch_size=1) as (client, _):
         head = POST + b"Content-Length: %d\r\n\r\n" % len(large)
         whole = head + large
@@ -105,7 +105,7 @@ def test_large_bodies_and_many_requests_are_within_limits(embedder):
     ],
 )
 def test_slow_clients_are_disconnected(embedder, monkeypatch, parts, status):
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(model_server, "HEAD_SECONDS", 0.3)
     with serve(ServedModel(embedder)) as (client, _), connect(client) as connection:
         began = time.monotonic()
         connection.settimeout(0.1)
@@ -131,7 +131,7 @@ def test_slow_clients_are_disconnected(embedder, monkeypatch, parts, status):
 
 
 def test_slow_model_and_pauses_between_requests_are_no_reason_to_disconnect(embedder, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(model_server, "HEAD_SECONDS", 0.2)
     original = type(embedder).encode_with_counts
 
     def encode_with_counts(embedder, rows):
@@ -151,7 +151,7 @@ def test_slow_model_and_pauses_between_requests_are_no_reason_to_disconnect(embe
 
 
 def test_client_that_does_not_read_its_answer_is_disconnected(embedder, monkeypatch):
-    monkeypatch.setattr(protocol, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(model_server, "STALL_SECONDS", 0.3)
     body = json.dumps({"input": ["two men"] * 2_000, "condition": "the place"}).encode()
     request = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with serve(ServedModel(embedder)) as (client, server), connect(client) as connection:

@@ -465,7 +465,7 @@ def test_many_questions_need_confirmation(write_many, capsys, monkeypatch):
 
 
 def test_output_is_locked_for_other_processes(pairs, capsys):
-    from llmcond.annotation.journal import Journal
+    from llmcond.annotation.questions import Journal
 
     with Journal(pairs.with_name("rated.answers")), ChatServer() as server:
         assert "another process writes" in run_rejected(capsys, *make_command(pairs, server))

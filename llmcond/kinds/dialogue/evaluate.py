@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llmcond.arrays import Positions
-from llmcond.data.candidates import read_candidates
+from llmcond.data.datasets import read_candidates
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking_results import DialogueResult, PlanResult, RankedResults
 from llmcond.evaluation.results import RowCounts

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.arrays import Array, ConcatenatedMatrix, Matrix, MatrixLike, Positions, as_matrix
-from llmcond.data.queries import QueryRows
+from llmcond.data.rows import QueryRows
 from llmcond.errors import format_count
 from llmcond.evaluation.results import RankedQueries
 from llmcond.features.store import FeatureStore

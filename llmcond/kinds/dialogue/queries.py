@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from llmcond.arrays import MatrixLike, as_matrix
 from llmcond.data.datasets import Problems
 from llmcond.data.formats import MissingColumnError
-from llmcond.data.queries import QueryRows
 from llmcond.data.readers import Source, open_source, read_records
+from llmcond.data.rows import QueryRows
 from llmcond.errors import UserError, shortened_repr
 from llmcond.evaluation.ranking import QuerySubset, Ranks, ranks_among, score_rankings
 from llmcond.evaluation.results import RankedQueries

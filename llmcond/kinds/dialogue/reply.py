@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcond.data.candidates import read_candidates
+from llmcond.data.datasets import read_candidates
 from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.kinds.dialogue.replies import Reply, load_dialogue

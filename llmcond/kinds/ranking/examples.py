@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.arrays import ConcatenatedMatrix, Matrix, MatrixLike, SharedRows
-from llmcond.data.queries import QueryRows
+from llmcond.data.rows import QueryRows
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import Ranks, Term, rank
 from llmcond.evaluation.results import RankedQueries

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
-from llmcond.data.queries import QueryRows
+from llmcond.data.rows import QueryRows
 from llmcond.errors import UserError
 from llmcond.kinds.ranking.graph import (
     Graph,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.data.formats import ReadOptions
-from llmcond.data.queries import KnownAnswers, QueryRows
+from llmcond.data.rows import KnownAnswers, QueryRows
 from llmcond.errors import UserError
 from llmcond.metrics import RANKING_NAMES
 from llmcond.tasks.base import AnyTask, Data

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.queries import QueryRows
-from llmcond.data.rows import Rows
+from llmcond.data.rows import QueryRows, Rows
 from llmcond.evaluation.breakdown import (
     by_condition,
     calibration,

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import as_matrix
-from llmcond.data.queries import QueryRows
-from llmcond.data.rows import Rows
+from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.isotropy import MAX_VECTORS, measure_isotropy
 from llmcond.evaluation.ranking import QuerySubset

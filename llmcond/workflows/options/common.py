@@ -12,8 +12,7 @@ from typing_extensions import override
 from llmcond.bundled import DEFAULT_MODEL, DEFAULT_RUN, pretrained_names
 from llmcond.conditions import MAX_VALUES, combine_values
 from llmcond.data.formats import TEXT_COLUMNS, ReadOptions
-from llmcond.data.memory import OBJECTS
-from llmcond.data.readers import FILES, SOURCE
+from llmcond.data.readers import FILES, OBJECTS, SOURCE
 from llmcond.decoding import check_encoding
 from llmcond.encoders import EncoderOptions, check_encoder
 from llmcond.errors import UserError, nearest

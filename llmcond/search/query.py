@@ -3,27 +3,279 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.arrays import Array, clip_cosines
 from llmcond.conditions import condition_flags
+from llmcond.display import Displayed
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, format_count, shortened_repr
-from llmcond.heads.guide import Guides
+from llmcond.heads.guide import Guide, Guides
 from llmcond.log import log
-from llmcond.runs.embedder import normalise_vectors
-from llmcond.search.errors import UnpreparedConditionError
-from llmcond.search.half_precision import top_k
-from llmcond.search.hits import Hits
-from llmcond.search.model import short_name
-from llmcond.search.projection import NO_CONDITION
-from llmcond.search.table import VECTOR, Positions, vectors_of
-from llmcond.search.version import IndexVersion
+from llmcond.runs.embedder import guides_json, normalise_vectors
+from llmcond.search import UnpreparedConditionError
+from llmcond.search.model import SearchModel, short_name
+from llmcond.search.projection import NO_CONDITION, Encode
+from llmcond.search.table import VECTOR, Positions, TextTable, vectors_of
+from llmcond.search.views import (
+    BUDGET,
+    ConditionView,
+    ConditionViews,
+    VectorSegment,
+    convert_dtype,
+    make_view,
+    top_k,
+)
+
+#: Number of views that stay open; those that are in memory are limited by ``BUDGET``, too.
+_MAX_OPEN = 64
+#: Number of rows that a guide maps at a time.
+_BLOCK_ROWS = 4_096
+
+
+class IndexVersion:
+    """The texts and guides of an index at the time it was opened. Several threads may read it."""
+
+    def __init__(self, table: TextTable, views: ConditionViews, model: SearchModel) -> None:
+        self.table, self.model, self.guides = table, model, Guides(model.guides)
+        self._views = views
+        self._open: OrderedDict[str | None, ConditionView] = OrderedDict()
+        self._compute_lock = threading.Lock()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether texts are compared in half precision, not in fewer bits."""
+        return self._views.precision == "float16"
+
+    def find_missing(self, condition: str | None) -> Positions:
+        """Return the positions of texts that have no vectors under a condition yet."""
+        if condition in self._open:
+            return np.zeros(0, dtype=np.int64)
+        return make_view(self._views.read(condition), self.table)[1]
+
+    def view(
+        self, condition: str | None, encode: Encode | None = None, *, save: bool = False
+    ) -> ConditionView | None:
+        """Return the vectors of all texts under a condition; compute those that are missing.
+
+        Args:
+            condition: the condition; None: vectors without a condition.
+            encode: computes the vectors of inputs that contain both a text and the condition.
+                Without it, the result is None if such vectors are missing.
+            save: whether to store the computed vectors, so that other processes need not compute
+                them. Vectors that were encoded are always stored; all others stay in memory,
+                because a search must not write.
+
+        Raises:
+            DiskFullError, UserError: if vectors that were encoded cannot be stored.
+        """
+        view = self._find_open(condition)
+        if view is not None and not save:
+            return view
+        with self._compute_lock:
+            view = self._find_open(condition)
+            if view is not None and not save:
+                return view
+            save = save or encode is not None
+            segments = self._compute_unguided(condition, encode, save)
+            if segments is None:
+                return None
+            if condition in self.guides:
+                segments = self._apply_guide(str(condition), segments, save)
+            view = self._open[condition] = make_view(segments, self.table)[0]
+            self._close_oldest()
+            return view
+
+    def _find_open(self, condition: str | None) -> ConditionView | None:
+        """Return a view that is open, and mark it as used."""
+        with suppress(KeyError):  # another thread may close it
+            self._open.move_to_end(condition)
+        return self._open.get(condition)
+
+    def _close_oldest(self) -> None:
+        """Close the least recently used views above the limits, except the last one."""
+        sizes = {condition: view.n_bytes for condition, view in self._open.items()}
+        total = sum(sizes.values())
+        for condition, size in [*sizes.items()][:-1]:
+            if len(self._open) > _MAX_OPEN or total > BUDGET:
+                del self._open[condition]
+                total -= size
+
+    def _compute_unguided(
+        self, condition: str | None, encode: Encode | None, save: bool
+    ) -> Sequence[VectorSegment] | None:
+        """Return the model's vectors of all texts; None if some would have to be encoded."""
+        segments: Sequence[VectorSegment] = self._views.read(condition)
+        missing = make_view(segments, self.table)[1]
+        joint = self.model.is_joint(condition)
+        if not len(missing):
+            return segments
+        if joint and encode is None:
+            return None
+        segment = self._compute_segment(condition, missing, encode if joint else None)
+        if not save:
+            return [*segments, self._views.convert(condition, segment)]
+        return self._save_segment(condition, segments, segment, joint)
+
+    def _apply_guide(
+        self, condition: str, unguided: Sequence[VectorSegment], save: bool
+    ) -> Sequence[VectorSegment]:
+        """Return the vectors of all texts, mapped by the condition's guide."""
+        guide = self.guides[condition]
+        segments: Sequence[VectorSegment] = self._views.read(condition, guide.digest)
+        missing = make_view(segments, self.table)[1]
+        if not len(missing):
+            return segments
+        vectors = np.empty((len(missing), unguided[0].dim), dtype=np.float16)
+        # Rows that are not in the table have position -1, which indexes the last element: -1 again.
+        target_rows = np.full(len(self.table) + 1, -1)
+        target_rows[missing] = np.arange(len(missing))
+        for segment in unguided:
+            targets = target_rows[self.table.positions(segment.numbers)]
+            needed = np.flatnonzero(targets >= 0)
+            for start in range(0, len(needed), _BLOCK_ROWS):
+                rows = needed[start : start + _BLOCK_ROWS]
+                mapped = guide.transform(segment.read(rows, vectors.size))
+                vectors[targets[rows]] = convert_dtype(mapped, "float16", vectors.size)
+        mapped_segment = VectorSegment(self.table.numbers[missing], vectors)
+        if not save:
+            return [*segments, self._views.convert(condition, mapped_segment, guide.digest)]
+        return self._save_segment(condition, segments, mapped_segment, False, guide.digest)
+
+    def _compute_segment(
+        self, condition: str | None, missing: Positions, encode: Encode | None
+    ) -> VectorSegment:
+        project, columns = self.model.projections.get(condition), ["text"] if encode else []
+        if self.model.templates.text_only:
+            columns.append(VECTOR)
+        vectors: NDArray[np.float16] = np.zeros((0, 0), dtype=np.float16)
+        done = 0
+        for block, rows in self.table.blocks(missing, columns):
+            texts = rows["text"].to_pylist() if encode else [""] * len(block)
+            half = vectors_of(rows).copy()
+            stored = convert_dtype(half, "float32", len(missing) * half.shape[1])
+            projected = project(texts, stored, encode or self.model.projections.encode)
+            if not done:
+                vectors = np.empty((len(missing), projected.shape[1]), dtype=np.float16)
+            vectors[done : done + len(block)] = convert_dtype(projected, "float16", vectors.size)
+            done += len(block)
+        return VectorSegment(self.table.numbers[missing], vectors)
+
+    def _save_segment(
+        self,
+        condition: str | None,
+        segments: Sequence[VectorSegment],
+        segment: VectorSegment,
+        joint: bool,
+        guide: str = "",
+    ) -> Sequence[VectorSegment]:
+        """Save a segment. A failure is only logged if no encoding is needed to recompute it."""
+        try:
+            return self._views.add(condition, segment, self.table, lasting=joint, guide=guide)
+        except (OSError, UserError) as error:
+            if joint:
+                raise
+            log.info(f"the vectors under {condition!r} cannot be saved for later use: {error}")
+            return [*segments, self._views.convert(condition, segment, guide)]
+
+
+@dataclass(frozen=True)
+class Hits(Displayed):
+    """The texts nearest to a query under a condition, best first.
+
+    Attributes:
+        query: the text that was searched for.
+        conditions: weight of each condition.
+        rows: a dictionary for each hit: ``rank`` (from 1), ``score``, ``text``, ``id``, and the
+            index's other columns. With ``explain`` also the hit's score under each condition and
+            without a condition.
+        searched: number of texts that were compared: all texts, or those that match the filter.
+        plain: with ``explain``, name of the encoder that gave the scores without a condition, if
+            there are any.
+        exact: whether all of these texts were compared under the condition in half precision.
+            Otherwise only the texts nearest to the query without the condition were, or the index
+            has vectors of 8 bits or 1 bit for each number.
+        guides: the guides of those conditions that have one in the index.
+
+    Examples:
+        >>> import llmcond
+        >>> texts = ["The parcel never arrived.", "I was charged twice."]
+        >>> index = llmcond.Index.build("complaints", texts)
+        >>> hits = index.search("Where is my order?", "the problem", k=1)
+        >>> hits.rows[0]["text"]
+        'The parcel never arrived.'
+        >>> len(hits), hits.searched
+        (1, 2)
+    """
+
+    query: str
+    conditions: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]]
+    searched: int
+    exact: bool = True
+    plain: str | None = None
+    guides: Mapping[Any, Guide] = field(default_factory=Guides)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the result to the dictionary that ``--json`` prints.
+
+        Returns:
+            A dictionary with ``results`` (the rows), ``query``, ``conditions``, ``searched``,
+            ``exact``, ``plain`` if there are scores without a condition, and the guides. Dates and
+            times are texts in ISO 8601, bytes are hexadecimal, and numbers that are not finite are
+            None.
+        """
+        return {
+            "results": [_as_json(row) for row in self.rows],
+            "query": self.query,
+            "conditions": dict(self.conditions),
+            "searched": self.searched,
+            "exact": self.exact,
+            **({} if self.plain is None else {"plain": self.plain}),
+            **guides_json(self.guides),
+        }
+
+    @override
+    def _displayed(self) -> Mapping[str, Any]:
+        values = self.to_json()
+        return {"rows": values.pop("results"), **values}
+
+    def to_pandas(self) -> Any:
+        """Convert the hits to a data frame.
+
+        Returns:
+            A ``pandas.DataFrame`` with one row per hit and the columns of ``rows``.
+        """
+        import pandas as pd
+
+        return pd.DataFrame([dict(row) for row in self.rows])
+
+
+def _as_json(value: Any) -> Any:
+    """Convert a value of any column's type to one that JSON can hold."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    value = _finite_or_none(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
 
 #: Number of scores that are in memory at a time.
 _MAX_SCORES = 2**25
@@ -231,7 +483,7 @@ class PreparedSearch:
         for index, text in zip(best.tolist(), texts, strict=True):
             row: dict[str, Any] = {"rank": len(hit_rows) + 1, "score": _round(total[index])}
             row |= {"text": text["text"], "id": text["id"]}
-            row |= {name: _as_json(text[name]) for name in columns}
+            row |= {name: _finite_or_none(text[name]) for name in columns}
             if self.explain:
                 under = {name: _round(scores[name][index]) for name in self.weights}
                 row["explain"] = {"under": under, **plain_scores[len(hit_rows)]}
@@ -270,6 +522,6 @@ def _round(score: Any) -> float:
     return round(float(score), 6)
 
 
-def _as_json(value: Any) -> Any:
-    """Return a JSON value: NaN and infinity, which JSON lacks, become None."""
+def _finite_or_none(value: Any) -> Any:
+    """Return None instead of NaN and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
