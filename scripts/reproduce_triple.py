@@ -4,7 +4,7 @@
 
 The script covers tables 2 to 7 and figures 6 to 8: last rows, planning, ablations, components,
 similarities, costs, history lengths, turns outside the window, and contributions of turns. Data are
-dialogues, such as DailyDialog; see docs/dialogue-reference.md. Heads are saved in the run folder
+dialogues, such as DailyDialog; see docs/dialogue.md. Heads are saved in the run folder
 of each encoder, so that the same command resumes where it was interrupted. With --generate, a
 causal language model gives the candidates of table 3, as in the paper.
 """

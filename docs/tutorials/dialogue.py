@@ -36,7 +36,7 @@ run = llmcond.extract(task="dialogue", model="minilm", run="runs/rides")
 # answer depends on the difference between the first two turns: neither alone says anything about it.
 #
 # `extract` has encoded each distinct utterance once. For your dialogues, pass a file or a folder with `--data`
-# ([formats](../dialogue-reference.md#data)).
+# ([formats](../dialogue.md#data)).
 #
 # ## Fit and evaluate
 #
@@ -57,7 +57,7 @@ fit = llmcond.fit_head(head="weighted", set={"epochs": 20, "batch_size": 128}, r
 #   combine.
 #
 # This is an ideal case. On DailyDialog, which people have written, the same head improves the average rank from 53 to 36
-# ([results](../results-dialogue.md)).
+# ([results](../dialogue.md#results)).
 #
 # ## Rank replies
 #
@@ -91,4 +91,4 @@ for reply in model.top(dialogue, candidates, 3):
 # ## What to do next
 #
 # - [Dialogues](../dialogue.md) describes planning towards a goal, and training of the encoder.
-# - [The reference](../dialogue-reference.md) defines the scores `last`, `average`, `bi` and `maxsim`.
+# - [The reference](../dialogue.md) defines the scores `last`, `average`, `bi` and `maxsim`.

@@ -31,7 +31,7 @@ for name in ["train.tsv", "entities.tsv", "relations.tsv"]:
 
 # %% [markdown]
 # An entity has an id, a name and a description. For your graph, pass such a folder with `--data`
-# ([formats](../kgc-reference.md#data)).
+# ([formats](../kgc.md#data)).
 #
 # ## Encode the texts
 #
@@ -48,7 +48,7 @@ for name in ["train.tsv", "entities.tsv", "relations.tsv"]:
 # ## Fit a head
 #
 # A head is a small model on the stored vectors. `hypernet` maps the vector of an entity by a matrix that is computed from
-# the vector of the relation. The settings make it small and quick. [Its reference](../kgc-reference.md) lists them all.
+# the vector of the relation. The settings make it small and quick. [Its reference](../kgc.md) lists them all.
 
 # %% expect=["epoch 6 chosen on dev; dev MRR [56]\\d"]
 fit = llmcond.fit_head(
@@ -96,4 +96,4 @@ for hit in completer.top(tail="silk", relation="made_of", k=4, filtered=False):
 # ## What to do next
 #
 # - [Knowledge graphs](../kgc.md) describes terms for scores, training of the encoder, and pages with results.
-# - [Results](../results-kgc.md) has the scores on WN18RR and FB15k-237.
+# - [Results](../kgc.md#results) has the scores on WN18RR and FB15k-237.
