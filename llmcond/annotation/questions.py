@@ -2,107 +2,130 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+from urllib.parse import urlsplit
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llmcond.annotation.server import Answer, ChatClient, ChatSettings, ask_all
-from llmcond.annotation.template import Proposal, QuestionTemplate
-from llmcond.data.rows import Rows
-from llmcond.errors import LlmcondError, UserError, shortened_repr
+from llmcond.annotation.template import QuestionTemplate
+from llmcond.errors import LlmcondError, UserError, install_command, shortened_repr
 from llmcond.files import digest_text
+from llmcond.log import log
 from llmcond.progress import CountBar
 from llmcond.records import RECORD, check_record
 
+if TYPE_CHECKING:
+    from anyio.from_thread import BlockingPortal
+
+    from llmcond.annotation.client import ChatClient
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+#: Number of attempts for a question whose answers cannot be parsed, each with another seed.
+ATTEMPTS = 3
 #: Number of candidates for the second sentence in each question.
 N_CANDIDATES = 8
 #: Number of rows per proposal: one condition of high similarity and one of low similarity.
 _ROWS = 2
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A text, and candidates for the second sentence of its pair.
+class Answer:
+    """The answer of a model.
 
     Attributes:
-        text: the text, which becomes the first sentence.
-        candidates: the candidates.
+        text: text of the answer, unchanged; empty if there was none.
+        tokens_in, tokens_out: numbers of tokens that the server counted; None if it did not.
+        seconds: time from the question to the answer, including retries.
     """
 
     text: str
-    candidates: tuple[str, ...]
-
-    @property
-    def values(self) -> dict[str, str]:
-        """Values of the template's placeholders."""
-        numbered = (f"{number}. {text}" for number, text in enumerate(self.candidates, 1))
-        return {"sentence": self.text, "others": "\n".join(numbered)}
+    tokens_in: int | None
+    tokens_out: int | None
+    seconds: float
 
 
-def build_offers(texts: Sequence[str], rows: int, seed: int) -> list[Offer]:
-    """Return enough offers for ``rows`` rows: each text with the texts most similar to it.
+@dataclass(frozen=True)
+class ChatSettings:
+    """Settings of the server, the model and the requests.
 
-    The similarity is the cosine of TF-IDF vectors. Each text is offered once, in a random order,
-    then each text again with the next most similar texts, until every pair has been offered.
-
-    Args:
-        texts: the texts, of which duplicates are ignored.
-        rows: number of rows.
-        seed: random seed of the order.
-
-    Raises:
-        UserError: there are not enough texts for this number of rows.
+    Attributes:
+        endpoint: address of the server, such as ``http://localhost:8000/v1``.
+        model: name of the model on the server.
+        request: other fields of every request, such as ``temperature``.
+        timeout: seconds after which a request is cancelled and retried.
+        retries: number of retries per request.
+        per_minute: largest number of requests per minute, including retries; None: no limit.
     """
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.neighbors import NearestNeighbors
 
-    texts = list(dict.fromkeys(" ".join(text.split()) for text in texts))
-    needed, n = -(-rows // _ROWS), len(texts)
-    possible = n * -(-(n - 1) // N_CANDIDATES)
-    if needed > possible:
-        raise UserError(
-            f"--propose is {rows:,}, but {n:,} distinct texts give at most {_ROWS * possible:,} "
-            "rows. Ask for fewer rows, or give more texts."
-        )
-    # Words of one character and symbols count, because some languages have such words.
-    words = r"\w+|[^\w\s]"
-    vectors = TfidfVectorizer(token_pattern=words).fit_transform(texts)
-    order = np.random.default_rng(seed).permutation(n)[:needed]
-    n_neighbors = min(n, N_CANDIDATES * -(-needed // n) + 1)
-    search = NearestNeighbors(n_neighbors=n_neighbors, metric="cosine").fit(vectors)
-    neighbors = search.kneighbors(vectors[order], return_distance=False)
-    result = []
-    for number in range(needed):
-        repetition, position = divmod(number, n)
-        others = [texts[j] for j in neighbors[position].tolist() if j != order[position]]
-        candidates = others[N_CANDIDATES * repetition : N_CANDIDATES * (repetition + 1)]
-        result.append(Offer(texts[order[position]], tuple(candidates)))
-    return result
+    endpoint: str
+    model: str
+    request: Mapping[str, Any]
+    timeout: float = 60.0
+    retries: int = 6
+    per_minute: float | None = None
+
+    def check(self) -> None:
+        """Check the settings before any request.
+
+        Raises:
+            UserError: a setting is invalid.
+        """
+        try:
+            parts = urlsplit(self.endpoint if _is_printable(self.endpoint) else "")
+            secret = parts.username is not None or parts.password is not None or bool(parts.query)
+            _ = parts.port  # a number that is no port raises an error
+        except ValueError:
+            parts, secret = urlsplit(""), False
+        if secret:
+            raise UserError(
+                "--endpoint contains a user name, a password or a query, which messages would "
+                f"show. Leave them out; the key is read from {API_KEY_VARIABLE}."
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(
+                f"--endpoint is {shortened_repr(self.endpoint)}; expected an address such as "
+                "http://localhost:8000/v1."
+            )
+        reserved = {"model", "messages", "seed", "response_format", "stream", "n"}
+        conflicts = reserved & set(self.request)
+        if conflicts:
+            raise UserError(
+                f"--request has {sorted(conflicts)[0]!r}, which llmcond sets itself. Leave it out."
+            )
+        try:
+            json.dumps(self.request, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"--request cannot be sent as JSON: {error}. Correct it.") from None
+        key = read_api_key()
+        if not (key.isascii() and _is_printable(key)):
+            raise UserError(
+                f"{API_KEY_VARIABLE} is no key, because an HTTP header cannot contain it: it has a "
+                "space, a line break or a character outside of ASCII. Copy the key again."
+            )
+        if parts.scheme == "http" and parts.hostname not in _LOCAL and key:
+            log.warning(
+                f"{API_KEY_VARIABLE} is sent to {parts.hostname} unencrypted; use https to "
+                "protect it."
+            )
 
 
-def proposed_rows(offers: Sequence[Offer], proposals: Sequence[Proposal | None]) -> Rows:
-    """Return the distinct proposed rows, without ratings.
+def read_api_key() -> str:
+    """Return the key in the environment; empty if there is none."""
+    return os.environ.get(API_KEY_VARIABLE, "").strip()
 
-    Args:
-        offers: the offers.
-        proposals: the proposal for each offer; None if its answer cannot be parsed.
-    """
-    unique_rows: dict[tuple[str, str, str], None] = {}
-    for offer, proposal in zip(offers, proposals, strict=True):
-        if proposal is None or proposal.partner is None:
-            continue
-        for condition in proposal.conditions:
-            unique_rows[offer.text, offer.candidates[proposal.partner], condition] = None
-    n = len(unique_rows)
-    first, second, conditions = ([row[i] for row in unique_rows] for i in range(3))
-    return Rows(first, second, conditions, np.full(n, np.nan), np.arange(1, n + 1), "proposed rows")
+
+def _is_printable(text: str) -> bool:
+    return text.isprintable() and " " not in text
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +177,9 @@ class Journal:
         for number, line in enumerate(text[:complete].split(b"\n")[:-1], 1):
             source = f"{self.path} line {number}"
             try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                values = dict(json.loads(line))
+            except (TypeError, ValueError, RecursionError) as error:
                 raise LlmcondError(f"{source} was damaged. Remove the line.") from error
-            if not isinstance(values, dict):
-                raise LlmcondError(
-                    f"{source} was damaged: it is not a JSON object. Remove the line."
-                )
             check_record(values, JournalLine, source, "Remove the line.")
             tokens = values["tokens_in"], values["tokens_out"]
             self._answers[values["key"]] = Answer(values["text"], *tokens, values["seconds"])
@@ -177,10 +196,6 @@ class Journal:
         with self.path.open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"{line}\n")
         self._answers[key] = answer
-
-
-#: Number of attempts for a question whose answers cannot be parsed, each with another seed.
-ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,34 +218,6 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
-    """The forecast of remaining questions, estimated from the mean of previous answers.
-
-    Attributes:
-        questions: number of remaining questions.
-        tokens_in, tokens_out: numbers of tokens; None if the server does not count them.
-        cost: cost in the unit of the prices; None without prices or counts.
-        seconds: time in seconds, with concurrent requests.
-    """
-
-    questions: int
-    tokens_in: int | None
-    tokens_out: int | None
-    cost: float | None
-    seconds: float
-
-    @property
-    def summary(self) -> str:
-        """Summary for the user, without the time."""
-        if self.tokens_in is None or self.tokens_out is None:
-            tokens = "number of tokens unknown"
-        else:
-            tokens = f"about {self.tokens_in:,} input and {self.tokens_out:,} output tokens"
-        cost = "" if self.cost is None else f", cost about {self.cost:.3g}"
-        return f"{self.questions:,} questions, {tokens}{cost}"
-
-
-@dataclass(frozen=True, slots=True)
 class Prices:
     """Prices per million input and output tokens, in any currency; None if they are unknown."""
 
@@ -239,11 +226,16 @@ class Prices:
 
     def cost(self, tokens_in: float | None, tokens_out: float | None) -> float | None:
         """Return the cost of tokens; None if a count is unknown, or both prices are."""
-        if tokens_in is None or tokens_out is None:
-            return None
-        if self.tokens_in is None and self.tokens_out is None:
+        is_priced = (self.tokens_in, self.tokens_out) != (None, None)
+        if tokens_in is None or tokens_out is None or not is_priced:
             return None
         return (tokens_in * (self.tokens_in or 0) + tokens_out * (self.tokens_out or 0)) / 1e6
+
+
+def total_tokens(answers: Iterable[Answer], name: str) -> int | None:
+    """Return the total of a token count; None if the server does not report it."""
+    counts = [getattr(answer, name) for answer in answers]
+    return None if None in counts else sum(counts)
 
 
 class QuestionRunner:
@@ -265,15 +257,15 @@ class QuestionRunner:
     ) -> None:
         self.settings, self._journal = settings, journal
         self._seed, self._concurrency = seed, concurrency
-        self._server: ChatClient | None = None
+        self._stack = ExitStack()
+        self._connection: tuple[BlockingPortal, ChatClient] | None = None
         self.new_answers: list[Answer] = []
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.close()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def parsed_answer(self, question: Question) -> Any:
         """Return the parsed answer to a question; None if there is none that can be parsed."""
@@ -305,26 +297,71 @@ class QuestionRunner:
         If a question then still has no answer that can be parsed, all of its attempts have failed.
 
         Raises:
-            UserError: the server rejects a request, or cannot be reached.
+            UserError: the ``openai`` client is not installed, the server rejects a request, or it
+                cannot be reached.
             LlmcondError: the server fails, after all retries.
         """
         while missing := self.missing_questions(questions):
-            if self._server is None:
-                self._server = ChatClient(self.settings)
-                self._server.check_connection()
-            ask = partial(self._ask, self._server)
+            portal, client = self._connection or self._connect()
             with CountBar("asking") as bar:
-                answered = ask_all(ask, missing, min(self._concurrency, len(missing)))
-                for number, (question, answer) in enumerate(answered, 1):
-                    about = {
-                        "model": self.settings.model,
-                        "prompt": question.template.name,
-                        "asked": dict(question.values),
-                        "sample": question.sample,
-                    }
-                    self._journal.add(self._key(question), answer, about)
-                    self.new_answers.append(answer)
-                    bar.on_item(number, len(missing))
+                portal.call(self._ask_all, client, missing, bar)
+
+    def _connect(self) -> tuple[BlockingPortal, ChatClient]:
+        """Return an event loop, in a thread because notebooks run their own, and a client."""
+        try:
+            from anyio.from_thread import start_blocking_portal
+
+            from llmcond.annotation.client import ChatClient
+        except ImportError as error:
+            raise UserError(
+                "rating with a language model needs the openai client: "
+                f"{install_command('annotate')}."
+            ) from error
+        portal = self._stack.enter_context(start_blocking_portal())
+        client = ChatClient(self.settings)
+        self._stack.callback(portal.call, client.close)
+        portal.call(client.check_connection)
+        self._connection = portal, client
+        return portal, client
+
+    async def _ask_all(
+        self, client: ChatClient, questions: Sequence[Question], bar: CountBar
+    ) -> None:
+        """Ask questions concurrently, and store their answers.
+
+        After an error, no further question is asked. Answers that are still under way are stored
+        before the error is raised, because they have been paid for.
+        """
+        remaining, failures, n_before = iter(questions), list[Exception](), len(self.new_answers)
+
+        async def work(count: int | None = None) -> None:
+            for question in islice(remaining, count):
+                if failures:
+                    return
+                values = question.values
+                # The seed has 31 bits, because some servers store it in a signed integer.
+                numbers = map(str, (self._seed, question.sample, question.attempt))
+                seed = int(digest_text(*numbers, size=4), 16) >> 1
+                try:
+                    answer = await client.ask(question.template, values, seed)
+                except Exception as error:
+                    failures.append(error)
+                    return
+                about = {
+                    "model": self.settings.model,
+                    "prompt": question.template.name,
+                    "asked": dict(values),
+                    "sample": question.sample,
+                }
+                self._journal.add(self._key(question), answer, about)
+                self.new_answers.append(answer)
+                bar.on_item(len(self.new_answers) - n_before, len(questions))
+
+        # The first question goes alone, because it decides on the form of the others.
+        await work(1)
+        await asyncio.gather(*(work() for _ in range(self._concurrency)))
+        if failures:
+            raise failures[0]
 
     def check_readable(self, questions: Sequence[Question]) -> None:
         """Check that the answer to at least one question can be parsed.
@@ -343,38 +380,37 @@ class QuestionRunner:
 
     def forecast(
         self, remaining: Sequence[tuple[int, Sequence[Question]]], prices: Prices
-    ) -> Forecast:
+    ) -> tuple[int, str, float]:
         """Estimate the remaining questions from answered questions of the same kind.
 
         Args:
             remaining: for each kind, the number of remaining questions, and some answered ones.
             prices: prices of tokens.
+
+        Returns:
+            The number of questions; their tokens and cost in words; and the time in seconds, with
+            concurrent requests.
         """
-        tokens: list[float | None] = [0.0, 0.0]
-        seconds, total = 0.0, 0
+        # Input tokens, output tokens and seconds; NaN if the server does not count the tokens.
+        totals, n_questions = np.zeros(3), sum(count for count, _ in remaining)
         for count, examples in remaining:
             stored = [self._journal.get(self._key(question)) for question in examples]
-            answers = [answer for answer in stored if answer is not None]
-            if not count:
-                continue
-            total += count
-            seconds += count * sum(answer.seconds for answer in answers) / max(1, len(answers))
-            for i, name in enumerate(("tokens_in", "tokens_out")):
-                counts, subtotal = [getattr(answer, name) for answer in answers], tokens[i]
-                if subtotal is None or not counts or None in counts:
-                    tokens[i] = None
-                else:
-                    tokens[i] = subtotal + count * sum(counts) / len(counts)
+            answers = [answer for answer in stored if answer] or [Answer("", None, None, 0.0)]
+            rows = [(a.tokens_in, a.tokens_out, a.seconds) for a in answers]
+            totals += count * np.mean(np.array(rows, dtype=float), axis=0) if count else 0
+        tokens_in, tokens_out, seconds = totals.tolist()
         seconds /= self._concurrency
         if self.settings.per_minute:
-            seconds = max(seconds, 60 * total / self.settings.per_minute)
-        rounded = [None if n_tokens is None else round(n_tokens) for n_tokens in tokens]
-        return Forecast(total, rounded[0], rounded[1], prices.cost(*tokens), seconds)
-
-    def _ask(self, server: ChatClient, question: Question) -> Answer:
-        number = digest_text(str(self._seed), str(question.sample), str(question.attempt), size=4)
-        # The seed has 31 bits, because some servers store it in a signed integer.
-        return server.ask(question.template, question.values, int(number, 16) >> 1)
+            seconds = max(seconds, 60 * n_questions / self.settings.per_minute)
+        if np.isnan(tokens_in + tokens_out):
+            return n_questions, "number of tokens unknown", seconds
+        cost = prices.cost(tokens_in, tokens_out)
+        return (
+            n_questions,
+            f"about {tokens_in:,.0f} input and {tokens_out:,.0f} output tokens"
+            + ("" if cost is None else f", cost about {cost:.3g}"),
+            seconds,
+        )
 
     def _key(self, question: Question) -> str:
         """Return a digest of everything that decides an answer."""
@@ -382,3 +418,44 @@ class QuestionRunner:
         number = f"{self._seed} {question.sample} {question.attempt}"
         settings = (self.settings.model, body, number, question.template.digest)
         return digest_text(*settings, *question.values.values())
+
+
+def build_offers(texts: Sequence[str], rows: int, seed: int) -> list[tuple[str, list[str]]]:
+    """Return enough texts for ``rows`` rows, each with the candidates most similar to it.
+
+    The similarity is the cosine of TF-IDF vectors. Each text is offered once, in a random order,
+    then each text again with the next most similar texts, until every pair has been offered.
+
+    Args:
+        texts: the texts, of which duplicates are ignored.
+        rows: number of rows.
+        seed: random seed of the order.
+
+    Raises:
+        UserError: there are not enough texts for this number of rows.
+    """
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.neighbors import NearestNeighbors
+
+    texts = list(dict.fromkeys(" ".join(text.split()) for text in texts))
+    needed, n = -(-rows // _ROWS), len(texts)
+    possible = n * -(-(n - 1) // N_CANDIDATES)
+    if needed > possible:
+        raise UserError(
+            f"--propose is {rows:,}, but {n:,} distinct texts give at most {_ROWS * possible:,} "
+            "rows. Ask for fewer rows, or give more texts."
+        )
+    # Words of one character and symbols count, because some languages have such words.
+    words = r"\w+|[^\w\s]"
+    vectors = TfidfVectorizer(token_pattern=words).fit_transform(texts)
+    order = np.random.default_rng(seed).permutation(n)[:needed]
+    n_neighbors = min(n, N_CANDIDATES * -(-needed // n) + 1)
+    search = NearestNeighbors(n_neighbors=n_neighbors, metric="cosine").fit(vectors)
+    neighbors = search.kneighbors(vectors[order], return_distance=False)
+    result = []
+    for number in range(needed):
+        repetition, position = divmod(number, n)
+        others = [texts[j] for j in neighbors[position].tolist() if j != order[position]]
+        candidates = others[N_CANDIDATES * repetition : N_CANDIDATES * (repetition + 1)]
+        result.append((texts[order[position]], candidates))
+    return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +18,7 @@ from llmcond.data.datasets import RatingScale
 from llmcond.errors import UserError
 from llmcond.files import digest_text
 from llmcond.prompts.template import placeholders
-from llmcond.text import cell_text, normalise_condition
+from llmcond.text import condition_cell
 
 #: Folder of the bundled templates in ``prompts``.
 FOLDER = "annotate"
@@ -205,44 +205,30 @@ def parse_rating(answer: str) -> float | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A proposal of a second sentence and two conditions for a sentence.
-
-    Attributes:
-        partner: position of the second sentence among the candidates; None if none fits.
-        conditions: a condition under which the sentences are similar, and one under which they
-            differ.
-    """
-
-    partner: int | None
-    conditions: tuple[str, str]
-
-
-def parse_proposal(answer: str, n_candidates: int) -> Proposal | None:
+def parse_proposal(
+    answer: str, sentence: str, candidates: Sequence[str]
+) -> list[tuple[str, str, str]] | None:
     """Parse the proposal of an answer.
 
     Args:
         answer: the answer.
-        n_candidates: number of candidates for the second sentence.
+        sentence: the first sentence of the pair.
+        candidates: the candidates for the second sentence.
 
     Returns:
-        The proposal; None if the answer cannot be parsed.
+        The pair with a condition under which it is similar, and with one under which it differs.
+        Empty if no candidate fits; None if the answer cannot be parsed.
     """
     value = _find_object(_final_answer(answer), "partner")
     if value is None:
         return None
-    texts = [value.get("alike"), value.get("different")]
     try:
         number = int(str(value["partner"]))
+        if not number:
+            return []
+        conditions = [condition_cell(value.get(name)) for name in ("alike", "different")]
     except ValueError:
         return None
-    if not 0 <= number <= n_candidates:
+    if not 1 <= number <= len(candidates):
         return None
-    if number == 0:
-        return Proposal(None, ("", ""))
-    try:
-        conditions = [normalise_condition(cell_text(text)) for text in texts]
-    except ValueError:
-        return None
-    return Proposal(number - 1, (conditions[0], conditions[1]))
+    return [(sentence, candidates[number - 1], condition) for condition in conditions]

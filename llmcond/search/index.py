@@ -18,7 +18,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args, overload
@@ -29,7 +29,6 @@ from filelock import FileLock, Timeout
 from llmcond.arrays import as_list
 from llmcond.conditions import Condition, as_condition, distinct_conditions
 from llmcond.data.guides import LabelledTexts, check_labelled
-from llmcond.deprecation import renamed_methods
 from llmcond.errors import (
     UserError,
     format_count,
@@ -64,7 +63,7 @@ from llmcond.search.table import IndexRows, TextTable, WriteCounts, check_ids, c
 from llmcond.search.views import ConditionViews
 from llmcond.text import condition_key
 
-#: Format 2 has a precision or a size of vectors; an index without them is written in format 1.
+#: Version of the format of an index.
 FORMAT = 2
 #: Arguments of ``SearchModel.find`` that an index records.
 _FindArgument = Literal["run", "model", "revision", "head", "prompt"]
@@ -84,7 +83,6 @@ class SearchOptions(TypedDict, total=False):
     prepare: bool
 
 
-@renamed_methods(follow="add_guide")
 class Index:
     """A collection of texts on disk that is searched under any condition.
 
@@ -271,10 +269,10 @@ class Index:
                 f"has another {' and another '.join(differences)}. Name the original model, or "
                 "build another index: llmcond index TEXTS --out DIR"
             )
-        precision = record.get("precision", "float16")
-        model = replace(model, truncate_dim=record.get("truncate_dim"))
+        precision = record["precision"]
+        model = replace(model, truncate_dim=record["truncate_dim"])
         if model.find_arguments != record["made_by"]:  # the run has been moved
-            _write_record(folder, model, precision, record["conditions"], record.get("values"))
+            _write_record(folder, model, precision, record["conditions"], record["values"])
         model.guides.update(load_guides(folder / "guides"))
         return cls(folder, model, precision)
 
@@ -588,12 +586,10 @@ class Index:
         replaced = set(map(condition_key, new_values))
         record = read_json(self.folder / "index.json")
         values = {
-            text: v
-            for text, v in record.get("values", {}).items()
-            if condition_key(text) not in replaced
+            text: v for text, v in record["values"].items() if condition_key(text) not in replaced
         }
         values |= {text: v for text, v in new_values.items() if v}
-        if values != record.get("values", {}):
+        if values != record["values"]:
             write_json(self.folder / "index.json", {**record, "values": values})
 
     def _resolve_conditions(self, conditions: str | Iterable[str]) -> list[str]:
@@ -603,7 +599,7 @@ class Index:
         replaced by the recorded one, whose vectors and guide it shares.
         """
         record = read_json(self.folder / "index.json")
-        values = {condition_key(text): (text, v) for text, v in record.get("values", {}).items()}
+        values = {condition_key(text): (text, v) for text, v in record["values"].items()}
         known_texts = [*record["conditions"], *filter(None, self._model.guides)]
         known = {condition_key(text): text for text in known_texts}
 
@@ -830,9 +826,9 @@ class _IndexRecord:
     made_by: Mapping[_FindArgument, str]
     identity: Mapping[str, Any]
     conditions: Sequence[str]
-    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    precision: IndexPrecision = "float16"
-    truncate_dim: int | None = None
+    values: Mapping[str, Sequence[str]]
+    precision: IndexPrecision
+    truncate_dim: int | None
 
 
 def _write_record(
@@ -842,15 +838,15 @@ def _write_record(
     conditions: Sequence[str] = (),
     values: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    record: dict[str, Any] = {
+    record = {
+        "format": FORMAT,
         "made_by": model.find_arguments,
         "identity": model.identity,
         "conditions": [*conditions],
+        "values": dict(values or {}),
+        "precision": precision,
+        "truncate_dim": model.truncate_dim,
     }
-    form: dict[str, Any] = {}
-    if precision != "float16" or model.truncate_dim is not None:
-        form = {"precision": precision, "truncate_dim": model.truncate_dim}
-    record = {"format": FORMAT if form else 1, **record, "values": dict(values or {}), **form}
     write_json(folder / "index.json", record)
 
 

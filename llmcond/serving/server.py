@@ -22,7 +22,6 @@ from llmcond.display import Displayed
 from llmcond.errors import UserError, format_count, install_command, shortened_repr
 from llmcond.log import log
 from llmcond.options import Options, Positive, option
-from llmcond.progress import format_duration
 
 _LIMITS = "limits"
 #: The keys that RFC 6750 allows; a line with a comment is none.
@@ -205,6 +204,7 @@ def serve(served: ServedSource, settings: ServerSettings) -> ServeResult:
         )
     keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
     with bind_socket(settings.host, settings.port) as listening:
+        from llmcond.progress import format_duration
         from llmcond.serving.model_server import ModelServer, load_model
 
         loaded = load_model(served)

@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 
 from llmcond.annotation.questions import (
-    Forecast,
+    ChatSettings,
     Journal,
-    Offer,
     Prices,
     Question,
     QuestionRunner,
     build_offers,
-    proposed_rows,
+    total_tokens,
 )
-from llmcond.annotation.server import Answer, ChatSettings
 from llmcond.annotation.template import (
     SCALE,
     QuestionTemplate,
@@ -47,7 +45,6 @@ from llmcond.errors import UserError
 from llmcond.evaluation.agreement import Agreement, agreement
 from llmcond.files import check_output, write_csv
 from llmcond.log import log
-from llmcond.metrics import Floats
 from llmcond.progress import format_duration
 from llmcond.workflows.options.texts import AnnotateOptions
 
@@ -99,32 +96,6 @@ class AnnotationResult(Displayed):
     agreement: Agreement | None
 
 
-@dataclass(frozen=True)
-class _RatingPlan:
-    """The rows to rate: pairs that exist, or questions that ask the model to propose pairs.
-
-    Attributes:
-        n_rows: the number of rows to rate.
-        pairs: the rows, if they exist already; None: the model proposes them.
-        offers: the texts that the model pairs.
-        questions: the questions that ask for proposals, one for each offer.
-    """
-
-    n_rows: int
-    pairs: Rows | None = None
-    offers: Sequence[Offer] = ()
-    questions: Sequence[Question] = ()
-
-    def rows(self, asker: QuestionRunner) -> Rows:
-        """Return the rows known so far: the pairs, or the proposals that were answered."""
-        if self.pairs is not None:
-            return self.pairs
-        rows = proposed_rows(
-            self.offers, [asker.parsed_answer(question) for question in self.questions]
-        )
-        return rows.take(np.arange(min(self.n_rows, len(rows))))
-
-
 def annotate(options: AnnotateOptions) -> AnnotationResult:
     """Write a file of rows rated by a language model, which ``extract`` can read.
 
@@ -141,114 +112,112 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
     server = ChatSettings(options.endpoint, options.model, fields, *limits)
     server.check()
     prices = Prices(options.price_in, options.price_out)
-    data, out = options.data_options(), Path(options.out)
-    samples, split, rows, seed = options.samples, options.split, options.rows, options.seed
+    data, out, samples = options.data_options(), Path(options.out), options.samples
     check_output(out, (".csv",), [data.source])
     rate = load_template(options.prompt, "rate")
+    pairs, proposals, n_rows = None, list[Question](), options.propose or 0
     if options.propose is None:
-        pairs = _read_rows(data, split, rows, seed)
-        plan = _RatingPlan(len(pairs), pairs)
+        pairs = _read_rows(data, options.split, options.rows, options.seed)
+        n_rows = len(pairs)
     else:
-        _check_propose(data, split, rows)
-        template = load_template(options.propose_prompt, "propose")
-        plan = _plan_proposals(template, _read_texts(options), options.propose, seed)
+        _check_propose(data, options.split, options.rows)
+        proposals = _propose(options)
     with (
         Journal(out.with_suffix(".answers")) as journal,
-        QuestionRunner(server, journal, seed, options.concurrency) as asker,
+        QuestionRunner(server, journal, options.seed, options.concurrency) as asker,
     ):
-        _ask_first(asker, plan, rate, samples, prices, options.yes)
-        asker.ask(plan.questions)
-        rows_to_rate = plan.rows(asker)
-        questions = _make_questions(rate, rows_to_rate, samples)
+
+        def list_rows() -> tuple[Rows, list[Question]]:
+            """Return the rows known so far, and the questions that rate them."""
+            rows = _proposed_rows(asker, proposals, n_rows) if pairs is None else pairs
+            return rows, _make_questions(rate, rows, samples)
+
+        # A few questions of each kind are asked first, for a forecast of the others.
+        _ask_readable(asker, proposals[:_N_FIRST])
+        _, questions = list_rows()
+        _ask_readable(asker, questions[:_N_FIRST])
+        n_missing = len(asker.missing_questions(questions))
+        remaining = [
+            (len(asker.missing_questions(proposals)), proposals[:_N_FIRST]),
+            (samples * n_rows - len(questions) + n_missing, questions[:_N_FIRST]),
+        ]
+        _confirm(asker.forecast(remaining, prices), server, options.yes)
+        asker.ask(proposals)
+        rows, questions = list_rows()
         asker.ask(questions)
-    if not len(rows_to_rate):
+    if not len(rows):
         raise UserError(
             f"{server.model} paired none of the texts. Name another --model, or give other texts."
         )
-    if len(rows_to_rate) < plan.n_rows:
+    if len(rows) < n_rows:
         log.info(
-            f"{len(rows_to_rate):,} of {plan.n_rows:,} rows were proposed; the other texts could "
-            "not be paired"
+            f"{len(rows):,} of {n_rows:,} rows were proposed; the other texts could not be paired"
         )
     values = [asker.parsed_answer(question) for question in questions]
     ratings = [
         [value for value in values[start : start + samples] if value is not None]
         for start in range(0, len(values), samples)
     ]
-    answered = np.array([bool(row_ratings) for row_ratings in ratings], dtype=np.bool_)
-    answered_rows, ratings = (
-        rows_to_rate.take(answered),
-        [row_ratings for row_ratings in ratings if row_ratings],
-    )
-    model_ratings = np.array([_mean_rating(row_ratings) for row_ratings in ratings])
-    _write_rows(out, answered_rows, model_ratings, ratings)
-    unanswered = int((~answered).sum())
-    log.info(
-        f"{len(answered_rows):,} rows, {int(np.isnan(model_ratings).sum()):,} of them "
-        f"ill-defined -> {out}"
-    )
+    answered = rows.take(np.array(list(map(bool, ratings)), dtype=np.bool_))
+    ratings = list(filter(None, ratings))
+    model_ratings = np.array(list(map(_mean_rating, ratings)))
+    columns: dict[str, Sequence[str]] = {
+        **answered.texts,
+        "label": list(map(_format_rating, model_ratings)),
+        "answers": [" ".join(map(_format_rating, row_ratings)) for row_ratings in ratings],
+    }
+    if answered.rated.any():
+        columns["human"] = list(map(_format_rating, answered.rating))
+    write_csv(out, columns, zip(*columns.values(), strict=True))
+    unanswered, ill_defined = len(rows) - len(answered), int(np.isnan(model_ratings).sum())
+    log.info(f"{len(answered):,} rows, {ill_defined:,} of them ill-defined -> {out}")
     if unanswered:
         log.warning(
             f"{unanswered:,} rows are left out, because none of their answers can be read "
             f"({journal.path}). To ask again, give another --seed."
         )
-    tokens_in, tokens_out = (
-        _total_tokens(asker.new_answers, name) for name in ("tokens_in", "tokens_out")
-    )
+    tokens = [total_tokens(asker.new_answers, name) for name in ("tokens_in", "tokens_out")]
     return AnnotationResult(
         out=out,
         model=server.model,
         prompt=rate.name,
-        rows=len(answered_rows),
-        ill_defined=int(np.isnan(model_ratings).sum()),
+        rows=len(answered),
+        ill_defined=ill_defined,
         unanswered=unanswered,
         questions=len(asker.new_answers),
-        tokens_in=tokens_in,
-        tokens_out=tokens_out,
-        cost=prices.cost(tokens_in, tokens_out),
-        agreement=agreement(answered_rows, model_ratings) if answered_rows.rated.any() else None,
+        tokens_in=tokens[0],
+        tokens_out=tokens[1],
+        cost=prices.cost(*tokens),
+        agreement=agreement(answered, model_ratings) if answered.rated.any() else None,
     )
 
 
-def _plan_proposals(
-    template: QuestionTemplate, texts: Sequence[str], n_rows: int, seed: int
-) -> _RatingPlan:
-    row_offers = build_offers(texts, n_rows, seed)
-    questions = [
-        Question(
-            template, offer.values, partial(parse_proposal, n_candidates=len(offer.candidates))
-        )
-        for offer in row_offers
-    ]
-    return _RatingPlan(n_rows, None, row_offers, questions)
+def _propose(options: AnnotateOptions) -> list[Question]:
+    """Return the questions that ask the model to pair texts."""
+    template = load_template(options.propose_prompt, "propose")
+    source = open_collection(options.data, options.read_options(), options.text)
+    texts = read_collection(source, text_column(partial(has_column, source), options.text)).texts
+    questions = []
+    for sentence, candidates in build_offers(texts, options.propose or 0, options.seed):
+        numbered = (f"{number}. {text}" for number, text in enumerate(candidates, 1))
+        values = {"sentence": sentence, "others": "\n".join(numbered)}
+        parse = partial(parse_proposal, sentence=sentence, candidates=candidates)
+        questions.append(Question(template, values, parse))
+    return questions
 
 
-def _ask_first(
-    asker: QuestionRunner,
-    plan: _RatingPlan,
-    rate: QuestionTemplate,
-    samples: int,
-    prices: Prices,
-    yes: bool,
-) -> None:
-    """Ask a few questions of each kind, log a forecast for the others, and ask for consent.
+def _proposed_rows(asker: QuestionRunner, proposals: Sequence[Question], n_rows: int) -> Rows:
+    """Return the distinct rows of proposals that were answered, at most ``n_rows``."""
+    answers = (asker.parsed_answer(question) for question in proposals)
+    rows = [*dict.fromkeys(row for answer in answers for row in answer or ())][:n_rows]
+    first, second, conditions = ([row[i] for row in rows] for i in range(3))
+    ratings, numbers = np.full(len(rows), np.nan), np.arange(1, len(rows) + 1)
+    return Rows(first, second, conditions, ratings, numbers, "proposed rows")
 
-    Raises:
-        UserError: none of the first answers can be read, or the user does not agree.
-    """
-    first_proposals = plan.questions[:_N_FIRST]
-    asker.ask(first_proposals)
-    asker.check_readable(first_proposals)
-    questions = _make_questions(rate, plan.rows(asker), samples)
-    first_ratings = questions[:_N_FIRST]
-    asker.ask(first_ratings)
-    asker.check_readable(first_ratings)
-    rated = len(questions) - len(asker.missing_questions(questions))
-    remaining = [
-        (len(asker.missing_questions(plan.questions)), first_proposals),
-        (samples * plan.n_rows - rated, first_ratings),
-    ]
-    _confirm(asker.forecast(remaining, prices), asker.settings, yes)
+
+def _ask_readable(asker: QuestionRunner, questions: Sequence[Question]) -> None:
+    asker.ask(questions)
+    asker.check_readable(questions)
 
 
 def _parse_value(text: str) -> Any:
@@ -286,42 +255,35 @@ def _read_rows(data: DataOptions, split: str | None, max_rows: int | None, seed:
     return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows))[:max_rows]))
 
 
-def _read_texts(options: AnnotateOptions) -> list[str]:
-    source = open_collection(options.data, options.read_options(), options.text)
-    column = text_column(partial(has_column, source), options.text)
-    return read_collection(source, column).texts
-
-
 def _make_questions(template: QuestionTemplate, rows: Rows, samples: int) -> list[Question]:
     """Return the questions on all rows, where the samples of one row follow each other."""
-    columns = zip(*rows.texts.values(), strict=True)
-    texts = [dict(zip(rows.texts, values, strict=True)) for values in columns]
     return [
-        Question(template, values, parse_rating, sample)
-        for values in texts
+        Question(template, dict(zip(rows.texts, values, strict=True)), parse_rating, sample)
+        for values in zip(*rows.texts.values(), strict=True)
         for sample in range(samples)
     ]
 
 
-def _confirm(forecast: Forecast, server: ChatSettings, yes: bool) -> None:
+def _confirm(forecast: tuple[int, str, float], server: ChatSettings, yes: bool) -> None:
     """Log a forecast of the remaining questions, and ask the user to agree.
 
     Raises:
         UserError: the user does not agree, or there are many questions and no terminal.
     """
-    if not forecast.questions:
+    n_questions, summary, seconds = forecast
+    if not n_questions:
         return
     log.info(
-        f"to ask: {forecast.summary}, {format_duration(forecast.seconds)}; {server.model} at "
-        f"{server.endpoint}"
+        f"to ask: {n_questions:,} questions, {summary}, {format_duration(seconds)}; {server.model} "
+        f"at {server.endpoint}"
     )
     if yes:
         return
     stored = "the answers so far are stored"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        if forecast.questions > _MAX_UNCONFIRMED:
+        if n_questions > _MAX_UNCONFIRMED:
             raise UserError(
-                f"{forecast.questions:,} questions remain, and there is no terminal to confirm "
+                f"{n_questions:,} questions remain, and there is no terminal to confirm "
                 f"them on. Add --yes (from Python: yes=True); {stored}."
             )
         return
@@ -341,19 +303,3 @@ def _format_rating(rating: float) -> str:
     """Return a rating as text in the format of files: 1 to 5, or -1 for an ill-defined row."""
     scaled = SCALE.unrated if np.isnan(rating) else SCALE.low + rating * (SCALE.high - SCALE.low)
     return f"{scaled:.4g}"
-
-
-def _total_tokens(answers: Sequence[Answer], name: str) -> int | None:
-    """Return the total of a token count; None if the server does not report it."""
-    counts = [getattr(answer, name) for answer in answers]
-    return None if None in counts else sum(counts)
-
-
-def _write_rows(
-    path: Path, rows: Rows, model_ratings: Floats, answered_ratings: Sequence[Sequence[float]]
-) -> None:
-    answers = [" ".join(map(_format_rating, row_ratings)) for row_ratings in answered_ratings]
-    columns = {**rows.texts, "label": list(map(_format_rating, model_ratings)), "answers": answers}
-    if rows.rated.any():
-        columns["human"] = list(map(_format_rating, rows.rating))
-    write_csv(path, columns, zip(*columns.values(), strict=True))

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from llmcond.annotation.template import (
-    Proposal,
     bundled_templates,
     load_template,
     parse_proposal,
@@ -54,15 +53,18 @@ def test_rating_is_parsed(answer, rating):
 @pytest.mark.parametrize(
     ("answer", "proposal"),
     [
-        ('{"partner": 2, "alike": " a  b", "different": "c"}', Proposal(1, ("a b", "c"))),
-        ('{"partner": 0, "alike": "", "different": ""}', Proposal(None, ("", ""))),
+        (
+            '{"partner": 2, "alike": " a  b", "different": "c"}',
+            [("x", "q", "a b"), ("x", "q", "c")],
+        ),
+        ('{"partner": 0, "alike": "", "different": ""}', []),
         ('{"partner": 4, "alike": "a", "different": "b"}', None),
         ('{"partner": "x", "alike": "a", "different": "b"}', None),
         ('{"partner": 1, "alike": "", "different": "b"}', None),
         ('{"partner": 1, "alike": 3, "different": "b"}', None),
         (
             '{"partner": 1, "alike": "cafe\u0301\u00a0", "different": "b"}',
-            Proposal(0, ("caf\u00e9", "b")),
+            [("x", "p", "caf\u00e9"), ("x", "p", "b")],
         ),
         (r'{"partner": 1, "alike": "\ud800", "different": "b"}', None),
         (r'{"partner": 1, "alike": "a", "different": "\u0000"}', None),
@@ -70,7 +72,7 @@ def test_rating_is_parsed(answer, rating):
     ],
 )
 def test_proposal_is_parsed(answer, proposal):
-    assert parse_proposal(answer, 3) == proposal
+    assert parse_proposal(answer, "x", ["p", "q", "r"]) == proposal
 
 
 def test_texts_are_inserted_verbatim():

@@ -841,7 +841,7 @@ def test_damaged_files_are_reported(build, pattern: str, n_bytes: int, message: 
 
 def test_damaged_record_is_reported(build):
     folder = build(TEXTS[:2]).folder
-    (folder / "index.json").write_text('{"format": 1, "made_by": {"run": 3}}')
+    (folder / "index.json").write_text('{"format": 2, "made_by": {"run": 3}}')
     with pytest.raises(LlmcondError, match=r"was damaged: .*\. Build another index"):
         Index.open(folder)
 
@@ -947,14 +947,12 @@ def test_truncated_vectors_are_those_of_embedder(build, head: str):
 def test_form_of_vectors_is_recorded_and_cannot_change(build, tmp_path: Path):
     build(TEXTS, truncate_dim=3, precision="binary")
     record = json.loads((tmp_path / "index" / "index.json").read_text())
-    assert (record["format"], record["precision"], record["truncate_dim"]) == (2, "binary", 3)
+    assert (record["precision"], record["truncate_dim"]) == ("binary", 3)
     assert build(["one more"]).truncate_dim == 3
     with pytest.raises(UserError, match="was built with precision binary, not int8"):
         build(precision="int8")
     with pytest.raises(UserError, match="was built with truncate_dim 3, not 4"):
         build(truncate_dim=4)
-    build(TEXTS, name="plain")
-    assert json.loads((tmp_path / "plain" / "index.json").read_text())["format"] == 1
 
 
 @pytest.mark.parametrize(
