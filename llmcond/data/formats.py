@@ -23,7 +23,6 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from llmcond.data.rows import to_python
 from llmcond.decoding import open_text
 from llmcond.errors import (
     UserError,
@@ -543,6 +542,27 @@ def _read_parquet(file: InputFile, columns: Sequence[str] | None) -> Iterator[di
         raise UserError(
             f"{file.name} is damaged, or contains values that cannot be read: {first_line(error)}"
         ) from error
+
+
+def to_python(column: Any) -> list[Any]:
+    """Return the values of an Arrow array as Python objects.
+
+    Nanoseconds are cut to microseconds, which is all that Python's objects can hold.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if getattr(kind, "unit", None) == "ns":
+        target = (
+            pa.timestamp("us", kind.tz)
+            if pa.types.is_timestamp(kind)
+            else pa.duration("us")
+            if pa.types.is_duration(kind)
+            else pa.time64("us")
+        )
+        column = pc.cast(column, target, safe=False)
+    return list(column.to_pylist())
 
 
 #: The last row that the format allows; damaged row numbers may be far larger.

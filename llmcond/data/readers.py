@@ -32,9 +32,9 @@ from llmcond.data.formats import (
     check_columns,
     split_header,
     suffix_of,
+    to_python,
     too_large_error,
 )
-from llmcond.data.rows import to_python
 from llmcond.decoding import undecodable_error
 from llmcond.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
 from llmcond.log import log

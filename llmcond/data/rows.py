@@ -277,27 +277,6 @@ def to_arrow(values: Sequence[Any]) -> Any:
         return pa.array([None if value is None else str(value) for value in values])
 
 
-def to_python(column: Any) -> list[Any]:
-    """Return the values of an Arrow array as Python objects.
-
-    Nanoseconds are cut to microseconds, which is all that Python's objects can hold.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kind = column.type
-    if getattr(kind, "unit", None) == "ns":
-        target = (
-            pa.timestamp("us", kind.tz)
-            if pa.types.is_timestamp(kind)
-            else pa.duration("us")
-            if pa.types.is_duration(kind)
-            else pa.time64("us")
-        )
-        column = pc.cast(column, target, safe=False)
-    return list(column.to_pylist())
-
-
 class KnownAnswers(Protocol):
     """The known correct answers of queries."""
 

@@ -407,17 +407,6 @@ def test_values_are_preserved_if_run_is_moved(build, heads_run: Path, tmp_path: 
     assert list(index.search(QUERY, PLACE).conditions) == [seas]
 
 
-def test_old_index_without_recorded_values_is_opened(build):
-    folder = build(TEXTS, conditions=[PLACE]).folder
-    record = json.loads((folder / "index.json").read_text())
-    del record["values"]
-    (folder / "index.json").write_text(json.dumps(record))
-    index = Index.open(folder, device="cpu")
-    check_scores(index, TEXTS)
-    index.prepare([llmcond.Condition(PLACE, ["sea"])])
-    assert list(index.search(QUERY, PLACE).conditions) == ["the place, such as sea"]
-
-
 # -- spellings of conditions -------------------------------------------------------------------
 
 SPELLINGS = [" the  place", "the\u00a0place\n", "The Place", "THE PLACE"]
