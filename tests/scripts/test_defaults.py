@@ -30,14 +30,6 @@ ARGUMENTS_AND_OUTPUT = {
         "--model {tiny} --data {classes} --guides 6 --seeds 1",
         "| minilm-csts | language |",
     ),
-    "bench_cross": (
-        "--model {tiny} --rows 8 --dev-rows 6 --batch-size 4 --rounds 1",
-        "| llmcond, one order |",
-    ),
-    "bench_dialogue": (
-        "--candidates 30 --turns 3 --dim 4 --share 0.01 --rounds 1",
-        "| average |",
-    ),
     "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
     "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1 --imports", "| json |"),
@@ -45,13 +37,6 @@ ARGUMENTS_AND_OUTPUT = {
         "--rows 32 --epochs 1 --rounds 1 --pairs 64 --steps 1 --sentences 2 --conditions 2",
         "| hypernet-full-mse |",
     ),
-    "bench_kgc": (
-        "--model {tiny} --queries 4 --encode 8 --single 2 --rounds 1",
-        "| hypernet, its matrices",
-    ),
-    "bench_outputs": ("--run {run} --head hypernet@separate --sizes 4", "| head | seeds |"),
-    "bench_ranking": ("--entities 30 --triples 5 --train 20 --dim 4", "| sort of all scores |"),
-    "bench_ray": ("--model {tiny} --inputs 8 --rounds 1", "same vectors: True"),
     "bench_routed": (
         "--model {tiny} --data {rows} --sentences 2 --conditions 1 2 --rows 4 --rounds 1",
         "| routed |",
@@ -64,7 +49,6 @@ ARGUMENTS_AND_OUTPUT = {
         "--model {tiny} --data {rows} --texts 4 --clients 2 --sizes 1 --malformed 40 --requests 20",
         "| llmcond, one call |",
     ),
-    "bench_scale": ("--model {tiny} --sizes 8 --rounds 1", "8 inputs: "),
     "bench_store": ("{tmp}/store --rows 8 --part 3", "8 vectors of 384, 3 a commit: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
@@ -73,7 +57,7 @@ ARGUMENTS_AND_OUTPUT = {
     "make_weights": ("--out {tmp}", "SHA-256"),
 }
 #: The additional library that a script's peer needs.
-PEER_LIBRARIES = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
+PEER_LIBRARIES = {"bench_serve": "sentence_transformers"}
 #: Scripts with separate tests, and modules that scripts import.
 OTHER_SCRIPTS = {
     *(
@@ -176,7 +160,7 @@ def threads_for_processes(monkeypatch, tiny):
     monkeypatch.setattr(import_module("bench_first"), "COMMAND", ["-c", "import json"])
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
-    for name in ("bench_encoders", "bench_extract", "bench_fit", "bench_ray", "bench_scale"):
+    for name in ("bench_encoders", "bench_extract", "bench_fit"):
         monkeypatch.setattr(
             import_module(name), "run_in_process", lambda function, *args: function(*args)
         )
