@@ -25,7 +25,8 @@ from typing import Any
 
 #: Keys whose values differ from one record to the next: times, paths and versions.
 FREE = frozenset(
-    "seconds run folder out report llmcond commit created speed texts_per_second".split()
+    "seconds run folder out report llmcond commit created fingerprint speed "
+    "texts_per_second".split()
 )
 
 ENCODER = ("--model", "minilm", "--dtype", "float32", "--device", "cpu")

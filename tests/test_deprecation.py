@@ -2,12 +2,10 @@
 
 from abc import ABC, abstractmethod
 
-import numpy as np
 import pytest
 
 import llmcond
 from llmcond.deprecation import renamed_methods
-from llmcond.encoders import EncoderInput
 
 
 @renamed_methods(counted="count_examples")
@@ -86,13 +84,9 @@ def test_warning_names_the_line_of_the_caller(recwarn):
     assert [warning.filename for warning in recwarn] == [__file__]
 
 
-def test_former_names_of_public_classes_work(minilm):
+def test_former_names_of_public_classes_work():
     with pytest.warns(DeprecationWarning, match="Estimate.from_json"):
         assert llmcond.Estimate.of_json(0.5, (0.4, 0.6)) == llmcond.Estimate(0.5, 0.4, 0.6)
-    items = [EncoderInput("", "two dogs")]
-    with pytest.warns(DeprecationWarning, match="Encoder.encode_with_counts"):
-        former = minilm.encode_counted(items)
-    np.testing.assert_array_equal(former.vectors, minilm.encode_with_counts(items).vectors)
 
 
 def test_former_name_of_argument_works(tmp_path):

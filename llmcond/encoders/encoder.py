@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import as_list, scale_to_unit_norm
-from llmcond.deprecation import renamed_methods
 from llmcond.encoders.engine.interface import AnyEngine, OutOfMemoryError, n_routes
 from llmcond.encoders.engine.routing import (
     group_routed_inputs,
@@ -180,7 +179,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_restart_encoders)
 
 
-@renamed_methods(encode_counted="encode_with_counts")
 class Encoder:
     """A frozen encoder on one device, as returned by ``load_encoder``.
 

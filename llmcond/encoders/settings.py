@@ -256,18 +256,14 @@ class Setting(Option):
     """The declaration of a setting, in addition to its name and type.
 
     Attributes:
-        settled_default: value if no source states the setting, and in records that are older than
-            the setting.
+        settled_default: value if no source states the setting.
         settle: function that decides the value; None: the first source that states it decides.
-        absent_with: name of another setting. While that one has its default, this one is left out
-            of records, because older records lack it. Empty: it is always recorded.
         unplain: reason why an encoder with another value than the default cannot be exported as
             modules of sentence-transformers; empty: it can.
     """
 
     settled_default: Any = dataclasses.MISSING
     settle: Callable[[SettingSources], Any] | None = None
-    absent_with: str = ""
     unplain: str = ""
 
 
@@ -335,40 +331,34 @@ class EncoderSettings(Generic[Auto, Open]):
     long_texts: LongTexts = _setting(
         "cut",
         open_as="cut",
-        absent_with="long_texts",
         unplain="its encoder reads long texts in windows",
         help="handling of inputs longer than --max-length: cut the sentence, or read it in "
         "windows, each with the whole condition, and average their vectors",
     )
     router: RouterKind | Open = _setting(
         "none",
-        absent_with="router",
         unplain="its encoder has a router inside",
         help="place where a prompt's router weights the tokens: none (in the pooling) or csr "
         "(inside the encoder) (default: none, or as the model was trained)",
     )
     router_mode: RouterMode | Open = _setting(
         "paper",
-        absent_with="router",
         help="with --router csr: the method of the paper, a variant of it (hidden, heavy, bi), or "
         "that of its authors' code (released-tri, released-bi) (default: paper)",
     )
     router_weight: RouterWeight | Open = _setting(
         "one-plus",
-        absent_with="router_weight",
         help="with --router csr: how a weight w scales a token: by 1 + A w (one-plus), by A w "
         "(only), or by 1 + A w with random weights (random) (default: one-plus)",
     )
     router_layers: int | Open = _setting(
         3,
-        absent_with="router",
         metavar="N",
         help="with --router csr: number of layers, counted from the last, that have a router "
         "(default: 3)",
     )
     router_strength: float | Open = _setting(
         1.0,
-        absent_with="router",
         metavar="A",
         help="with --router csr: strength A of the router; see --router-weight (default: 1)",
     )
@@ -390,7 +380,6 @@ class EncoderSettings(Generic[Auto, Open]):
         "torch",
         open_as="auto",
         settle=lambda sources: "torch",  # until the rest of the identity is known
-        absent_with="runtime",
         help="library that runs the encoder; auto: OpenVINO on a CPU if it is installed and "
         "supports the architecture (encoders like BERT), otherwise PyTorch",
     )
@@ -501,16 +490,9 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
         Options that ``values`` lacks are left open.
         """
         names = {option.name for option in fields(cls)}
+        if values.get("router") == "none":
+            names -= {*ROUTER_SETTINGS}  # an identity has their defaults
         return cls(**{name: value for name, value in values.items() if name in names})
-
-
-#: The fields that every record has, in their order.
-_RECORDED = (
-    "weights", "dtype", "quantize", "pooling", "max_length", "normalize", "instruction_format",
-    "attention", "pool_over", "special_tokens", "engine",
-)  # fmt: skip
-#: How many of them, from the first, even the oldest records have.
-_N_REQUIRED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,10 +523,7 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
-        later = {name: s.absent_with for name, s in SETTINGS.items() if name not in _RECORDED}
-        default = {name: SETTINGS[name].settled_default for name in later.values()}
-        present = [name for name, by in later.items() if getattr(self, by) != default[by]]
-        return {name: getattr(self, name) for name in (*_RECORDED, *present)}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> EncoderIdentity:
@@ -553,15 +532,13 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
         Raises:
             LlmcondError: the record is damaged.
         """
-        try:
-            required = {name: values[name] for name in _RECORDED[:_N_REQUIRED]}
-            return cls(**{**values, **required})
-        except KeyError as error:
+        expected = {setting.name for setting in fields(cls)}
+        if differing := ", ".join(sorted(expected ^ values.keys())):
             raise LlmcondError(
-                f"{source} has no valid encoder identity: {error} is missing."
-            ) from error
-        except TypeError as error:
-            raise LlmcondError(f"{source} has no valid encoder identity: {error}.") from error
+                f"{source} has no valid encoder identity: {differing} is missing or unknown. "
+                "Extract again, or copy the file again."
+            )
+        return cls(**values)
 
     def differences(self, other: EncoderIdentity) -> list[str]:
         """Return ``field: mine, not theirs`` for each field that differs."""

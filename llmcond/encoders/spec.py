@@ -120,26 +120,11 @@ class EncoderInput:
         if self._key is None:
             # Cached, because an extraction uses the key several times, and computing it is slower
             # than looking it up.
-            object.__setattr__(self, "_key", self._digest_json(self._key_content))
+            texts = self.instruction, self.text, *(() if self.context is None else (self.context,))
+            content = texts if self.router is None else (*texts, {"router": asdict(self.router)})
+            object.__setattr__(self, "_key", digest_bytes(json.dumps(content).encode(), size=16))
         key: Any = self._key
         return bytes(key)
-
-    @property
-    def key_when_cut(self) -> bytes:
-        """Identifier of the input with its sentence cut.
-
-        It differs from ``key``, because earlier versions cut whatever came last.
-        """
-        return self._digest_json({"cut": self._key_content})
-
-    @property
-    def _key_content(self) -> tuple[Any, ...]:
-        content = self.instruction, self.text, *(() if self.context is None else (self.context,))
-        return content if self.router is None else (*content, {"router": asdict(self.router)})
-
-    @staticmethod
-    def _digest_json(texts: Any) -> bytes:
-        return digest_bytes(json.dumps(texts).encode(), size=16)
 
 
 def truncation_note(count: int, limit: str) -> str:

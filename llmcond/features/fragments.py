@@ -56,12 +56,9 @@ def rows_schema(dim: int, dtype: str) -> pa.Schema:
 
 def rows_table(inputs: Sequence[EncoderInput], encoded: Encoded) -> pa.Table:
     """Return the rows of inputs and their vectors, which already have the stored type."""
-    cut, vectors = encoded.truncated.tolist(), encoded.vectors
-    keys = [
-        item.key_when_cut if is_cut else item.key for item, is_cut in zip(inputs, cut, strict=True)
-    ]
+    vectors = encoded.vectors
     columns = [
-        pa.array(keys, _KEY),
+        pa.array([item.key for item in inputs], _KEY),
         pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1]),
         pa.array(encoded.n_tokens, pa.int32()),
         pa.array(encoded.truncated, pa.bool_()),

@@ -183,15 +183,8 @@ class FeatureStore:
         for start in range(0, len(inputs), _READ_ROWS):
             chunk = inputs[start : start + _READ_ROWS]
             with self._state_lock:
-                chunk_positions = self._index.find(b"".join(item.key for item in chunk))
-                if self._truncated.any():
-                    # A truncated row under the plain key was stored by an earlier version, which
-                    # cut whatever came last. Truncated inputs now have another key.
-                    chunk_positions[self._truncated[chunk_positions] & (chunk_positions >= 0)] = -1
-                    absent = np.flatnonzero(chunk_positions < 0)
-                    keys = b"".join(chunk[i].key_when_cut for i in absent.tolist())
-                    chunk_positions[absent] = self._index.find(keys)
-            positions[start : start + _READ_ROWS] = chunk_positions
+                keys = b"".join(item.key for item in chunk)
+                positions[start : start + _READ_ROWS] = self._index.find(keys)
         return positions
 
     def append(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> int:

@@ -71,8 +71,7 @@ def test_an_input_appended_twice_is_stored_once(store):
     assert append(store, range(8, 20)) == 8
     assert len(store) == 20
     keys = lance.dataset(str(store.folder / "vectors.lance")).to_table()["key"].to_pylist()
-    expected_keys = (INPUTS[i].key if i % 3 else INPUTS[i].key_when_cut for i in range(20))
-    assert sorted(keys) == sorted(expected_keys)
+    assert sorted(keys) == sorted(item.key for item in INPUTS[:20])
 
 
 def test_the_first_vector_of_an_input_stays(store):
@@ -102,20 +101,6 @@ def test_reading_an_empty_store_advises_to_extract(store):
 def test_key_distinguishes_instruction_from_text(store):
     append(store)
     assert store.missing([EncoderInput("text", " 0"), EncoderInput("text 0", "")]) == [0, 1]
-
-
-def test_inputs_cut_by_earlier_versions_count_as_missing(store, monkeypatch):
-    """Earlier versions cut the end, such as the condition, and stored the result as usual."""
-    with monkeypatch.context() as patch:
-        patch.setattr(EncoderInput, "key_when_cut", EncoderInput.key)
-        append(store)
-    reopened = FeatureStore(store.folder.parent, IDENTITY, "float32")
-    cut = [i for i in range(20) if i % 3 == 0]
-    assert reopened.missing(INPUTS) == cut
-    assert append(reopened, vectors=VECTORS + 1) == len(cut)
-    assert reopened.missing(INPUTS) == []
-    expected = VECTORS + (np.arange(20) % 3 == 0)[:, None]
-    np.testing.assert_array_equal(reopened.lookup(INPUTS).read(), expected)
 
 
 def test_truncated_inputs_are_counted(store):
@@ -252,9 +237,7 @@ def check_contents(store, indices):
     np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[indices])
     assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in indices)
     table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
-    keys = [
-        item.key if i % 3 else item.key_when_cut for i, item in zip(indices, inputs, strict=True)
-    ]
+    keys = [item.key for item in inputs]
     assert store.positions(inputs).tolist() == [table["key"].to_pylist().index(key) for key in keys]
     assert sorted(table["n_tokens"].to_pylist()) == indices
 

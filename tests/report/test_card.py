@@ -12,7 +12,7 @@ from llmcond.prompts import load_prompt
 from llmcond.report.card import model_card
 from llmcond.runs.kind import KINDS, find_kind
 
-RECORD = Path(__file__).parents[1] / "golden/legacy/tuned/training.json"
+RECORD = Path(__file__).parent / "training.json"
 PROMPTS = [load_prompt("concat-sent-cond")]
 #: Unescaped, it would end a code span, a paragraph, a fenced block or the metadata, or run as a
 #: template.

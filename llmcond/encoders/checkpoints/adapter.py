@@ -12,7 +12,7 @@ import logging
 import re
 import warnings
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +73,11 @@ PREFIX = "base_model.model."
 #: Heads of other tasks, which an encoder does not load.
 _HEADS = re.compile(r"(lm_head|embed_out|score|cls|classifier|qa_outputs)\.")
 _HEADS_AND_POOLER = re.compile(rf"{_HEADS.pattern}|(\w+\.)?pooler\.")
-#: The fields of ``EncoderRecord`` that are texts, or None.
-_TEXT_FIELDS = ("base", "revision", "like", "base_weights", "dev_of")
+#: The types of the fields of ``EncoderRecord`` in its file.
+_RECORD_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("base", "revision", "like", "base_weights", "dev_of"), str | None),
+    "settings": dict, "quantize": str, "cross": bool, "members": int,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +133,16 @@ def read_encoder_record(folder: Path) -> EncoderRecord | None:
     if record.get("format") != FORMAT and all(type(value) is int for value in record.values()):
         return None  # the vocabulary of GPT-2, whose authors used the same file name
     check_format(record, FORMAT, str(path))
-    values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(EncoderRecord)}
-    # Older records lack these two fields.
-    values |= {"cross": record.get("cross", False), "members": record.get("members", 1)}
-    settings = values["settings"]
-    members = values["members"]
-    valid = {name: isinstance(values[name], str | None) for name in _TEXT_FIELDS} | {
-        "settings": isinstance(settings, dict),
-        "quantize": values["quantize"] in CHOICES["quantize"],
-        "cross": isinstance(values["cross"], bool),
-        "members": type(members) is int and members > 0,
+    values = {name: record[name] for name in _RECORD_TYPES if name in record}
+    invalid = {
+        name: values.get(name, "nothing")
+        for name, kind in _RECORD_TYPES.items()
+        if not isinstance(values.get(name, ...), kind)
     }
-    invalid = {name: values[name] for name, is_valid in valid.items() if not is_valid}
-    if valid["settings"]:
-        invalid |= {key: value for key, value in settings.items() if not _is_setting(key, value)}
+    if "quantize" not in invalid and values["quantize"] not in CHOICES["quantize"]:
+        invalid["quantize"] = values["quantize"]
+    if "settings" not in invalid:
+        invalid |= {k: v for k, v in values["settings"].items() if not _is_setting(k, v)}
     for name, value in invalid.items():
         raise LlmcondError(
             f"{path} has {name} = {value!r}, which training never writes, so the file is damaged. "

@@ -35,7 +35,7 @@ def load_runtime(run):
 @in_bfloat16
 def test_16_bit_run_keeps_its_runtime(extract, tmp_path):
     run = extract("torch", "bfloat16")
-    assert "runtime" not in run.manifest["encoder"]["identity"]
+    assert run.manifest["encoder"]["identity"]["runtime"] == "torch"
     assert run.manifest["prompts"]["concat-cond-sent"]["extraction"]["runtime"] == "torch"
     assert load_runtime(run) == "torch"
     assert len(extract("auto", "bfloat16", "concat-sent-cond").prompts()) == 2
