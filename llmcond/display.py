@@ -1,19 +1,267 @@
-"""Representations of results: one line in a terminal, and tables in notebooks."""
+"""Tables in terminals, documents and notebooks, and results of one line in Python."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from html import escape
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from llmcond.errors import LlmcondError, format_count, shortened_repr
+from llmcond.errors import (
+    LlmcondError,
+    escape_control_characters,
+    format_count,
+    shortened_repr,
+)
+from llmcond.log import log
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 #: Largest numbers of characters of a value (in a line or a cell), and of a line in a terminal.
 _VALUE, _LINE = 60, 240
 #: Largest number of rows of a table in a notebook.
 _ROWS = 20
+#: Format of a printed table -> its name in tabulate.
+_DOCUMENTS = {"markdown": "github", "latex": "latex_booktabs"}
+#: The maximum length of a line of prose, in characters.
+_PROSE_WIDTH = 100
+#: The minimum width of a table that no terminal limits, in characters.
+_MIN_PIPED_WIDTH = 160
+#: The minimum width of a column of prose, the same where figures need the space, and the length up
+#: to which a word is never cut.
+_MIN_PROSE_COLUMN, _NARROW, _LONG_WORD = 24, 12, 40
+_NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?|nan|–")
+#: A unit that is not cut. CJK characters count singly, because such texts have no spaces.
+_WORD = re.compile(r"[^\s\u2e80-\uffef]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        heading: the heading.
+        cells: a value for each row, which is shown as its ``str``.
+        kind: text, which is wrapped; a word, which is not; or figures, right-aligned.
+        hint: an explanation of the heading, for pages.
+        detail: a smaller text below the heading, for pages.
+    """
+
+    heading: str
+    cells: Sequence[Any]
+    kind: Literal["text", "word", "figures"] = "text"
+    hint: str = ""
+    detail: str = ""
+
+    @property
+    def texts(self) -> list[str]:
+        """The cells as texts that cannot control a terminal."""
+        return [escape_control_characters(str(cell)) for cell in self.cells]
+
+    def width(self, longest_word: int | None = None, min_prose: int = 24) -> tuple[int, int]:
+        """Return the minimum and the maximum useful width, in characters."""
+        from rich.cells import cell_len
+
+        lines = [line for text in self.texts for line in text.splitlines()]
+        heading = max(map(cell_len, self.heading.split()), default=0)
+        maximum = max(map(cell_len, (self.heading, *lines)))
+        if self.kind != "text":
+            return max(heading, *map(cell_len, lines), 0), maximum
+        words = (cell_len(word) for line in lines for word in _WORD.findall(line))
+        minimum = min(max(words, default=0), longest_word or sys.maxsize)
+        return max(heading, minimum, min(min_prose, maximum)), maximum
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table, in every form that results are shown in.
+
+    Attributes:
+        columns: the columns.
+        note: the text above the table.
+        baselines: the indices of the rows that others are compared with, for pages.
+    """
+
+    columns: Sequence[Column]
+    note: str = ""
+    baselines: frozenset[int] = frozenset()
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> Table:
+        """Return rows that share their keys as a table.
+
+        Args:
+            rows: the rows.
+            keys: the keys to show; empty: all.
+        """
+        columns = []
+        for key in keys or list(rows[0] if rows else ()):
+            values = [row[key] for row in rows]
+            form = _float_format(values)
+            cells = [_format_value(value, form) for value in values]
+            columns.append(
+                Column(key.replace("_", " "), cells, "word" if key == "name" else "text")
+            )
+        return cls(columns)
+
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The cells of each row."""
+        return list(zip(*(column.cells for column in self.columns), strict=True))
+
+    def print(self, form: str = "table") -> None:
+        """Print the table on standard output, as ``table``, ``markdown`` or ``latex``.
+
+        In a terminal, or if ``COLUMNS`` gives the line width, the format ``table`` wraps cells
+        between words and leaves out the columns that still do not fit; a message names them.
+        Otherwise nothing is wrapped.
+        """
+        if form != "table":
+            sys.stdout.write(f"{self.document(form)}\n")
+            return
+        from rich.console import Console
+
+        room = line_limit()
+        table, left_out = self.terminal(room)
+        width = max(_MIN_PIPED_WIDTH, Console(width=1_000_000).measure(table).maximum)
+        Console(highlight=False, width=room or width).print(table)
+        if left_out:
+            log.info(
+                f"columns left out, because a line has only {room} characters: "
+                f"{', '.join(left_out)} (--json or a wider terminal shows them)"
+            )
+
+    def terminal(self, room: int | None = None) -> tuple[RichTable, list[str]]:
+        """Return the table for lines of ``room`` characters, and the headings that do not fit.
+
+        Cells are wrapped between words. If that is not enough, words of more than ``_LONG_WORD``
+        characters, such as URLs, are cut, then columns of prose become narrow if the table has
+        figures, and then columns are left out from the right, except the first one.
+        """
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        title = Text(escape_control_characters(self.note)) if self.note else None
+        table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        widths = self._fit(room) if room else [None] * len(self.columns)
+        for column, width in zip(self.columns, widths, strict=False):
+            table.add_column(
+                Text(escape_control_characters(column.heading)),
+                justify="right" if column.kind == "figures" else "left",
+                overflow="fold",
+                no_wrap=width is None and column.kind != "text",
+                width=width,
+            )
+        for row in zip(*(column.texts for column in self.columns[: len(widths)]), strict=True):
+            table.add_row(*map(Text, row))
+        return table, [column.heading for column in self.columns[len(widths) :]]
+
+    def _fit(self, room: int) -> list[int | None]:
+        """Return the widths of the columns that fit into lines of ``room`` characters."""
+        # Each column has a space on both sides and a separator before it; the last has one after.
+        room -= 1 + 3 * len(self.columns)
+        has_figures = any(column.kind == "figures" for column in self.columns)
+        for limits in ((), (_LONG_WORD,), *([(_LONG_WORD, _NARROW)] if has_figures else [])):
+            sizes = [column.width(*limits) for column in self.columns]
+            if sum(minimum for minimum, _ in sizes) <= room:
+                break
+        while len(sizes) > 1 and sum(minimum for minimum, _ in sizes) > room:
+            sizes.pop()
+            room += 3
+        widths: list[int | None] = [min(minimum, max(room, 1)) for minimum, _ in sizes]
+        spare = room - sum(minimum for minimum, _ in sizes)
+        by_demand = sorted(range(len(sizes)), key=lambda i: sizes[i][1] - sizes[i][0])
+        for rank, i in enumerate(by_demand):
+            minimum, maximum = sizes[i]
+            added = max(min(maximum - minimum, spare // (len(sizes) - rank)), 0)
+            widths[i] = max(min(minimum + added, room), 1)
+            spare -= added
+        return widths
+
+    def document(self, form: str) -> str:
+        """Return the table as Markdown, LaTeX or HTML, with its note above it."""
+        from tabulate import tabulate
+
+        cells = [[_escape_cell(text, form) for text in column.texts] for column in self.columns]
+        alignment = [
+            "right" if column.kind == "figures" or _are_numbers(column.texts) else "left"
+            for column in self.columns
+        ]
+        text = tabulate(
+            list(zip(*cells, strict=True)),
+            [escape_control_characters(column.heading) for column in self.columns],
+            _DOCUMENTS.get(form, form),
+            disable_numparse=True,
+            colalign=alignment if form == "latex" else None,
+        )
+        note = escape_control_characters(self.note)
+        if not note:
+            return text
+        return f"% {note}\n{text}" if form == "latex" else f"{note}\n\n{text}"
+
+
+def _are_numbers(texts: Sequence[str]) -> bool:
+    """Return whether there are numbers in all cells that are not empty."""
+    filled = [text for text in texts if text]
+    return bool(filled) and all(map(_NUMBER.fullmatch, filled))
+
+
+def _escape_cell(text: str, form: str) -> str:
+    """Return a cell's text on one line, escaped so that it cannot end the cell."""
+    line = " ".join(text.split())
+    return line.replace("|", r"\|") if form == "markdown" else line
+
+
+def _float_format(values: Sequence[object]) -> str:
+    """Return a format with four digits for the largest value, and equal decimals for all."""
+    floats = [abs(value) for value in values if isinstance(value, float) and isfinite(value)]
+    largest = max(floats, default=0)
+    if not 0.01 <= largest < 1e4:
+        return ".4g"
+    # Cosines, also those that rounding makes slightly larger than 1, have four decimals.
+    return f".{4 if largest < 1.00005 else 4 - len(str(int(largest)))}f"
+
+
+def _format_value(value: object, float_format: str) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:{float_format}}"
+    return "" if value is None else str(value)
+
+
+def print_sentences(sentences: Sequence[str], form: str = "table") -> None:
+    """Print sentences on standard output, unless ``form`` is a format for documents."""
+    if form == "table":
+        from rich.console import Console
+
+        console = Console(highlight=False, width=min(line_width(), _PROSE_WIDTH))
+        for sentence in sentences:
+            console.print(escape_control_characters(sentence), markup=False, emoji=False)
+
+
+def line_limit() -> int | None:
+    """Return the line width of standard output in characters; None if it is unlimited.
+
+    ``COLUMNS`` takes precedence over the width of the terminal.
+    """
+    from rich.console import Console
+
+    console = Console()
+    is_limited = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return console.width if is_limited else None
+
+
+def line_width() -> int:
+    """Return the line width to format output for, in characters."""
+    return line_limit() or _MIN_PIPED_WIDTH
 
 
 class Displayed:
@@ -136,14 +384,11 @@ def _all_rows(values: Any) -> bool:
 
 
 def _html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    from tabulate import tabulate
-
     columns = list(dict.fromkeys(key for row in rows[:_ROWS] for key in row))
-    cells = [[_cell(row.get(key)) for key in columns] for row in rows[:_ROWS]]
-    table = tabulate(cells, columns, "html", disable_numparse=True)
+    table = Table([Column(key, [_cell(row.get(key)) for row in rows[:_ROWS]]) for key in columns])
     more = f" (the first {_ROWS} of {format_count(len(rows), 'row')})" if len(rows) > _ROWS else ""
     caption = f"<p>{escape(name)}{more}</p>" if name or more else ""
-    return f"{caption}{table}"
+    return f"{caption}{table.document('html')}"
 
 
 def _cell(value: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 import llmcond
 from llmcond.cli import run
 from llmcond.log import log_to_terminal
-from llmcond.report.terminal import print_table, results_table
+from llmcond.report.tables import results_table
 
 TICKETS = Path(__file__).resolve().parent.parent / "docs" / "tickets.csv"
 
@@ -50,7 +50,7 @@ def main() -> None:
     evaluate = ["evaluate", "--head", "mlp", "--split", "test", *run_options]
     print(f"\n3. Evaluate it on unseen sentences:\n  llmcond {shlex.join(evaluate)}", flush=True)
     results = llmcond.evaluate(head=["mlp"], split="test", run=options.run)
-    print_table(results_table(results, options.run))
+    results_table(results, options.run).print()
     sentences = ["Two women read a book at the beach.", "Two women cook at night."]
     conditions = ["--condition", "the number of people", "--condition", "the activity"]
     similarity = ["similarity", *sentences, *conditions, *run_options]

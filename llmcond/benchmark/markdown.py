@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from tabulate import tabulate
-
 from llmcond.benchmark.checks import Check
 from llmcond.benchmark.speeds import PLAIN, Profile, Skipped, Speed
+from llmcond.display import Table
 
 #: The number of characters of a kernel's name that are shown; names of templates have thousands.
 _MAX_NAME_LENGTH = 100
@@ -29,7 +28,11 @@ def page(
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = ["# llmcond bench", "", f"{machine_text}.", "", f"{versions}.", ""]
     if checks:
-        lines += ["## Checks", "", _table([_check_row(check) for check in checks])]
+        lines += [
+            "## Checks",
+            "",
+            Table.of_rows([_check_row(check) for check in checks]).document("markdown"),
+        ]
     lines += _speed_sections(speeds)
     for profile in profiles:
         subject = f"{profile.model}, {profile.precision}, {profile.inputs}"
@@ -41,7 +44,12 @@ def page(
             }
             for name, share, count in profile.kernels
         ]
-        lines += ["", f"## Where the time goes: {subject}", "", _table(rows)]
+        lines += [
+            "",
+            f"## Where the time goes: {subject}",
+            "",
+            Table.of_rows(rows).document("markdown"),
+        ]
     if skipped:
         lines += ["", "## Not measured", ""]
         lines += [f"- {item.what}: {item.why}" for item in skipped]
@@ -63,7 +71,7 @@ def _speed_sections(speeds: Sequence[Speed]) -> Iterator[str]:
         rows = list(group)
         loaded = f"Loaded in {rows[0].load_seconds:.1f} s. Attention: {rows[0].kernel}."
         yield from ("", f"## {model}, {precision}", "", loaded, "")
-        yield _table([_speed_row(speed) for speed in rows])
+        yield Table.of_rows([_speed_row(speed) for speed in rows]).document("markdown")
 
 
 def _speed_row(speed: Speed) -> dict[str, str]:
@@ -78,8 +86,3 @@ def _speed_row(speed: Speed) -> dict[str, str]:
         "peak memory GiB": f"{speed.memory_gib:.2f}",
         "difference": "" if speed.difference is None else f"{speed.difference:.1e}",
     }
-
-
-def _table(rows: Sequence[dict[str, str]]) -> str:
-    escaped = [{k: " ".join(v.split()).replace("|", r"\|") for k, v in row.items()} for row in rows]
-    return tabulate(escaped, "keys", "github", disable_numparse=True)

@@ -19,9 +19,9 @@ from llmcond.clustering.tables import quality_text, starts_text
 from llmcond.conditions import Condition
 from llmcond.log import log
 from llmcond.report.figures import MapPanel, plot_maps
-from llmcond.report.format import factors_text, head_text, range_text
 from llmcond.report.page.render import write_html
 from llmcond.report.page.tables import with_minus_signs
+from llmcond.report.tables import factors_text, head_text, range_text
 from llmcond.text import shorten
 from llmcond.version import __version__
 

@@ -2,66 +2,64 @@
 
 from __future__ import annotations
 
-from rich import box
-from rich.table import Table
+from collections.abc import Sequence
 
 from llmcond.clustering.methods import CLEAR_SILHOUETTE, NOISE, STARTS
 from llmcond.clustering.result import Clustering, ClusterResult
 from llmcond.clustering.scores import METRICS, LabelAgreement
+from llmcond.display import Column, Table
 from llmcond.errors import format_count
-from llmcond.report.format import INTERVAL_NOTE, estimate_text, factors_text, range_text
-from llmcond.report.terminal import add_figure_columns, plain_text, print_table
+from llmcond.report.tables import INTERVAL_NOTE, estimate_text, factors_text, range_text
 from llmcond.text import shorten
 
 #: Maximal number of clusters in a table; ``--json`` has all.
 _MAX_CLUSTERS = 20
 
 
-def show_clusters(result: ClusterResult, form: str = "table") -> None:
-    """Print the clusters under each condition, and their agreement with known labels."""
-    for clustering in result.clusterings:
-        print_table(_cluster_table(clustering), form)
+def cluster_tables(result: ClusterResult) -> list[Table]:
+    """Return the clusters under each condition, and their agreement with known labels."""
     scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
-    if scored:
-        print_table(_score_table(scored, starts_text(result)), form)
+    tables = [_cluster_table(clustering) for clustering in result.clusterings]
+    return [*tables, *([_score_table(scored, starts_text(result))] if scored else [])]
 
 
 def _cluster_table(clustering: Clustering) -> Table:
     shown = clustering.clusters[:_MAX_CLUSTERS]
     n = len(clustering.clusters)
     note = f", the {len(shown)} largest of {n} shown" if len(shown) < n else ""
-    title = plain_text(f"{clustering.title}: {clustering.k} clusters{note}")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    add_figure_columns(table, "cluster", "texts")
-    table.add_column("name", overflow="fold")
+    numbers = ["none" if c.cluster == NOISE else c.cluster for c in shown]
+    columns = [
+        Column("cluster", numbers, "figures"),
+        Column("texts", [f"{cluster.size:,}" for cluster in shown], "figures"),
+        Column("name", [cluster.name for cluster in shown]),
+    ]
     if clustering.guided:
-        table.add_column("guide labels", overflow="fold")
-    table.add_column("a typical text", overflow="fold")
-    for cluster in shown:
-        number = "none" if cluster.cluster == NOISE else str(cluster.cluster)
-        text = shorten("".join(cluster.typical[:1]))
-        cells = [plain_text(cluster.name)]
-        if clustering.guided:
-            counts = clustering.guided.get(cluster.cluster, {}).items()
-            cells.append(plain_text(", ".join(f"{label} {n:,}" for label, n in counts)))
-        table.add_row(number, f"{cluster.size:,}", *cells, plain_text(text))
-    return table
+        counts = [clustering.guided.get(cluster.cluster, {}).items() for cluster in shown]
+        labels = [", ".join(f"{label} {n:,}" for label, n in pairs) for pairs in counts]
+        columns.append(Column("guide labels", labels))
+    texts = [shorten("".join(cluster.typical[:1])) for cluster in shown]
+    columns.append(Column("a typical text", texts))
+    return Table(columns, f"{clustering.title}: {clustering.k} clusters{note}")
 
 
-def _score_table(scored: list[tuple[str, LabelAgreement]], starts: str) -> Table:
+def _score_table(scored: Sequence[tuple[str, LabelAgreement]], starts: str) -> Table:
     intervals = INTERVAL_NOTE.format(groups="texts").replace(
         " and, with several fits, over seeds", ""
     )
-    title = f"Agreement with known labels. {factors_text(METRICS)}{intervals}{starts}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("condition", "labels"):
-        table.add_column(heading, overflow="fold")
-    add_figure_columns(table, "texts", *agreement_headings(scored[0][1].base_name))
-    for name, scores in scored:
-        table.add_row(
-            plain_text(name), plain_text(scores.column), f"{scores.n:,}", *agreement_texts(scores)
-        )
-    return table
+    figures = zip(*(agreement_texts(scores) for _, scores in scored), strict=True)
+    columns = [
+        Column("condition", [name for name, _ in scored]),
+        Column("labels", [scores.column for _, scores in scored]),
+        Column("texts", [f"{scores.n:,}" for _, scores in scored], "figures"),
+        *(
+            Column(heading, cells, "figures")
+            for heading, cells in zip(
+                agreement_headings(scored[0][1].base_name), figures, strict=True
+            )
+        ),
+    ]
+    note = f"Agreement with known labels. {factors_text(METRICS)}{intervals}{starts}"
+    return Table(columns, note)
 
 
 def agreement_headings(base_name: str) -> list[str]:

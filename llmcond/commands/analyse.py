@@ -51,9 +51,10 @@ class Analyse(AnalyseOptions, Command):
 
     def show(self, result: AnalysisResult, form: str) -> None:
         """Print one table per analysis."""
-        from llmcond.report.analyses import show_analyses
+        from llmcond.report.analyses import analysis_tables
 
-        show_analyses(result, self.run, form)
+        for table in analysis_tables(result, self.run):
+            table.print(form)
 
 
 analyse = as_function(Analyse)

@@ -56,7 +56,7 @@ class Annotate(AnnotateOptions, Command):
     def show(self, result: AnnotationResult, form: str) -> None:
         """Print the agreement with the ratings of the data, if it has any."""
         if result.agreement is not None:
-            from llmcond.report.agreement import show_agreement
+            from llmcond.report.tables import show_agreement
 
             show_agreement(result.agreement, result.model, form)
 

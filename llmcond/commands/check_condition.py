@@ -53,8 +53,8 @@ class CheckCondition(CheckConditionOptions, Command):
     def show(self, result: ConditionChecks, form: str) -> None:
         """Print the expected accuracy of each condition, and the evidence."""
         from llmcond.conditions import condition_titles
+        from llmcond.display import Table, print_sentences
         from llmcond.evaluation.condition_checks import INDICATORS
-        from llmcond.report.terminal import print_sentences, print_table, rows_table
 
         titles = condition_titles([check.condition for check in result.checks])
         print_sentences(
@@ -70,7 +70,7 @@ class CheckCondition(CheckConditionOptions, Command):
             if check.indicators
         ]
         if rows:
-            print_table(rows_table(rows), form)
+            Table.of_rows(rows).print(form)
 
 
 check_condition = as_function(CheckCondition)

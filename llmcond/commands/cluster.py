@@ -47,9 +47,10 @@ class Cluster(ClusterOptions, Command):
 
     def show(self, result: ClusterResult, form: str) -> None:
         """Print the clusters, and their agreement with known labels."""
-        from llmcond.clustering.tables import show_clusters
+        from llmcond.clustering.tables import cluster_tables
 
-        show_clusters(result, form)
+        for table in cluster_tables(result):
+            table.print(form)
 
 
 cluster = as_function(Cluster)

@@ -56,17 +56,17 @@ class Compare(CompareSystemsOptions, Command):
 
     def show(self, result: SystemComparison, form: str) -> None:
         """Print a summary in words, then a table, and a table of subsets."""
-        from llmcond.report.comparisons import (
+        from llmcond.display import print_sentences
+        from llmcond.report.tables import (
             subset_differences_table,
             systems_summary,
             systems_table,
         )
-        from llmcond.report.terminal import print_sentences, print_table
 
         print_sentences(systems_summary(result.results, result.baseline), form)
-        print_table(systems_table(result.results, result.baseline), form)
+        systems_table(result.results, result.baseline).print(form)
         if any(system.subsets for system in result.results):
-            print_table(subset_differences_table(result.results, result.baseline), form)
+            subset_differences_table(result.results, result.baseline).print(form)
 
 
 compare = as_function(Compare)

@@ -57,12 +57,12 @@ class ComparePrompts(ComparePromptsOptions, Command):
 
     def show(self, result: Comparison, form: str) -> None:
         """Print a summary in words, then a table."""
-        from llmcond.report.comparisons import comparison_table, summary
-        from llmcond.report.terminal import print_sentences, print_table
+        from llmcond.display import print_sentences
+        from llmcond.report.tables import comparison_table, summary
 
         print_sentences(summary(result.results, result.baseline), form)
         bars = form == "table"  # In other formats the characters of bars do not line up.
-        print_table(comparison_table(result.results, result.baseline, self.run, bars=bars), form)
+        comparison_table(result.results, result.baseline, self.run, bars=bars).print(form)
 
 
 compare_prompts = as_function(ComparePrompts)

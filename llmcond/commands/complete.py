@@ -46,13 +46,13 @@ class Complete(CompleteOptions, Command):
 
     def show(self, result: Completions, form: str) -> None:
         """Print a table."""
+        from llmcond.display import Table
         from llmcond.log import log
-        from llmcond.report.terminal import print_table, rows_table
 
         log.info(f"ranked by {result.about['head']}")
         if not result.completions:
             log.info("no entity is left: all of them complete the triple in the data already")
-        print_table(rows_table([completion.to_json() for completion in result.completions]), form)
+        Table.of_rows([completion.to_json() for completion in result.completions]).print(form)
 
 
 complete = as_function(Complete)

@@ -49,10 +49,9 @@ class Evaluate(EvaluateOptions, Command):
 
     def show(self, result: Results[Result], form: str) -> None:
         """Print a table."""
-        from llmcond.report.rankings import evaluation_table
-        from llmcond.report.terminal import print_table
+        from llmcond.report.tables import results_table
 
-        print_table(evaluation_table(result, self.run), form)
+        results_table(result, self.run).print(form)
 
 
 evaluate = as_function(Evaluate)

@@ -59,9 +59,9 @@ class Extract(ExtractOptions, Command):
     def show(self, result: ExtractResult | ExtractionPlan, form: str) -> None:
         """Print a plan; progress messages have already reported an extraction."""
         if self.plan:
-            from llmcond.report.terminal import print_table, rows_table
+            from llmcond.display import Table
 
-            print_table(rows_table(cast("ExtractionPlan", result).rows()), form)
+            Table.of_rows(cast("ExtractionPlan", result).rows()).print(form)
 
 
 extract = as_function(Extract)

@@ -78,9 +78,8 @@ class Heads(Command):
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print a table; in a terminal without the recipes' settings, which ``--json`` prints."""
-        from llmcond.report.terminal import print_table, rows_table
+        from llmcond.display import Table
 
         brief = form == "table" and self.run is None
-        print_table(
-            rows_table(result["heads"], ("name", "task", "description") if brief else ()), form
-        )
+        keys = ("name", "task", "description") if brief else ()
+        Table.of_rows(result["heads"], keys).print(form)

@@ -72,14 +72,14 @@ class ListModels(EncoderFlags, Command):
     def show(self, result: Models, form: str) -> None:
         """Print a table, or the report."""
         if result.report is not None:
-            from llmcond.report.checkup import show_checkup
+            from llmcond.report.tables import show_checkup
 
             show_checkup(result.report)
         else:
+            from llmcond.display import Table
             from llmcond.log import log
-            from llmcond.report.terminal import print_table, rows_table
 
-            print_table(rows_table(models_in_brief()), form)
+            Table.of_rows(models_in_brief()).print(form)
             log.info(
                 f"bundled models, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The "
                 "first is the default for embedding texts if you have no run of your data"

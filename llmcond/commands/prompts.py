@@ -40,8 +40,8 @@ class Prompts(Command):
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print two tables; in a terminal without the texts, which ``prompts show`` prints."""
-        from llmcond.report.terminal import print_table, rows_table
+        from llmcond.display import Table
 
         brief = ("name", "description") if form == "table" else ()
-        print_table(rows_table(result["prompts"], brief), form)
-        print_table(rows_table(result["annotate"], ("name", "kind", "description")), form)
+        Table.of_rows(result["prompts"], brief).print(form)
+        Table.of_rows(result["annotate"], ("name", "kind", "description")).print(form)

@@ -72,7 +72,7 @@ class ShowPrompt(ColumnOptions, EncoderFlags, Command):
         from rich.console import Console
         from rich.text import Text
 
-        from llmcond.report.terminal import line_width
+        from llmcond.display import line_width
 
         console = Console(highlight=False)
         for line, style in _lines(result, line_width()):
@@ -109,7 +109,7 @@ def _lines(report: Mapping[str, Any], width: int) -> Iterator[tuple[str, str]]:
 
 
 def _tokens(item: Mapping[str, Any], width: int) -> Iterator[str]:
-    from llmcond.report.checkup import token_lines
+    from llmcond.report.tables import token_lines
 
     yield from token_lines(item, width)
     pooled = sum(item["pooled"])

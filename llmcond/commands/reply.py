@@ -51,15 +51,15 @@ class Reply(ReplyOptions, Command):
 
     def show(self, result: Replies, form: str) -> None:
         """Print a table."""
+        from llmcond.display import Table
         from llmcond.log import log
-        from llmcond.report.terminal import print_table, rows_table
 
         about = result.about
         log.info(
             f"{about['n_candidates']:,} candidates ranked by {about['head']}, score "
             f"{about['score']}"
         )
-        print_table(rows_table([reply.to_json() for reply in result.replies]), form)
+        Table.of_rows([reply.to_json() for reply in result.replies]).print(form)
 
 
 reply = as_function(Reply)

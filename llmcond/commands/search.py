@@ -115,7 +115,7 @@ class Search(ConditionOptions, DeviceOption, Command):
 
     def show(self, result: Hits, form: str) -> None:
         """Print a table."""
-        from llmcond.report.terminal import print_table, rows_table
+        from llmcond.display import Table
 
         rows = []
         for hit in result.rows:
@@ -135,7 +135,7 @@ class Search(ConditionOptions, DeviceOption, Command):
             # A table that is too wide loses its last columns.
             rows.append(row | columns | text_id)
         if rows:
-            print_table(rows_table(rows), form)
+            Table.of_rows(rows).print(form)
 
 
 def _report_checks(index: Index, hits: Hits) -> None:

@@ -83,11 +83,11 @@ class Similarity(ConditionOptions, EmbedderOptions, Command):
 
     def show(self, result: Similarities, form: str) -> None:
         """Print a table."""
-        from llmcond.report.terminal import print_table, rows_table
+        from llmcond.display import Table
 
         rows = result.rows()
         columns = ["condition", "values", "similarity"]
         if not any("values" in row for row in rows):
             columns.remove("values")
         rows = [{**row, "values": ", ".join(row.get("values", ()))} for row in rows]
-        print_table(rows_table(rows, columns), form)
+        Table.of_rows(rows, columns).print(form)

@@ -68,10 +68,10 @@ class Sweep(SweepOptions, Command):
 
     def show(self, result: SweepResult, form: str) -> None:
         """Print a table, and the held-out score of the choice of the best row."""
-        from llmcond.report.sweeps import choice_sentence, sweep_table
-        from llmcond.report.terminal import print_sentences, print_table
+        from llmcond.display import print_sentences
+        from llmcond.report.tables import choice_sentence, sweep_table
 
-        print_table(sweep_table(result.results, self.run), form)
+        sweep_table(result.results, self.run).print(form)
         if result.choice is not None:
             print_sentences([choice_sentence(result.choice)], form)
 

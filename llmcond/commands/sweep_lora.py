@@ -65,10 +65,9 @@ class SweepLora(SweepLoraOptions, Command):
 
     def show(self, result: LoraSweepResult, form: str) -> None:
         """Print a table."""
-        from llmcond.report.sweeps import sweep_table
-        from llmcond.report.terminal import print_table
+        from llmcond.report.tables import sweep_table
 
-        print_table(sweep_table(result.results, self.run), form)
+        sweep_table(result.results, self.run).print(form)
 
 
 sweep_lora = as_function(SweepLora)

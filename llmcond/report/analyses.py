@@ -8,54 +8,173 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
-from rich.text import Text
 
-from llmcond.errors import escape_control_characters
-from llmcond.metrics import Estimate, Metric, get_metric
+from llmcond.display import Column, Table
+from llmcond.metrics import Estimate, get_metric
 from llmcond.report.figures import plot_histograms
-from llmcond.report.format import estimate_text, factors_text
-from llmcond.report.terminal import plain_text, print_table, titled_table
+from llmcond.report.tables import estimate_text, factors_text
 
 JsonRows = Sequence[Mapping[str, Any]]
 
 
-def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -> None:
-    """Print a table for every analysis in ``result``.
+def analysis_tables(result: Mapping[str, Any], run: object) -> list[Table]:
+    """Return a table for every analysis in ``result``.
 
     Args:
         result: the analyses as JSON.
-        run: the name of the run, for the titles.
-        form: the format of the tables, one of ``FORMATS``.
+        run: the name of the run, for the notes.
     """
     scope = f"{run}, {result['split']}, {result['n']:,} rated rows"
-    _show_analyses_of_heads(result, scope, form)
-    if "similarity" in result:
-        print_table(_similarity_table(result["similarity"], run, result), form)
-    if "turns" in result:
-        print_table(_turns_table(result["turns"], run, result["split"]), form)
-    for head in result.get("answers", ()):
-        print_table(_answers_table(head), form)
-    for head in result.get("examples", ()):
-        for side in ("better", "worse"):
-            if head[side]:
-                print_table(_examples_table(head, side), form)
-
-
-def _show_analyses_of_heads(result: Mapping[str, Any], scope: str, form: str) -> None:
-    """Print the tables of analyses that have one row for each head."""
+    tables = []
     if "isotropy" in result:
-        title = f"Isotropy of the embeddings of {scope} (CASE, appendix B)"
-        columns = ("mean_cosine", "std_cosine", "partition_ratio", "n_zero")
-        print_table(_figures_table(title, result["isotropy"], columns), form)
+        note = f"Isotropy of the embeddings of {scope} (CASE, appendix B)"
+        keys = ("mean_cosine", "std_cosine", "partition_ratio", "n_zero")
+        tables.append(_table(note, result["isotropy"], keys))
     if "clusters" in result:
-        print_table(_clusters_table(result["clusters"], scope), form)
+        tables.append(_clusters_table(result["clusters"], scope))
     if "conditions" in result:
-        print_table(_conditions_table(result["conditions"], scope), form)
+        tables.append(_conditions_table(result["conditions"], scope))
     if result.get("norms"):
-        title = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
-        columns = ("n", "mean_norm", "raw", "normalised")
-        print_table(_figures_table(title, result["norms"], columns), form)
+        note = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
+        tables.append(_table(note, result["norms"], ("n", "mean_norm", "raw", "normalised")))
+    if "similarity" in result:
+        tables.append(_similarity_table(result["similarity"], run, result))
+    if "turns" in result:
+        tables.append(_turns_table(result["turns"], run, result["split"]))
+    tables += [_answers_table(head) for head in result.get("answers", ())]
+    tables += [
+        _examples_table(head, side)
+        for head in result.get("examples", ())
+        for side in ("better", "worse")
+        if head[side]
+    ]
+    return tables
+
+
+def _table(
+    note: str,
+    rows: JsonRows,
+    figures: Sequence[str] | Mapping[str, Sequence[str]],
+    texts: Sequence[str] = ("name", "minus c"),
+) -> Table:
+    """Return a table with columns of texts and of figures.
+
+    Args:
+        note: the text above the table.
+        rows: the rows.
+        figures: the keys of the figures; or the formatted figures by heading.
+        texts: the headings of the texts, which are keys without spaces; ``minus c`` tells whether
+            ``subtract`` is true.
+    """
+    columns = []
+    for heading in texts:
+        key = heading.replace(" ", "")
+        cells = [
+            ("yes" if row["subtract"] else "no") if heading == "minus c" else row[key] or "–"
+            for row in rows
+        ]
+        columns.append(Column(heading, cells))
+    if not isinstance(figures, Mapping):
+        figures = {key: [_format_figure(row[key]) for row in rows] for key in figures}
+    columns += [Column(key.replace("_", " "), cells, "figures") for key, cells in figures.items()]
+    return Table(columns, note)
+
+
+def _format_figure(value: float | None, form: str = ".4g") -> str:
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:{form}}"
+
+
+def _format_difference(row: Mapping[str, Any], interval: bool = False) -> str:
+    low, high = row["difference_ci"]
+    text = f"{row['difference']:.3f}"
+    return f"{text} [{low:.3f}, {high:.3f}]" if interval and low is not None else text
+
+
+def _similarity_table(rows: JsonRows, run: object, result: Mapping[str, Any]) -> Table:
+    note = (
+        f"Mean cosine of contexts with other candidates (random) and with the answer (correct) of "
+        f"{run}, {result['split']}, {result['n']:,} next turns (Triple-Encoders, table 6)"
+    )
+    figures = {key: [f"{row[key]:.3f}" for row in rows] for key in ("random", "correct")}
+    figures["difference"] = [_format_difference(row, interval=True) for row in rows]
+    return _table(note, rows, figures, ("name", "score"))
+
+
+def _turns_table(rows: JsonRows, run: object, split: str) -> Table:
+    first = rows[0]
+    note = (
+        f"Cosine with the answer minus mean cosine with other candidates, by turn of the context, "
+        f"of {run}, {split}, {first['n']:,} contexts of {first['history']} turns "
+        "(Triple-Encoders, figure 8)"
+    )
+    figures = {
+        str(turn["turn"]): [_format_difference(row["turns"][i]) for row in rows]
+        for i, turn in enumerate(first["turns"])
+    }
+    return _table(note, rows, figures, ("name", "score"))
+
+
+def _clusters_table(rows: JsonRows, scope: str) -> Table:
+    conditions = rows[0]["conditions"]
+    note = (
+        f"K-means of the sentences of {scope}, under {len(conditions)} conditions: impurity (0 if "
+        "every condition has its own cluster; Hyper-CL, section 5.2), before and after the head, "
+        "and sentences per cluster"
+    )
+    figures = {
+        "before": [_format_figure(row.get("impurity_before"), ".3f") for row in rows],
+        "impurity": [f"{row['impurity']:.3f}" for row in rows],
+    }
+    counts = [["/".join(map(str, counts)) for counts in row["counts"]] for row in rows]
+    table = _table(note, rows, figures)
+    columns = [
+        Column(condition, cells, "figures")
+        for condition, cells in zip(conditions, zip(*counts, strict=True), strict=True)
+    ]
+    return Table([*table.columns, *columns], note)
+
+
+def _conditions_table(rows: JsonRows, scope: str) -> Table:
+    first = rows[0]
+    metric = get_metric(first["metric"])
+    note = (
+        f"Conditions seen and unseen in training, {scope} (Hyper-CL, section 5.3): "
+        f"{metric.heading}, 95 % confidence intervals over sentence pairs. "
+        f"{factors_text([metric])}{first['n_seen_conditions']:,} conditions "
+        f"({first['n_seen']:,} rows) are seen, {first['n_unseen_conditions']:,} "
+        f"({first['n_unseen']:,} rows) are unseen"
+    )
+    figures = {
+        key: [
+            "–"
+            if row[key] is None
+            else estimate_text(metric, Estimate.from_json(row[key], row[f"{key}_ci"]))
+            for row in rows
+        ]
+        for key in ("overall", "seen", "unseen")
+    }
+    return _table(note, rows, figures)
+
+
+def _answers_table(head: Mapping[str, Any]) -> Table:
+    note = (
+        f"Similarity before ({head['before']}) and after ({head['name']}) of sentences and of "
+        "answers (CASE, tables 3 and 8)"
+    )
+    rows = head["rows"]
+    figures = {key: [_format_figure(r[key], ".4f") for r in rows] for key in ("before", "after")}
+    return _table(note, rows, figures, ("text 1", "text 2", "condition"))
+
+
+def _examples_table(head: Mapping[str, Any], side: str) -> Table:
+    note = (
+        f"Similarity before ({head['before']}) and after ({head['name']}): rows that changed most "
+        f"for the {side}, of {head[f'n_{side}']:,} {side} rows. Ratings from 0 to 1 (CASE, tables "
+        "3 and 8)"
+    )
+    keys = ("rating", "before", "after")
+    figures = {key: [f"{row[key]:.2f}" for row in head[side]] for key in keys}
+    return _table(note, head[side], figures, ("sentence 1", "sentence 2", "condition"))
 
 
 def plot_isotropy(rows: JsonRows, path: Path) -> None:
@@ -79,137 +198,3 @@ def plot_isotropy(rows: JsonRows, path: Path) -> None:
     if panels:
         caption = "minus c: the unconditional vector is subtracted; dashed line: mean"
         plot_histograms(panels, path, "cosine to the mean vector", "vectors", caption)
-
-
-def _answers_table(head: Mapping[str, Any]) -> Table:
-    title = (
-        f"Similarity before ({head['before']}) and after ({head['name']}) of sentences and of "
-        "answers (CASE, tables 3 and 8)"
-    )
-    table = _make_table(title, ("text 1", "text 2", "condition"), ("before", "after"))
-    for row in head["rows"]:
-        texts = (row["text1"], row["text2"], row["condition"] or "–")
-        figures = ("–" if row[key] is None else f"{row[key]:.4f}" for key in ("before", "after"))
-        table.add_row(*map(plain_text, texts), *figures)
-    return table
-
-
-def _names_table(title: str, figures: Sequence[str]) -> Table:
-    """Return an empty table with the columns that identify an analysed head."""
-    table = titled_table(title, "name", "minus c")
-    _add_figure_columns(table, figures)
-    return table
-
-
-def _name_cells(row: Mapping[str, Any]) -> tuple[Text, str]:
-    return plain_text(row["name"]), "yes" if row["subtract"] else "no"
-
-
-def _figures_table(title: str, rows: JsonRows, columns: Sequence[str]) -> Table:
-    table = _names_table(title, columns)
-    for row in rows:
-        values = (row[column] for column in columns)
-        figures = (
-            "–" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in values
-        )
-        table.add_row(*_name_cells(row), *figures)
-    return table
-
-
-def _similarity_table(rows: JsonRows, run: object, result: Mapping[str, Any]) -> Table:
-    title = (
-        f"Mean cosine of contexts with other candidates (random) and with the answer (correct) of "
-        f"{run}, {result['split']}, {result['n']:,} next turns (Triple-Encoders, table 6)"
-    )
-    table = _make_table(title, ("name", "score"), ("random", "correct", "difference"))
-    for row in rows:
-        figures = (f"{row[key]:.3f}" for key in ("random", "correct"))
-        table.add_row(
-            plain_text(row["name"]), row["score"], *figures, _format_difference(row, interval=True)
-        )
-    return table
-
-
-def _turns_table(rows: JsonRows, run: object, split: str) -> Table:
-    first = rows[0]
-    title = (
-        f"Cosine with the answer minus mean cosine with other candidates, by turn of the context, "
-        f"of {run}, {split}, {first['n']:,} contexts of {first['history']} turns "
-        "(Triple-Encoders, figure 8)"
-    )
-    table = _make_table(title, ("name", "score"), [str(turn["turn"]) for turn in first["turns"]])
-    for row in rows:
-        figures = (_format_difference(turn) for turn in row["turns"])
-        table.add_row(plain_text(row["name"]), row["score"], *figures)
-    return table
-
-
-def _format_difference(row: Mapping[str, Any], interval: bool = False) -> str:
-    low, high = row["difference_ci"]
-    text = f"{row['difference']:.3f}"
-    return f"{text} [{low:.3f}, {high:.3f}]" if interval and low is not None else text
-
-
-def _clusters_table(rows: JsonRows, scope: str) -> Table:
-    conditions = rows[0]["conditions"]
-    title = (
-        f"K-means of the sentences of {scope}, under {len(conditions)} conditions: impurity (0 if "
-        "every condition has its own cluster; Hyper-CL, section 5.2), before and after the head, "
-        "and sentences per cluster"
-    )
-    table = _names_table(title, ("before", "impurity", *map(escape_control_characters, conditions)))
-    for row in rows:
-        counts = ("/".join(str(count) for count in counts) for counts in row["counts"])
-        before = f"{row['impurity_before']:.3f}" if "impurity_before" in row else "–"
-        table.add_row(*_name_cells(row), before, f"{row['impurity']:.3f}", *counts)
-    return table
-
-
-def _conditions_table(rows: JsonRows, scope: str) -> Table:
-    first = rows[0]
-    metric = get_metric(first["metric"])
-    title = (
-        f"Conditions seen and unseen in training, {scope} (Hyper-CL, section 5.3): "
-        f"{metric.heading}, 95 % confidence intervals over sentence pairs. "
-        f"{factors_text([metric])}{first['n_seen_conditions']:,} conditions "
-        f"({first['n_seen']:,} rows) are seen, {first['n_unseen_conditions']:,} "
-        f"({first['n_unseen']:,} rows) are unseen"
-    )
-    kinds = ("overall", "seen", "unseen")
-    table = _names_table(title, kinds)
-    for row in rows:
-        table.add_row(*_name_cells(row), *(_format_score(metric, row, key) for key in kinds))
-    return table
-
-
-def _format_score(metric: Metric, row: Mapping[str, Any], key: str) -> str:
-    if row[key] is None:
-        return "–"
-    return estimate_text(metric, Estimate.from_json(row[key], row[f"{key}_ci"]))
-
-
-def _examples_table(head: Mapping[str, Any], side: str) -> Table:
-    n = head[f"n_{side}"]
-    title = (
-        f"Similarity before ({head['before']}) and after ({head['name']}): rows that changed most "
-        f"for the {side}, of {n:,} {side} rows. Ratings from 0 to 1 (CASE, tables 3 and 8)"
-    )
-    table = _make_table(
-        title, ("sentence 1", "sentence 2", "condition"), ("rating", "before", "after")
-    )
-    for row in head[side]:
-        texts = (plain_text(row[key]) for key in ("sentence1", "sentence2", "condition"))
-        figures = (f"{row[key]:.2f}" for key in ("rating", "before", "after"))
-        table.add_row(*texts, *figures)
-    return table
-
-
-def _make_table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
-    table = titled_table(title, *texts)
-    _add_figure_columns(table, figures)
-    return table
-
-
-def _add_figure_columns(table: Table, headings: Sequence[str]) -> None:
-    for heading in headings:
-        table.add_column(plain_text(heading.replace("_", " ")), justify="right")

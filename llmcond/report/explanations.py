@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
 
 from llmcond.conditions import condition_titles
-from llmcond.errors import escape_control_characters
+from llmcond.display import Column, Table
 from llmcond.files import FIGURE_SUFFIXES, PAGE_SUFFIXES, check_output, suffix, write_csv
 from llmcond.report.figures import check_figure, data_path
 from llmcond.report.page.render import write_html
-from llmcond.report.terminal import add_figure_columns, plain_text, print_table, titled_table
 from llmcond.report.token_figures import ShadedToken, TokenRow, plot_tokens
 from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanation, Values
 from llmcond.version import __version__
@@ -52,7 +50,7 @@ def show_explanation(explanation: Explanation, form: str = "table") -> None:
         )
     )
     for group in [conditions] if is_joint else [[pair] for pair in conditions]:
-        print_table(_make_table(explanation, group, with_bars=form == "table"), form)
+        _make_table(explanation, group, with_bars=form == "table").print(form)
 
 
 def _make_table(
@@ -63,39 +61,35 @@ def _make_table(
 ) -> Table:
     """Return the table of conditions whose tokens are the same."""
     first = group[0][1]
-    title = subject(explanation)
+    note = subject(explanation)
     similarities = [
         f"{title}: {e.similarity:.3f}" for title, e in group if e.similarity is not None
     ]
     if similarities:
-        title += f" Similarity under {'; '.join(similarities)}."
+        note += f" Similarity under {'; '.join(similarities)}."
     if first.layers:
-        title += f" Condition: {group[0][0]}."
-    table = titled_table(title, "token")
-    columns: list[tuple[str, Values, bool]] = []
-    for heading, explained in group:
-        columns += [(f"layer {n}", weights, False) for n, weights in explained.layers.items()]
-        columns.append(("mean" if explained.layers else heading, explained.values, with_bars))
+        note += f" Condition: {group[0][0]}."
+    tokens = [
+        token_label(explanation.sentence, first, i) + (" (special)" if token.special else "")
+        for i, token in enumerate(first.tokens)
+    ]
+    subtracts = any(explained.condition_term is not None for _, explained in group)
+    columns = [Column("token", [*tokens, SUBTRACTED] if subtracts else tokens)]
     largest = _find_largest([explained for _, explained in group])
-    for heading, _, has_bars in columns:
-        add_figure_columns(table, escape_control_characters(heading))
-        if has_bars:
-            table.add_column("", no_wrap=True)
-    for position, token in enumerate(first.tokens):
-        label = token_label(explanation.sentence, first, position)
-        cells = []
-        for _, values, has_bars in columns:
-            value = float(values[position])
-            cells.append(format_value(explanation, value))
-            cells += [_bar(0.0 if token.special else value / largest)] if has_bars else []
-        table.add_row(plain_text(f"{label} (special)" if token.special else label), *cells)
-    if any(explained.condition_term is not None for _, explained in group):
-        cells = []
-        for _, explained in group:
-            cells.append(format_value(explanation, explained.condition_term or 0.0))
-            cells += [""] if with_bars else []
-        table.add_row(plain_text(SUBTRACTED), *cells)
-    return table
+    for heading, explained in group:
+        series = {f"layer {n}": weights for n, weights in explained.layers.items()}
+        series["mean" if series else heading] = explained.values
+        for name, values in series.items():
+            shown = [*values.tolist(), *([explained.condition_term or 0.0] if subtracts else [])]
+            figures = [format_value(explanation, float(value)) for value in shown]
+            columns.append(Column(name, figures, "figures"))
+        if with_bars and not explained.layers:
+            shares = [
+                0.0 if token.special else float(value) / largest
+                for token, value in zip(explained.tokens, explained.values, strict=True)
+            ]
+            columns.append(Column("", [*map(_bar, shares), *([""] if subtracts else [])], "word"))
+    return Table(columns, note)
 
 
 def _bar(share: float) -> str:

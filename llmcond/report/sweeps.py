@@ -1,4 +1,4 @@
-"""The table and the pictures of a sweep (CASE, figures 3 and 4)."""
+"""The pictures of a sweep (CASE, figures 3 and 4)."""
 
 from __future__ import annotations
 
@@ -9,70 +9,17 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from llmcond.evaluation.results import ComparedResult, Result, SettingsChoice, SweptResult
+from llmcond.evaluation.results import ComparedResult, Result, SweptResult
 from llmcond.heads.pairs import score_key
 from llmcond.log import log
-from llmcond.metrics import Metric, get_metric
 from llmcond.report.figures import Point, check_figure, plot_curve
-from llmcond.report.format import (
-    estimate_text,
-    factors_text,
-    held_out_text,
-    interval_notes,
-    range_text,
-)
-from llmcond.report.terminal import add_figure_columns, identity_cells, identity_table, plain_text
+from llmcond.report.tables import axis_label, settings_text
 
 Swept = Sequence[SweptResult]
 
 
-def sweep_table(results: Swept, run: object) -> Table:
-    """Return a table of a sweep's results, with one row per combination of settings."""
-    first, primary = results[0], results[0].primary
-    metrics = [metric for name in first.metrics if not (metric := get_metric(name)).secondary]
-    title = (
-        f"{run}, {first.split}: {first.counts.text}. {factors_text(metrics)}Mean over seeds, "
-        f"with the standard deviation over seeds (sd). {interval_notes(results)}"
-    )
-    table = identity_table(title)
-    table.add_column("settings", overflow="fold")
-    others = [metric for metric in metrics if metric.name != primary.name]
-    headings = ["dim", "seeds", primary.heading, "sd", "interval"]
-    has_held_out = any(result.held_out for result in results)
-    headings += ["held-out"] if has_held_out else []
-    add_figure_columns(table, *headings, *(metric.heading for metric in others))
-    for result in results:
-        table.add_row(
-            *identity_cells(result, result.head),
-            plain_text(_format_settings(result.settings)),
-            str(result.dim),
-            str(len(result.seeds)),
-            primary.format(result.main.value),
-            primary.format(result.seed_sd[primary.name]),
-            range_text(primary, result.main.low, result.main.high) or "–",
-            *([held_out_text(result)] if has_held_out else []),
-            *(metric.format(result.metrics[metric.name].value) for metric in others),
-        )
-    return table
-
-
-def choice_sentence(choice: SettingsChoice) -> str:
-    """Say what the choice of the best row of a sweep costs."""
-    metric, score = choice.metric, estimate_text(choice.metric, choice.score)
-    return (
-        f"Choosing the best of these rows on nine tenths of dev, and predicting the remaining "
-        f"tenth, gives {metric.heading} {score}; the score of the best row is optimistic."
-    )
-
-
-def _format_settings(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in settings.items())
-
-
 def _line_name(result: Result, settings: Mapping[str, Any]) -> str:
-    return f"{result.name} {_format_settings(settings)}".rstrip()
+    return f"{result.name} {settings_text(settings)}".rstrip()
 
 
 def check_plots(plot: str | Path | None, plot_steps: str | Path | None) -> None:
@@ -147,12 +94,6 @@ def _describe_intervals(results: Swept, missing: Sequence[bool]) -> str:
     rows = "rows" if one_seed else "rows and seeds"
     band = f"{line}; band: 95 % confidence interval over {rows}"
     return f"{band}; no band: two seeds or few rows give no interval" if any(missing) else band
-
-
-def axis_label(metric: Metric, suffix: str = "") -> str:
-    """Return the label of an axis with a metric in its display unit."""
-    factor = "" if metric.factor == 1 else f" x {metric.factor:g}"
-    return f"{metric.heading}{suffix}{factor}"
 
 
 def _find_numeric_setting(results: Swept) -> str | None:

@@ -25,7 +25,6 @@ from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
 from llmcond.metrics import choose_metrics
 from llmcond.prompts import Prompt, list_fields, load_prompt
-from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import (
     Page,
     check_figures,
@@ -34,6 +33,7 @@ from llmcond.report.page import (
     write_figures,
     write_page,
 )
+from llmcond.report.tables import FEW_PAIRS, summary
 from llmcond.runs import AnyRun, open_any_run, run_exists
 from llmcond.runs.examples import load_examples
 from llmcond.runs.kind import build_inputs, find_kind

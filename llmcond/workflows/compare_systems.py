@@ -31,8 +31,8 @@ from llmcond.evaluation.results import (
 )
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
-from llmcond.report.comparisons import systems_summary
 from llmcond.report.page import Page, check_page, write_page
+from llmcond.report.tables import systems_summary
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.embedding_model import choose_head

@@ -48,7 +48,7 @@ from llmcond.log import log
 from llmcond.options import Precision
 from llmcond.prompts import Prompt
 from llmcond.quantization import Quantizer, check_truncate_dim, measure_ranges, read_ranges
-from llmcond.report.format import head_text
+from llmcond.report.tables import head_text
 from llmcond.runs.embedder import (
     check_truncatable,
     fit_checked_guide,

@@ -38,7 +38,7 @@ from llmcond.progress import ExtractionBar
 from llmcond.quantization import Quantizer, check_ranges, measure_ranges, read_ranges
 from llmcond.records import RECORD as RECORD_SCHEMA
 from llmcond.records import check_record
-from llmcond.report.format import head_text
+from llmcond.report.tables import head_text
 from llmcond.runs.embedder import (
     Embedder,
     check_truncatable,

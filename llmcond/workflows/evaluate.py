@@ -24,8 +24,8 @@ from llmcond.log import log
 from llmcond.metrics import Estimate, Metric, choose_metrics, get_metric
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
-from llmcond.report.format import estimate_text, highest_or_lowest
 from llmcond.report.page import check_page, make_page, write_page
+from llmcond.report.tables import estimate_text, highest_or_lowest
 from llmcond.runs import AnyRun, Run, RunFittedHead, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import extract_other_data

@@ -19,7 +19,7 @@ from llmcond.heads import FittedHead, Recipe, load_recipe, save_head
 from llmcond.log import log
 from llmcond.metrics import Estimate, Metric, estimates_json, finite_or_none, get_metric
 from llmcond.progress import FitBar
-from llmcond.report.format import dev_gain_text, estimate_text
+from llmcond.report.tables import dev_gain_text, estimate_text
 from llmcond.run_log import RunLog, log_path
 from llmcond.runs import AnyRun, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.dev_fit import DevFit

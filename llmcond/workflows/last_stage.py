@@ -12,7 +12,7 @@ from llmcond.errors import UserError
 from llmcond.evaluation.dev_gain import check_fold_count
 from llmcond.finetune.settings import StageSettings
 from llmcond.log import log
-from llmcond.report.format import dev_gain_text
+from llmcond.report.tables import dev_gain_text
 
 if TYPE_CHECKING:
     from llmcond.finetune.stage import LastStage

@@ -23,7 +23,7 @@ from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import check_record
-from llmcond.report.format import estimate_text
+from llmcond.report.tables import estimate_text
 from llmcond.run_log import TRAINING, log_path, send_log
 from llmcond.runs import open_any_run
 from llmcond.runs.examples import load_examples

@@ -29,7 +29,7 @@ from llmcond.metrics import finite_or_none
 from llmcond.progress import TrainBar, format_duration
 from llmcond.prompts import load_prompt
 from llmcond.report.card import model_card
-from llmcond.report.format import estimate_text
+from llmcond.report.tables import estimate_text
 from llmcond.run_log import TRAINING, RunLog, log_path
 from llmcond.runs import AnyRun, Run, complete_run, head_name, head_record, portable_model_name
 from llmcond.runs.cross import CrossEncoder

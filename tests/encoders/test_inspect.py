@@ -16,7 +16,7 @@ from llmcond.encoders import MODELS, EncoderInput, EncoderOptions
 from llmcond.encoders.checkpoints import checkpoint as checkpoints
 from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
-from llmcond.report.checkup import render_checkup, token_lines
+from llmcond.report.tables import render_checkup, token_lines
 from llmcond.workflows.check import check_model
 
 CPU = EncoderOptions(device="cpu")

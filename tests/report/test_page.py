@@ -23,9 +23,9 @@ from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.ranking import QuerySubset
 from llmcond.evaluation.results import ComparedResult, RowCounts
 from llmcond.metrics import METRICS, Estimate
-from llmcond.report.format import p_value_text, range_text
 from llmcond.report.page import Page, check_page, write_page
 from llmcond.report.page.tables import with_minus_signs
+from llmcond.report.tables import p_value_text, range_text
 
 WHO = ("A young woman", "Two old men", "Three children in red coats", "A large group of students")
 DOES = ("rides a bicycle", "is reading a newspaper", "play chess", "throws a ball to a brown dog")

@@ -5,9 +5,10 @@ from math import nan
 
 from helpers.terminal import render_text
 
+from llmcond.display import Table
 from llmcond.evaluation.results import Result, RowCounts
 from llmcond.metrics import Estimate
-from llmcond.report.terminal import results_table, rows_table
+from llmcond.report.tables import results_table
 
 RESULT = Result(
     name="mlp@concat-sent-cond",
@@ -40,5 +41,5 @@ def test_intervals_are_not_cut_in_narrow_terminal():
 
 
 def test_markup_in_texts_is_shown_literally():
-    assert "[red]x[/red]" in render_text(rows_table([{"name": "[red]x[/red]"}]))
+    assert "[red]x[/red]" in render_text(Table.of_rows([{"name": "[red]x[/red]"}]))
     assert "runs/[/x]" in render_text(results_table([RESULT], "runs/[/x]"))

@@ -5,13 +5,7 @@ import re
 
 import pytest
 
-from llmcond.report.terminal import (
-    add_figure_columns,
-    identity_table,
-    print_table,
-    rows_table,
-    titled_table,
-)
+from llmcond.display import Column, Table
 
 TEXT = "The kettle leaks after a week and nobody answers, see https://example.org/support/19."
 ROWS = [
@@ -22,30 +16,29 @@ ROWS = [
 
 
 def build_figures_table():
-    table = identity_table("Clusters beside known labels.", subtracts=False)
-    add_figure_columns(table, "V-measure", "plain embeddings", "difference", "ARI")
-    cells = [
-        "100.0 [94.9, 100.0]",
-        "58.5 [43.3, 73.7]",
-        "+41.5 (+26.3 to +56.7)",
-        "45.7 [23, 68]",
-    ]
-    table.add_row("the product", "kind", *cells)
-    return table
+    figures = {
+        "V-measure": "100.0 [94.9, 100.0]",
+        "plain embeddings": "58.5 [43.3, 73.7]",
+        "difference": "+41.5 (+26.3 to +56.7)",
+        "ARI": "45.7 [23, 68]",
+    }
+    texts = [Column("head", ["the product"]), Column("prompt", ["kind"])]
+    columns = [Column(heading, [cell], "figures") for heading, cell in figures.items()]
+    return Table([*texts, *columns], "Clusters beside known labels.")
 
 
-TABLES = {"hits": lambda: rows_table(ROWS), "figures": build_figures_table}
+TABLES = {"hits": lambda: Table.of_rows(ROWS), "figures": build_figures_table}
 
 
 def print_and_check(capsys, table):
     words = {
         word
         for column in table.columns
-        for text in (str(column.header), *map(str, column.cells))
+        for text in (column.heading, *map(str, column.cells))
         for word in text.split()
     }
-    title = str(table.title or "").split()
-    print_table(table)
+    title = table.note.split()
+    table.print()
     out = capsys.readouterr().out
     assert set(re.findall(r"[^\s─]+", out)) <= {*words, *title}
     return out
@@ -57,10 +50,9 @@ def test_narrow_line_omits_columns_and_names_them(capsys, monkeypatch, caplog, n
     monkeypatch.setenv("COLUMNS", str(columns))
     caplog.set_level(logging.INFO, "llmcond")
     table = TABLES[name]()
-    headings = [str(column.header) for column in table.columns]
     out = print_and_check(capsys, table)
     assert max(map(len, out.splitlines())) <= columns
-    omitted = headings[len(table.columns) :]
+    omitted = table.terminal(columns)[1]
     message = (
         f"because a line has only {columns} characters: {', '.join(omitted)} (--json or a wider"
     )
@@ -73,32 +65,35 @@ def test_piped_table_is_not_wrapped(capsys, monkeypatch, name):
     monkeypatch.delenv("COLUMNS", raising=False)
     table = TABLES[name]()
     out = print_and_check(capsys, table)
-    for row in zip(*(column.cells for column in table.columns), strict=True):
+    for row in table.rows:
         assert any(all(str(cell) in line for cell in row) for line in out.splitlines())
 
 
 def test_figures_are_shown_before_prose_is_comfortable(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    table = titled_table("", "head", "with")
-    add_figure_columns(table, "MRR")
-    table.add_row("hypernet-full", "neighbours, reversed edge", "36.6 [31.3, 42.0]")
+    texts = [Column("head", ["hypernet-full"]), Column("with", ["neighbours, reversed edge"])]
+    table = Table([*texts, Column("MRR", ["36.6 [31.3, 42.0]"], "figures")])
     assert "36.6 [31.3, 42.0]" in print_and_check(capsys, table)
     # Prose without figures gets the space.
     monkeypatch.setenv("COLUMNS", "40")
-    table = titled_table("", "name", "description", "source")
-    table.add_row("hypernet-full", "a hypernetwork of full rank", "the paper of its authors")
+    row = {
+        "head": "hypernet-full",
+        "description": "a hypernetwork of full rank",
+        "source": "the paper of its authors",
+    }
+    table = Table.of_rows([row])
     assert "paper" not in print_and_check(capsys, table)
 
 
 def test_unbreakable_texts_leave_room_for_other_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     address = "https://example.org/" + 60 * "a"
-    table = rows_table([{"id": 1, "text": 60 * "漢字", "source": address, "kind": "page"}])
-    print_table(table)
-    assert [str(column.header) for column in table.columns] == ["id", "text", "source"]
+    table = Table.of_rows([{"id": 1, "text": 60 * "漢字", "source": address, "kind": "page"}])
+    table.print()
+    assert table.terminal(80)[1] == ["kind"]
     # A single column stays, however long its texts are.
-    table = rows_table([{"source": address}])
-    print_table(table)
+    table = Table.of_rows([{"source": address}])
+    table.print()
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
@@ -114,7 +109,7 @@ def test_unbreakable_texts_leave_room_for_other_columns(capsys, monkeypatch):
     ],
 )
 def test_figures_of_a_column_have_equal_decimals(values, cells):
-    table = rows_table([{"score": value} for value in values])
+    table = Table.of_rows([{"score": value} for value in values])
     assert [str(cell) for cell in table.columns[0].cells] == cells
 
 
@@ -123,5 +118,5 @@ def test_columns_of_numbers_are_right_aligned_in_latex(capsys):
         {"name": "a1", "texts": 1_200, "score": 0.5, "kind": "5 of 6", "missing": None},
         {"name": "7", "texts": 3, "score": -1e-9, "kind": "x", "missing": 2},
     ]
-    print_table(rows_table(rows), "latex")
+    Table.of_rows(rows).print("latex")
     assert "{lrrlr}" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from llmcond.features.view import FeatureView
 from llmcond.files import digest_file
 from llmcond.heads import load_recipe
 from llmcond.metrics import METRICS, finite_or_none, spearman
-from llmcond.report.format import dev_gain_text
+from llmcond.report.tables import dev_gain_text
 from llmcond.runs import open_run
 from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.features import RowFeatures

@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
-from llmcond.report.format import MINUS
+from llmcond.report.tables import MINUS
 from llmcond.runs.rated import log_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,7 +18,7 @@ from llmcond.data.datasets import sample_folder
 from llmcond.evaluation.paired import PairedDifference, holm
 from llmcond.evaluation.results import ComparedResult, RowCounts
 from llmcond.metrics import Estimate
-from llmcond.report.comparisons import comparison_table, summary
+from llmcond.report.tables import comparison_table, summary
 from llmcond.runs import open_run
 from llmcond.runs.extraction import LazyEncoder
 
@@ -380,10 +380,8 @@ def test_first_sentence_claims_no_more_than_evidence(results, expected):
 
 
 def test_table_shows_evidence_and_intervals(capsys):
-    from llmcond.report.terminal import print_table
-
     table = comparison_table(RESULTS, "base", "runs/[/x]")
-    print_table(table)
+    table.print()
     out = capsys.readouterr().out
     assert "runs/[/x]" in out
     lines = {line.split()[1]: line for line in out.splitlines() if "mlp" in line}
@@ -401,10 +399,8 @@ def test_table_shows_evidence_and_intervals(capsys):
 
 @pytest.mark.parametrize("form", ["markdown", "latex"])
 def test_table_is_rendered_for_documents(capsys, form):
-    from llmcond.report.terminal import print_table
-
     rows = [*RESULTS, make_result("50%_[bold]|x", "mlp", 0.1, (-0.1, 0.5))]
-    print_table(comparison_table(rows, "base", "runs/x", bars=False), form)
+    comparison_table(rows, "base", "runs/x", bars=False).print(form)
     out = capsys.readouterr().out
     assert "●" not in out
     if form == "markdown":

@@ -22,10 +22,10 @@ from llmcond.evaluation.breakdown import (
 from llmcond.evaluation.results import SystemResult
 from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.metrics import Floats, finite_or_none, format_number, get_metric
-from llmcond.report.format import p_value_text, range_text
 from llmcond.report.page import charts
 from llmcond.report.page.gather import Page
 from llmcond.report.page.tables import interval_ends, with_minus_signs
+from llmcond.report.tables import p_value_text, range_text
 
 #: The series of a chart: name, colour and mark.
 Legend = Sequence[tuple[str, str, str]]

@@ -14,7 +14,8 @@ from llmcond.metrics import Estimate, Metric
 from llmcond.report.analyses import plot_isotropy
 from llmcond.report.figures import Interval, check_figure, plot_intervals, plot_predictions
 from llmcond.report.page.gather import Page
-from llmcond.report.sweeps import axis_label, plot_steps
+from llmcond.report.sweeps import plot_steps
+from llmcond.report.tables import axis_label
 
 #: The names of the figures, without suffix.
 FIGURES = ("scores", "differences", "predictions", "isotropy", "steps")

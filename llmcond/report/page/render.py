@@ -15,7 +15,6 @@ from llmcond.evaluation.results import ComparedResult
 from llmcond.files import PAGE_SUFFIXES, check_output, replace_atomically
 from llmcond.log import log
 from llmcond.metrics import finite_or_none, get_metric
-from llmcond.report.format import MINUS, factors_text, interval_notes, sentences_text
 from llmcond.report.page.gather import Page
 from llmcond.report.page.tables import (
     compared_subsets_table,
@@ -24,6 +23,7 @@ from llmcond.report.page.tables import (
     main_table,
     subsets_table,
 )
+from llmcond.report.tables import MINUS, factors_text, interval_notes, sentences_text
 
 if TYPE_CHECKING:
     import jinja2

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmcond.display import Column, Table
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.ranking import QuerySubset
 from llmcond.evaluation.results import ComparedResult, SystemResult
 from llmcond.metrics import Estimate, Metric, finite_or_none, format_number, get_metric
-from llmcond.report.format import MINUS, new_sentences_heading, p_value_text, range_text
 from llmcond.report.page.gather import Page
+from llmcond.report.tables import MINUS, new_sentences_heading, p_value_text, range_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,38 +53,6 @@ class Cell:
     bar: Bar | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table.
-
-    Attributes:
-        label: the heading.
-        hint: an explanation of the heading, shown below the table.
-        detail: a smaller text below the heading.
-        numeric: whether the column contains figures.
-    """
-
-    label: str
-    hint: str = ""
-    detail: str = ""
-    numeric: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class PageTable:
-    """A table.
-
-    Attributes:
-        columns: the columns.
-        rows: the cells of each row.
-        baselines: the indices of the rows that others are compared with.
-    """
-
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell]]
-    baselines: frozenset[int] = frozenset()
-
-
 def with_minus_signs(text: str) -> str:
     """Replace hyphens by minus signs."""
     return text.replace("-", MINUS)
@@ -95,61 +64,57 @@ def interval_ends(low: float, high: float) -> tuple[float | None, float | None]:
     return (None, None) if None in ends else ends
 
 
-def main_table(page: Page) -> PageTable:
+def main_table(page: Page) -> Table:
     """Return the results, one row each, with the columns that apply to any of them."""
     results, baselines = page.results, page.baselines
-    subtraction_hint = "whether the unconditional vector is subtracted"
-    head_hint = "the head that compares the features; none: zero-shot, without a head"
-    columns: list[tuple[Column, Sequence[Cell]]] = [
-        (Column("head", head_hint, numeric=False), _head_cells(page)),
-        (Column("template", numeric=False), [_text_cell(r.prompt or "–") for r in results]),
+    columns = [
+        Column(
+            "head",
+            _head_cells(page),
+            hint="the head that compares the features; none: zero-shot, without a head",
+        ),
+        _text_column("template", [result.prompt or "–" for result in results]),
     ]
     if page.subtracts:
-        cells = [_text_cell("yes" if r.subtract else "no") for r in results]
-        columns.append((Column("minus c", subtraction_hint, numeric=False), cells))
+        cells = ["yes" if result.subtract else "no" for result in results]
+        hint = "whether the unconditional vector is subtracted"
+        columns.append(_text_column("minus c", cells, hint))
     if page.variants:
         kind, texts = page.variants
-        columns.append((Column(kind, numeric=False), [_text_cell(text or "–") for text in texts]))
+        columns.append(_text_column(kind, [text or "–" for text in texts]))
     metrics = [get_metric(name) for name in results[0].metrics]
     compared_with = [baselines.get(r.against or "") for r in results]
     # Secondary metrics come last.
     for metric in sorted(metrics, key=lambda metric: metric.secondary):
-        column, name = Column(metric.heading, metric.description), metric.name
+        name, hint = metric.name, metric.description
         estimates = [r.metrics[name] for r in results]
         if metric.secondary:
-            columns.append((column, [_figure_cell(metric, e.value) for e in estimates]))
+            values = [estimate.value for estimate in estimates]
+            columns.append(_figure_column(metric.heading, metric, values, hint))
             continue
         references = [r.metrics[name].value if r else None for r in compared_with]
-        columns.append((column, _interval_cells(metric, estimates, references)))
+        columns.append(_interval_column(metric.heading, metric, estimates, references, hint=hint))
         if baselines:
             differences = [(r.difference or {}).get(name) for r in results]
-            column = Column(f"{metric.heading} against the baseline")
-            zeros = [0.0] * len(results)
-            columns.append((column, _interval_cells(metric, differences, zeros, signed=True)))
+            heading, zeros = f"{metric.heading} against the baseline", [0.0] * len(results)
+            columns.append(_interval_column(heading, metric, differences, zeros, signed=True))
     primary = results[0].primary
     columns += _subset_columns(results, compared_with)
     deviations = [r.seed_sd.get(primary.name) for r in results]
     if any(sd is not None for sd in deviations):
-        column = Column("sd over seeds", f"standard deviation of {primary.heading} over seeds")
-        columns.append((column, [_figure_cell(primary, sd) for sd in deviations]))
+        hint = f"standard deviation of {primary.heading} over seeds"
+        columns.append(_figure_column("sd over seeds", primary, deviations, hint))
     # Zero-shot results have no seeds.
     seeds = [len(r.seeds) or None for r in results]
     if any(seeds):
-        columns.append(
-            (Column("seeds", "number of fits averaged"), [_count_cell(n) for n in seeds])
-        )
+        columns.append(_count_column("seeds", seeds, "number of fits averaged"))
     if any(r.dim is not None for r in results):
-        columns.append(
-            (
-                Column("dim", "dimensions of an embedding"),
-                [_count_cell(r.dim) for r in results],
-            )
-        )
+        columns.append(_count_column("dim", [r.dim for r in results], "dimensions of an embedding"))
     if len({(r.split, r.counts.n) for r in results}) > 1:
-        columns.append((Column("rows"), [_count_cell(r.counts.n, r.split) for r in results]))
-    headings, cells_by_column = zip(*columns, strict=True)
+        counts = [Cell(f"{r.counts.n:,}", r.counts.n, r.split) for r in results]
+        columns.append(Column("rows", counts, "figures"))
     baseline_rows = frozenset(i for i, r in enumerate(results) if r.name in baselines)
-    return PageTable(headings, list(zip(*cells_by_column, strict=True)), baseline_rows)
+    return Table(columns, baselines=baseline_rows)
 
 
 def _head_cells(page: Page) -> list[Cell]:
@@ -166,67 +131,74 @@ def _head_cells(page: Page) -> list[Cell]:
 
 def _subset_columns(
     results: Sequence[ComparedResult], compared_with: Sequence[ComparedResult | None]
-) -> list[tuple[Column, Sequence[Cell]]]:
+) -> list[Column]:
     """Return columns of the primary metric on unseen sentences, and on (un)seen conditions."""
     first, primary = results[0], results[0].primary
-    columns: list[tuple[Column, Sequence[Cell]]] = []
+    columns: list[Column] = []
     if first.new_sentences is not None:
-        scores, others = (
-            [r.new_sentences.main if r and r.new_sentences else None for r in group]
-            for group in (results, compared_with)
-        )
-        column = Column(
-            new_sentences_heading(first), "on rows that share no sentence with the training data"
-        )
-        references = [estimate.value if estimate else None for estimate in others]
-        columns.append((column, _interval_cells(primary, scores, references)))
-        column = Column(
-            f"{primary.heading}, shared sentences", "on rows that share one with the training data"
-        )
-        shared, others = (
-            [r.shared_sentences.main if r and r.shared_sentences else None for r in group]
-            for group in (results, compared_with)
-        )
-        references = [estimate.value if estimate else None for estimate in others]
-        columns.append((column, _interval_cells(primary, shared, references)))
+        for part, heading, verb in (
+            ("new_sentences", new_sentences_heading(first), "share no sentence with"),
+            ("shared_sentences", f"{primary.heading}, shared sentences", "share one with"),
+        ):
+            scores, others = (
+                [subset.main if (subset := getattr(r, part, None)) else None for r in group]
+                for group in (results, compared_with)
+            )
+            references = [estimate.value if estimate else None for estimate in others]
+            hint = f"on rows that {verb} the training data"
+            columns.append(_interval_column(heading, primary, scores, references, hint=hint))
     if any(r.held_out for r in results):
-        column = Column(
-            f"{primary.heading}, held-out",
-            "on tenths of dev, each predicted by the epoch that the rest of dev chooses",
-        )
+        heading = f"{primary.heading}, held-out"
+        hint = "on tenths of dev, each predicted by the epoch that the rest of dev chooses"
         figures = [r.held_out for r in results]
-        columns.append((column, _interval_cells(primary, figures, [None] * len(results))))
-    for kind, hint in (("seen", "occurs"), ("unseen", "does not occur")):
+        columns.append(
+            _interval_column(heading, primary, figures, [None] * len(results), hint=hint)
+        )
+    for kind, verb in (("seen", "occurs"), ("unseen", "does not occur")):
         subsets = [r.by_condition.get(kind) for r in results]
         if any(subsets):
-            column = Column(
-                f"{primary.heading}, {kind} conditions",
-                f"on rows whose condition {hint} in the training data",
-            )
+            hint = f"on rows whose condition {verb} in the training data"
             values = [subset.score.value if subset else None for subset in subsets]
-            columns.append((column, [_figure_cell(primary, value) for value in values]))
+            heading = f"{primary.heading}, {kind} conditions"
+            columns.append(_figure_column(heading, primary, values, hint))
     return columns
 
 
-def _text_cell(text: str) -> Cell:
-    return Cell(text, text)
+def _text_column(heading: str, texts: Sequence[str], hint: str = "") -> Column:
+    return Column(heading, [Cell(text, text) for text in texts], hint=hint)
 
 
-def _figure_cell(metric: Metric, value: float | None, signed: bool = False) -> Cell:
-    return Cell(with_minus_signs(metric.format(value, signed)), finite_or_none(value))
+def _figure_column(
+    heading: str,
+    metric: Metric,
+    values: Sequence[float | None],
+    hint: str = "",
+    signed: bool = False,
+) -> Column:
+    cells = [Cell(with_minus_signs(metric.format(v, signed)), finite_or_none(v)) for v in values]
+    return Column(heading, cells, "figures", hint)
 
 
-def _count_cell(n: int | None, detail: str = "") -> Cell:
-    return Cell("–" if n is None else f"{n:,}", n, detail)
+def _count_column(heading: str, counts: Sequence[int | None], hint: str = "") -> Column:
+    cells = [Cell("–" if n is None else f"{n:,}", n) for n in counts]
+    return Column(heading, cells, "figures", hint)
 
 
-def _interval_cells(
+def _p_column(heading: str, values: Sequence[float], hint: str = "") -> Column:
+    cells = [Cell(p_value_text(value), finite_or_none(value)) for value in values]
+    return Column(heading, cells, "figures", hint)
+
+
+def _interval_column(
+    heading: str,
     metric: Metric,
     estimates: Sequence[Estimate | PairedDifference | None],
     references: Sequence[float | None],
+    *,
+    hint: str = "",
     signed: bool = False,
-) -> list[Cell]:
-    """Return cells with figures and interval bars on a common axis, which includes 0 if signed."""
+) -> Column:
+    """Return figures with interval bars on a common axis, which includes 0 if they are signed."""
     values = [v for e in estimates if e for v in (e.value, *interval_ends(e.low, e.high))]
     position_of = _make_axis([*values, 0.0] if signed else values)
     cells = []
@@ -242,7 +214,7 @@ def _interval_cells(
         detail = with_minus_signs(range_text(metric, estimate.low, estimate.high, signed))
         verdict = estimate.verdict if isinstance(estimate, PairedDifference) else ""
         cells.append(Cell(text, estimate.value, detail, verdict, bar=bar))
-    return cells
+    return Column(heading, cells, "figures", hint)
 
 
 def _make_axis(values: Iterable[float | None]) -> Callable[[float | None], float | None]:
@@ -259,44 +231,53 @@ def _make_axis(values: Iterable[float | None]) -> Callable[[float | None], float
     return position_of
 
 
-def difference_table(results: Sequence[ComparedResult]) -> PageTable:
+def difference_table(results: Sequence[ComparedResult]) -> Table:
     """Return all differences from the baseline: interval, p-values and detectable difference."""
-    columns = (
-        Column("system", numeric=False),
-        Column("metric", numeric=False),
-        Column("difference"),
-        Column("95 % interval", numeric=False),
-        Column("p"),
-        Column("p, corrected", "after Holm's correction for the number of systems compared"),
-        Column(
-            "detectable difference",
-            "the smallest true difference that these rows detect with a power of 80 %",
-        ),
-        Column("verdict", numeric=False),
+    compared = [
+        (result.name, get_metric(name), difference)
+        for result in results
+        for name, difference in (result.difference or {}).items()
+    ]
+    differences = [difference for *_, difference in compared]
+    intervals = [
+        Cell(
+            with_minus_signs(range_text(metric, d.low, d.high, signed=True)) or "–",
+            finite_or_none(d.low),
+        )
+        for _, metric, d in compared
+    ]
+
+    def figures(heading: str, key: str, hint: str = "", signed: bool = False) -> Column:
+        cells = [
+            Cell(with_minus_signs(metric.format(value, signed)), finite_or_none(value))
+            for _, metric, difference in compared
+            for value in [getattr(difference, key)]
+        ]
+        return Column(heading, cells, "figures", hint)
+
+    return Table(
+        [
+            _text_column("system", [name for name, *_ in compared]),
+            _text_column("metric", [metric.heading for _, metric, _ in compared]),
+            figures("difference", "value", signed=True),
+            Column("95 % interval", intervals),
+            _p_column("p", [d.p for d in differences]),
+            _p_column(
+                "p, corrected",
+                [d.p_holm for d in differences],
+                "after Holm's correction for the number of systems compared",
+            ),
+            figures(
+                "detectable difference",
+                "minimum",
+                "the smallest true difference that these rows detect with a power of 80 %",
+            ),
+            Column("verdict", [Cell(d.verdict or "–", d.verdict) for d in differences]),
+        ]
     )
-    rows = []
-    for result in results:
-        for name, difference in (result.difference or {}).items():
-            metric = get_metric(name)
-            interval = (
-                with_minus_signs(range_text(metric, difference.low, difference.high, signed=True))
-                or "–"
-            )
-            row = (
-                _text_cell(result.name),
-                _text_cell(metric.heading),
-                _figure_cell(metric, difference.value, signed=True),
-                Cell(interval, finite_or_none(difference.low)),
-                Cell(p_value_text(difference.p), finite_or_none(difference.p)),
-                Cell(p_value_text(difference.p_holm), finite_or_none(difference.p_holm)),
-                _figure_cell(metric, difference.minimum),
-                Cell(difference.verdict or "–", difference.verdict),
-            )
-            rows.append(row)
-    return PageTable(columns, rows)
 
 
-def compared_subsets_table(results: Sequence[ComparedResult]) -> PageTable | None:
+def compared_subsets_table(results: Sequence[ComparedResult]) -> Table | None:
     """Return the differences on subsets of the rows, one row per subset and system.
 
     The table is None if the results have no subsets.
@@ -305,42 +286,31 @@ def compared_subsets_table(results: Sequence[ComparedResult]) -> PageTable | Non
     if not systems:
         return None
     metric = systems[0].primary
-    parts = [
-        (name, system.name, system.subsets[name])
-        for name in systems[0].subsets
-        for system in systems
-    ]
-    differences = _interval_cells(
-        metric, [part.difference for *_, part in parts], [0.0] * len(parts), signed=True
+    names = [(name, system) for name in systems[0].subsets for system in systems]
+    parts = [system.subsets[name] for name, system in names]
+    no_references, zeros = [None] * len(parts), [0.0] * len(parts)
+    differences = _interval_column(
+        "difference", metric, [part.difference for part in parts], zeros, signed=True
     )
-    rows = [
-        (
-            _text_cell(name),
-            _text_cell(system),
-            _count_cell(part.n),
-            figure,
+    return Table(
+        [
+            _text_column("rows", [name for name, _ in names]),
+            _text_column("system", [system.name for _, system in names]),
+            _count_column("n", [part.n for part in parts]),
+            _interval_column(metric.heading, metric, [part.main for part in parts], no_references),
             # A verdict would need a correction for the number of subsets.
-            replace(difference, verdict=""),
-            Cell(p_value_text(part.difference.p), finite_or_none(part.difference.p))
-            if part.difference
-            else Cell("baseline", None),
-        )
-        for (name, system, part), figure, difference in zip(
-            parts,
-            _interval_cells(metric, [part.main for *_, part in parts], [None] * len(parts)),
-            differences,
-            strict=True,
-        )
-    ]
-    columns = (
-        Column("rows", numeric=False),
-        Column("system", numeric=False),
-        Column("n"),
-        Column(metric.heading),
-        Column("difference"),
-        Column("p", "not corrected"),
+            replace(differences, cells=[replace(c, verdict="") for c in differences.cells]),
+            Column(
+                "p",
+                [
+                    Cell(p_value_text(d.p), finite_or_none(d.p)) if d else Cell("baseline", None)
+                    for d in (part.difference for part in parts)
+                ],
+                "figures",
+                "not corrected",
+            ),
+        ]
     )
-    return PageTable(columns, rows)
 
 
 #: With more subsets than this, the subsets become rows and the systems become columns.
@@ -349,7 +319,7 @@ _MAX_SUBSET_COLUMNS = 12
 
 def subsets_table(
     kind: str, results: Sequence[ComparedResult], parts: Sequence[Mapping[str, QuerySubset]]
-) -> PageTable:
+) -> Table:
     """Return the primary metric of each result on subsets of the queries, on a common axis.
 
     Args:
@@ -359,29 +329,41 @@ def subsets_table(
     """
     metric, first = results[0].primary, parts[0]
     flat = [subsets[name].metrics[metric.name] for subsets in parts for name in first]
-    cells = _interval_cells(metric, flat, [None] * len(flat))
+    cells = _interval_column("", metric, flat, [None] * len(flat)).cells
     rows = [cells[i : i + len(first)] for i in range(0, len(cells), len(first))]
     if len(first) <= _MAX_SUBSET_COLUMNS:
-        headings = (Column(name, detail=f"{part.n:,} queries") for name, part in first.items())
-        labelled = [(_text_cell(r.name), *row) for r, row in zip(results, rows, strict=True)]
-        return PageTable((Column("system", numeric=False), *headings), labelled)
-    columns = (Column(kind, numeric=False), Column("queries"), *(Column(r.name) for r in results))
-    transposed = zip(first.items(), zip(*rows, strict=True), strict=True)
-    return PageTable(
-        columns,
-        [(_text_cell(name), _count_cell(part.n), *row) for (name, part), row in transposed],
+        figures = zip(first.items(), zip(*rows, strict=True), strict=True)
+        return Table(
+            [
+                _text_column("system", [result.name for result in results]),
+                *(
+                    Column(name, column, "figures", detail=f"{part.n:,} queries")
+                    for (name, part), column in figures
+                ),
+            ]
+        )
+    return Table(
+        [
+            _text_column(kind, list(first)),
+            _count_column("queries", [part.n for part in first.values()]),
+            *(Column(r.name, row, "figures") for r, row in zip(results, rows, strict=True)),
+        ]
     )
 
 
-def isotropy_table(rows: Sequence[Mapping[str, Any]]) -> PageTable:
+def isotropy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of the isotropy of each system's vectors."""
-    keys = ("mean_cosine", "std_cosine", "partition_ratio")
-    headings = ("mean cosine", "standard deviation", "partition ratio")
-    cells = [
-        (
-            _text_cell(row["name"]),
-            *(Cell(with_minus_signs(format_number(row[key], 3)), row[key]) for key in keys),
+    headings = {
+        "mean_cosine": "mean cosine",
+        "std_cosine": "standard deviation",
+        "partition_ratio": "partition ratio",
+    }
+    figures = [
+        Column(
+            heading,
+            [Cell(with_minus_signs(format_number(row[key], 3)), row[key]) for row in rows],
+            "figures",
         )
-        for row in rows
+        for key, heading in headings.items()
     ]
-    return PageTable((Column("system", numeric=False), *map(Column, headings)), cells)
+    return Table([_text_column("system", [row["name"] for row in rows]), *figures])
