@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond import plugins
-from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError, first_line
 
 Floats = NDArray[np.float64]
@@ -27,7 +26,6 @@ Indices = NDArray[np.int64]
 MetricFunction = Callable[[Floats, Floats, Indices], float]
 
 
-@renamed_methods(of_json="from_json")
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A value with its 95 % confidence interval.

@@ -84,11 +84,6 @@ def test_warning_names_the_line_of_the_caller(recwarn):
     assert [warning.filename for warning in recwarn] == [__file__]
 
 
-def test_former_names_of_public_classes_work():
-    with pytest.warns(DeprecationWarning, match="Estimate.from_json"):
-        assert llmcond.Estimate.of_json(0.5, (0.4, 0.6)) == llmcond.Estimate(0.5, 0.4, 0.6)
-
-
 def test_former_name_of_argument_works(tmp_path):
     with pytest.warns(
         DeprecationWarning, match=r"embed\(source=\.\.\.\) is now embed\(texts="

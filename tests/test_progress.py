@@ -8,7 +8,7 @@ import pytest
 
 from llmcond.metrics import METRICS
 from llmcond.progress import ExtractionBar, FitBar, ReadBar, TrainBar
-from llmcond.runs.pool import iterate_completed
+from llmcond.runs.trials import iterate_completed
 
 SPEARMAN = METRICS["spearman"]
 

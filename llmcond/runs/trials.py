@@ -1,62 +1,433 @@
-"""Trials: fits of one recipe on one view of features, identified by a digest of all inputs."""
+"""Grids of trials: fits or trainings, run once each in processes, and recorded by their digests."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
+from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError, format_count
 from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
 from llmcond.files import check_writable, digest_text, read_json, write_json
 from llmcond.heads import Recipe
 from llmcond.heads.held_out import HeldOut
-from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
-from llmcond.progress import FitBar
+from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
 from llmcond.run_log import RunLog, log_path, send_log
-from llmcond.runs import AnyRun, RunHead, dev_score, head_name, open_any_run
+from llmcond.runs import AnyRun, RunHead, head_name, open_any_run
 from llmcond.runs.examples import load_examples
-from llmcond.runs.pool import count_cores, run_in_pool
 from llmcond.runs.predictors import score_predictors
-from llmcond.system import choose_device, provenance
+from llmcond.system import choose_device, process_context, provenance
 
 R = TypeVar("R", bound=Result)
+T = TypeVar("T")
+J = TypeVar("J", bound="AnyTrial")
 
-#: The format of the files that trials are saved in. A trial in another format is fitted again.
-_FORMAT = 2
 #: The limit without --workers, because each worker holds the features in memory.
 _MAX_WORKERS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One fit of a grid.
+@dataclass(frozen=True)
+class AnyTrial:
+    """A fit or a training of a grid.
 
     Attributes:
-        recipe: The recipe with the settings of this trial, not yet sized to the features.
-        dim: The size of the embeddings, if the grid varies it.
-        view: The features that the head is fitted on.
+        recipe: The recipe of the head.
         seed: The random seed.
-        varied: The settings that the grid varies, with their values in this trial.
+        settings: The settings that the grid varies, with their values in this trial.
     """
 
     recipe: Recipe
-    dim: int | None
-    view: FeatureView
     seed: int
-    varied: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Its settings and seed, for messages."""
+        return format_settings({**self.settings, "seed": self.seed})
+
+
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings in one phrase, for messages."""
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+@dataclass(frozen=True)
+class _HeldOutRecord:
+    predictions: Sequence[float]
+    scores: Sequence[float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord:
+    """The record of a trial that has finished.
+
+    Attributes:
+        scores: the result on each scored split, as JSON.
+        predictions: the predictions, or ranks, of all rows of each scored split.
+        recipe: the recipe of the head, sized to the features.
+        fit: the record of the fit.
+        dev_score: the score on dev by the run's metric; None if it is undefined.
+        held_out: the held-out predictions of dev; None if dev did not choose the epoch.
+        training: the summary of the training; empty for a fit on frozen features.
+        training_sha256: the digest of the file of that training, by which its folder is recognised.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    scores: Sequence[Mapping[str, Any]]
+    predictions: Mapping[str, Sequence[float]]
+    recipe: Mapping[str, Any]
+    fit: Mapping[str, Any]
+    dev_score: float | None
+    held_out: _HeldOutRecord | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
+    training_sha256: str = ""
+
+    def score(self, split: str) -> Mapping[str, Any]:
+        """Return the result on a split, as JSON."""
+        return next(row for row in self.scores if row["split"] == split)
+
+    @property
+    def held_out_arrays(self) -> HeldOut | None:
+        """The held-out predictions of dev as arrays, with NaN for undefined scores."""
+        if self.held_out is None:
+            return None
+        scores = [math.nan if score is None else score for score in self.held_out.scores]
+        return HeldOut(np.array(self.held_out.predictions, dtype=np.float32), np.array(scores))
+
+
+def _read_record(path: Path, noun: str) -> TrialRecord | None:
+    """Read the record of a trial. A damaged file is treated as missing, with a warning."""
+    if not path.is_file():
+        return None
+    try:
+        values = read_json(path)
+        check_record(values, TrialRecord, str(path))
+        check_record(values["fit"], FitRecord, str(path))
+    except LlmcondError as error:
+        log.warning(f"{error} The {noun} is repeated.")
+        return None
+    held_out = values.get("held_out")
+    names = [item.name for item in fields(TrialRecord) if item.name in values]
+    return TrialRecord(
+        **{
+            **{name: values[name] for name in names},
+            "held_out": held_out and _HeldOutRecord(**held_out),
+        }
+    )
+
+
+def combine_seeds(
+    kind: type[R], trials: Sequence[tuple[AnyTrial, TrialRecord]], split: str, **further: Any
+) -> tuple[R, NDArray[np.float32]]:
+    """Return the result, without figures, of trials that differ only in their seeds.
+
+    ``further`` are fields of that kind of result. The predictions, (seeds, n), are returned with
+    it.
+    """
+    records = [record for _, record in trials]
+    row = records[0].score(split)
+    result = kind(
+        **{key: row[key] for key in ("name", "head", "subtract", "split", "task", "dim")},
+        prompts=tuple(row["prompt"].split("+")),
+        seeds=tuple(trial.seed for trial, _ in trials),
+        fits=tuple(record.fit for record in records),
+        **further,
+    )
+    predictions = [record.predictions[split] for record in records]
+    return result, np.array(predictions, dtype=np.float32)
+
+
+class Grid(Generic[J]):
+    """Trials by digest, with the records of those that have finished.
+
+    Attributes:
+        trials: the trials by digest. Equal trials have the same digest, and are run once.
+        records: the records by digest; ``run`` adds those of the other trials.
+        failures: a line for each trial that failed, by digest.
+    """
+
+    def __init__(
+        self,
+        trials: Mapping[str, J],
+        folder: Path,
+        metric: Metric,
+        split: str,
+        noun: str,
+        is_complete: Callable[[TrialRecord], bool] = lambda _: True,
+    ) -> None:
+        """Read the records in ``folder``, each in a file named by its digest.
+
+        Args:
+            trials: the trials by digest.
+            folder: the folder of the records.
+            metric: the metric that messages show.
+            split: the split that it is computed on.
+            noun: what a trial is, in messages.
+            is_complete: says whether a record has everything; otherwise its trial is repeated.
+        """
+        self.trials, self._folder, self._noun = trials, folder, noun
+        self._metric, self._split = metric, split
+        records = {digest: _read_record(self._path(digest), noun) for digest in trials}
+        self.records = {d: r for d, r in records.items() if r is not None and is_complete(r)}
+        self.failures: dict[str, str] = {}
+
+    def _path(self, digest: str) -> Path:
+        return self._folder / f"{digest}.json"
+
+    def finished(self, digests: Iterable[str]) -> list[tuple[J, TrialRecord]]:
+        """Return the trials of some digests that have records, with these."""
+        return [(self.trials[d], self.records[d]) for d in digests if d in self.records]
+
+    def save(self, digest: str, record: TrialRecord) -> None:
+        """Save the record of a trial."""
+        self.records[digest] = record
+        write_json(self._path(digest), {**asdict(record), **provenance()})
+
+    def run(
+        self,
+        n_processes: int,
+        make_worker: Callable[..., Worker[J]],
+        *arguments: Any,
+        preload: str,
+        on_success: Callable[[str], None],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run the trials that have no record yet.
+
+        Args:
+            n_processes: the number of processes.
+            make_worker: a function of a module; it returns what runs a trial, in each process.
+            arguments: the arguments of ``make_worker``. A queue gives each process another item.
+            preload: the module that the server of the processes imports once for all of them.
+            on_success: gets the digest of each successful trial before its record is saved,
+                because a saved trial is not sent to trackers again.
+            on_end: is called after each trial.
+
+        Raises:
+            LlmcondError: every trial failed, or a worker process was killed.
+        """
+        missing = {d: trial for d, trial in self.trials.items() if d not in self.records}
+        if not missing:
+            return
+        check_writable(self._path(next(iter(missing))))
+        if any(trial.recipe.family.__module__ == "__main__" for trial in missing.values()):
+            n_processes = 1  # other processes cannot import a class that the main module defined
+        if min(n_processes, len(missing)) == 1:
+            outcomes = _run_here(missing, make_worker(*arguments))
+        else:
+            outcomes = run_in_pool(
+                _run_in_worker,
+                missing.items(),
+                min(n_processes, len(missing)),
+                partial(_prepare_worker, make_worker),
+                *arguments,
+                preload=preload,
+                noun=f"{self._noun}s",
+            )
+        # Closed explicitly: after an interrupt, the traceback would keep the generator, and with it
+        # the worker processes, alive.
+        with closing(outcomes):
+            for count, (digest, outcome) in enumerate(outcomes, start=1):
+                label = self.trials[digest].label
+                if isinstance(outcome, str):
+                    self.failures[digest] = f"{label}: {outcome}"
+                    log.info(f"failed: {self.failures[digest]}")
+                else:
+                    on_success(digest)
+                    self.save(digest, outcome)
+                    score = self._metric.format(outcome.score(self._split)[self._metric.name])
+                    log.info(
+                        f"{count:,}/{len(missing):,} {label}: {self._metric.heading} {score} on "
+                        f"{self._split}"
+                    )
+                on_end()
+        if self.failures and not self.records:
+            first = next(iter(self.failures.values()))
+            raise LlmcondError(f"every {self._noun} failed. The first failure: {first}")
+
+
+#: Runs a trial, whose digest is the first argument. The last one is the position of the trial among
+#: all of them, such as "1 of 4", if this process runs all; otherwise it is empty.
+Worker = Callable[[str, J, str], TrialRecord]
+#: The record of a trial, or the reason why the trial failed.
+Outcome = TrialRecord | str
+
+
+def _run(worker: Worker[J], digest: str, trial: J, position: str = "") -> tuple[str, Outcome]:
+    try:
+        return digest, worker(digest, trial, position)
+    except LlmcondError as error:
+        return digest, str(error)
+    except (RuntimeError, MemoryError) as error:  # for example out of memory
+        return digest, f"{type(error).__name__}: {error}"
+
+
+def _run_here(trials: Mapping[str, J], worker: Worker[J]) -> Generator[tuple[str, Outcome]]:
+    for number, (digest, trial) in enumerate(trials.items(), start=1):
+        yield _run(worker, digest, trial, f"{number:,} of {len(trials):,}")
+
+
+_worker: Worker[Any] | None = None
+
+
+def _prepare_worker(make_worker: Callable[..., Worker[Any]], *arguments: Any) -> None:
+    global _worker  # noqa: PLW0603 - the only state that tasks of a pool's process can share
+    _worker = make_worker(*arguments)
+
+
+def _run_in_worker(digest: str, trial: Any) -> tuple[str, Outcome]:
+    assert _worker is not None  # noqa: S101 - the pool's initializer has set it
+    return _run(_worker, digest, trial)
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores or 1
+
+
+def run_in_pool(
+    work: Callable[..., T],
+    calls: Iterable[Sequence[Any]],
+    n_processes: int,
+    prepare: Callable[..., None],
+    *arguments: Any,
+    preload: str,
+    noun: str = "fits",
+) -> Generator[T]:
+    """Call a function in processes, and yield the results when they are done.
+
+    The processes end when the generator is closed, even in the middle of a call.
+
+    Args:
+        work: function of a module.
+        calls: arguments of each call.
+        n_processes: number of processes, each with its share of the cores.
+        prepare: function that each process calls first.
+        arguments: arguments of ``prepare``. A queue gives each process another item.
+        preload: module that the server of the processes imports once for all of them.
+        noun: what the calls are, in messages.
+
+    Raises:
+        LlmcondError: a process was killed.
+    """
+    with _processes(n_processes, preload, prepare, arguments) as executor:
+        futures = [executor.submit(work, *call) for call in calls]
+        try:
+            for future in iterate_completed(futures, noun):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise LlmcondError(
+                f"a worker process was killed, perhaps because memory ran out. Completed {noun} "
+                "are saved. Run the same command again with fewer --workers."
+            ) from error
+
+
+def iterate_completed(
+    futures: Sequence[Future[T]], noun: str = "fits", seconds: float = EVERY_SECONDS
+) -> Iterator[Future[T]]:
+    """Yield futures when they are done. Log the count if none completes for ``seconds``."""
+    waiting = set(futures)
+    while waiting:
+        done, waiting = wait(waiting, seconds, FIRST_COMPLETED)
+        if not done:
+            n_done = len(futures) - len(waiting)
+            log.info(f"{n_done:,} of {len(futures):,} {noun} are done")
+        yield from done
+
+
+@contextmanager
+def _processes(
+    count: int, preload: str, prepare: Callable[..., None], arguments: Sequence[Any]
+) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that end with the block, even in the middle of a call."""
+    context = process_context(preload)
+    receiver, sender = context.Pipe(duplex=False)
+    # Two processes that share cores are both several times slower. Libraries read the number of
+    # threads when they are loaded, hence the environment variable.
+    before, threads = os.environ.get("OMP_NUM_THREADS"), max(1, count_cores() // count)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    executor = ProcessPoolExecutor(
+        count,
+        context,
+        initializer=_initialise,
+        initargs=(plugins.loaded_names(), threads, receiver, prepare, arguments),
+    )
+    try:
+        yield executor
+        executor.shutdown()
+    finally:
+        sender.close()
+        executor.shutdown(wait=False, cancel_futures=True)
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _initialise(
+    plugin_names: Sequence[str],
+    threads: int,
+    parent_pipe: Connection,
+    prepare: Callable[..., None],
+    arguments: Sequence[Any],
+) -> None:
+    import torch
+
+    # Only the parent process handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, args=(parent_pipe,), daemon=True).start()
+    torch.set_num_threads(threads)
+    for name in plugin_names:
+        plugins.load(name)
+    prepare(*arguments)
+
+
+def _exit_with_parent(parent_pipe: Connection) -> None:
+    """End this process when the parent closes its end of the pipe, or is killed."""
+    parent_pipe.poll(None)
+    os._exit(1)
+
+
+# -- fits on the features of a run -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial(AnyTrial):
+    """A fit of one recipe, which is not yet sized to the features, on one view of features.
+
+    Attributes:
+        view: The features that the head is fitted on.
+        dim: The size of the embeddings, if the grid varies it.
+    """
+
+    view: FeatureView
+    dim: int | None = None
 
     @property
     def name(self) -> str:
@@ -64,10 +435,9 @@ class Trial:
         return head_name(self.recipe.name, self.view)
 
     @property
+    @override
     def label(self) -> str:
-        """Its name, settings and seed, for messages."""
-        settings = [f"{key}={value}" for key, value in self.varied.items()]
-        return " ".join([self.name, *settings, f"seed={self.seed}"])
+        return f"{self.name} {super().label}"
 
     def config(self, run: AnyRun, recipe: Recipe) -> dict[str, Any]:
         """Return the settings of a fit for its log; ``recipe`` is sized to the features."""
@@ -84,7 +454,6 @@ class Trial:
     def digest(self, run: AnyRun, split: str) -> str:
         """Return the digest of everything that determines its result."""
         parts = {
-            "format": _FORMAT,
             "recipe": [self.recipe.name, self.recipe.kind, self.dim],
             "settings": asdict(self.recipe.settings),
             "prompts": [prompt.digest for prompt in self.view.prompts],
@@ -93,123 +462,10 @@ class Trial:
             "data": run.manifest["data"]["digest"],
             "split": split,
             "seed": self.seed,
+            "dev_metric": run.dev_metric,
             "versions": provenance()["versions"],
         }
         return digest_text(json.dumps(parts, sort_keys=True))
-
-
-@dataclass(frozen=True)
-class _HeldOutRecord:
-    predictions: Sequence[float]
-    scores: Sequence[float | None]
-
-
-@dataclass(frozen=True)
-class _TrialRecord:
-    """The schema of a trial's file, with its metrics in one field."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
-    dim: int
-    fit: FitRecord
-    metrics: Mapping[str, float | None]
-    similarity: Sequence[float]
-    held_out: _HeldOutRecord | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TrialOutcome:
-    """The outcome of a trial.
-
-    Attributes:
-        metrics: The metrics on the scored split by name; NaN where undefined.
-        dim: The size of the embeddings.
-        fit: The record of the fit.
-        dev: The score on dev; None if it is undefined.
-        similarity: (n,) predictions, or ranks, of all rows.
-        held_out: The held-out predictions of dev; None if dev did not choose the epoch, or an older
-            version saved the outcome.
-    """
-
-    metrics: Mapping[str, float]
-    dim: int
-    fit: Mapping[str, Any]
-    dev: float | None
-    similarity: NDArray[np.float32]
-    held_out: HeldOut | None = None
-
-    @classmethod
-    def read(
-        cls,
-        path: Path,
-        metrics: Sequence[Metric],
-        n: int,
-        dev_metric: str,
-        curve_split: str | None = None,
-    ) -> TrialOutcome | None:
-        """Read an outcome from a file; None if it does not exist or lacks requested values.
-
-        The file must have ``n`` predictions, the score by the run's ``dev_metric``, and a learning
-        curve with the score on ``curve_split`` wherever it has the score on dev. A damaged file is
-        treated as missing, with a warning, so that the fit is repeated.
-        """
-        if not path.is_file():
-            return None
-        try:
-            record = read_json(path)
-            names = [metric.name for metric in metrics]
-            # If this dev score is missing, another metric may have chosen the epoch.
-            if not {*names, f"dev_{dev_metric}", "similarity"} <= set(record):
-                return None
-            figures = {name: record[name] for name in names}
-            check_record({**record, "metrics": figures}, _TrialRecord, str(path))
-            if curve_split and not _has_scores(record["fit"].get("curve", ()), curve_split):
-                return None
-        except LlmcondError as error:
-            log.warning(f"{error} The fit is repeated.")
-            return None
-        figures = {name: math.nan if figure is None else figure for name, figure in figures.items()}
-        similarity = np.array(record["similarity"], dtype=np.float32)
-        if len(similarity) != n:
-            return None
-        held_out = record.get("held_out")
-        if held_out is not None:
-            scores = [math.nan if score is None else score for score in held_out["scores"]]
-            predictions = np.array(held_out["predictions"], dtype=np.float32)
-            held_out = HeldOut(predictions, np.array(scores))
-        dev = dev_score(record, dev_metric)
-        return cls(figures, record["dim"], record["fit"], dev, similarity, held_out)
-
-
-def _has_scores(curve: Sequence[Mapping[str, Any]], split: str) -> bool:
-    """Return whether the epochs of a learning curve that were scored on dev were so on a split."""
-    scored_on_dev = (key for epoch in curve for key in epoch if key.startswith("dev_"))
-    keys = {split + key.removeprefix("dev") for key in scored_on_dev}
-    return all(key in epoch for epoch in curve for key in keys)
-
-
-def aggregate_seeds(
-    kind: type[R], fits: Sequence[tuple[Trial, TrialOutcome]], split: str, task: str, **further: Any
-) -> tuple[R, NDArray[np.float32]]:
-    """Return the result, without figures, of trials that differ only in their seeds.
-
-    ``further`` are fields of that kind of result. The predictions, (seeds, n), are returned with
-    it.
-    """
-    trial, first = fits[0]
-    result = kind(
-        name=trial.name,
-        head=trial.recipe.name,
-        prompts=tuple(prompt.name for prompt in trial.view.prompts),
-        subtract=trial.view.subtracts,
-        split=split,
-        task=task,
-        dim=first.dim,
-        seeds=tuple(seeded_trial.seed for seeded_trial, _ in fits),
-        fits=tuple(outcome.fit for _, outcome in fits),
-        **further,
-    )
-    return result, np.stack([outcome.similarity for _, outcome in fits])
 
 
 def size_recipe(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
@@ -230,20 +486,7 @@ def size_recipe(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = Fals
     return recipe
 
 
-@dataclass(frozen=True, slots=True)
-class _TrialSettings:
-    """The settings that all trials of a command share. Worker processes are started with them."""
-
-    folder: Path
-    split: str
-    metrics: Sequence[str]
-    device: str
-    curve_split: str | None
-    #: The folder of the trials in the run, and within its logs.
-    name: str
-
-
-def run_trials(
+def fit_trials(
     run: AnyRun,
     split: str,
     trials: Iterable[Trial],
@@ -253,150 +496,95 @@ def run_trials(
     device: str = "auto",
     curve_split: str | None = None,
     trackers: Sequence[str] = (),
-) -> tuple[dict[str, tuple[Trial, TrialOutcome]], list[str]]:
-    """Run the trials that have no saved outcome yet. Equal trials are run once.
+) -> Grid[Trial]:
+    """Fit the trials that have no record yet, and return the grid with the records of all.
 
-    Outcomes are saved in ``folder`` of the run. They hold the task's metrics and further
-    ``metrics`` on ``split``, and the prediction of each row. ``workers`` is the number of parallel
-    fits; None: one per core, at most eight. Learning curves have the score on dev, and that on
-    ``curve_split`` if it is named; outcomes that lack the latter are computed again. ``trackers``
-    get the log of each fit when it has finished.
-
-    Returns:
-        The trials with their outcomes by digest, in the order of the trials, and one line for each
-        trial that failed.
+    Records are in ``folder`` of the run. They hold the task's metrics and further ``metrics`` on
+    ``split``, and the prediction of each row. ``workers`` is the number of parallel fits; None: one
+    per core, at most eight. Learning curves have the score on dev, and that on ``curve_split`` if
+    it is named; records that lack the latter are computed again. ``trackers`` get the log of each
+    fit when it has finished.
 
     Raises:
         LlmcondError: Every fit failed, or a worker process was killed.
     """
     by_digest = {trial.digest(run, split): trial for trial in trials}
     computed = choose_metrics(run.task.metrics, metrics)
-    paths = {digest: run.folder / folder / f"{digest}.json" for digest in by_digest}
     n = len(load_examples(run).scored_rows(split).rated)
 
-    def read_outcome(digest: str) -> TrialOutcome | None:
-        return TrialOutcome.read(paths[digest], computed, n, run.dev_metric, curve_split)
+    def is_complete(record: TrialRecord) -> bool:
+        row, predictions = record.score(split), record.predictions[split]
+        has_curve = curve_split is None or _has_scores(record.fit.get("curve", ()), curve_split)
+        return has_curve and len(predictions) == n and all(m.name in row for m in computed)
 
-    outcomes = {
-        digest: previous for digest in by_digest if (previous := read_outcome(digest)) is not None
-    }
-    missing = {digest: trial for digest, trial in by_digest.items() if digest not in outcomes}
+    def send(digest: str) -> None:
+        label = f"{run.folder.name}/{by_digest[digest].label}"
+        send_log(log_path(run.folder, f"{folder}/{digest}"), label, trackers)
+
+    grid = Grid(by_digest, run.folder / folder, computed[0], split, "fit", is_complete)
     if by_digest:
-        log.info(f"{format_count(len(by_digest), 'fit')}, {len(outcomes):,} of them already done")
-    if missing:
-        check_writable(next(iter(paths.values())))
-    failures = []
-    job = _TrialSettings(run.folder, split, metrics, choose_device(device), curve_split, folder)
-    # Closed explicitly: after an interrupt, the traceback would keep the generator, and with it the
-    # worker processes, alive.
-    with closing(_run_missing(job, missing, workers)) as records:
-        for count, (digest, record) in enumerate(records, start=1):
-            if isinstance(record, str):
-                failures.append(f"{by_digest[digest].label}: {record}")
-                log.info(f"failed: {failures[-1]}")
-                continue
-            label = f"{run.folder.name}/{by_digest[digest].label}"
-            # Before the fit is saved, because a saved fit is not sent again.
-            send_log(log_path(run.folder, f"{folder}/{digest}"), label, trackers)
-            write_json(paths[digest], record)
-            outcome = read_outcome(digest)
-            assert outcome is not None  # noqa: S101 - the file was written in the previous line
-            outcomes[digest] = outcome
-            metric, name = computed[0], f"{count:,}/{len(missing):,} {by_digest[digest].label}"
-            figure = metric.format(outcome.metrics[metric.name])
-            log.info(f"{name}: {metric.heading} {figure} on {split}")
-    if failures and not outcomes:
-        raise LlmcondError(f"every fit failed. The first failure: {failures[0]}")
-    return {d: (by_digest[d], outcomes[d]) for d in by_digest if d in outcomes}, failures
+        n_fits = format_count(len(by_digest), "fit")
+        log.info(f"{n_fits}, {len(grid.records):,} of them already done")
+    device = choose_device(device)
+    default_count = 1 if device != "cpu" else min(count_cores(), _MAX_WORKERS)
+    arguments = (run.folder, split, metrics, device, curve_split, folder)
+    grid.run(
+        workers or default_count, _Fitter, *arguments, preload="llmcond.heads", on_success=send
+    )
+    return grid
 
 
-#: The content of a trial's file, or the reason why the trial failed.
-_Record = dict[str, Any] | str
+def _has_scores(curve: Sequence[Mapping[str, Any]], split: str) -> bool:
+    """Return whether the epochs of a learning curve that were scored on dev were so on a split."""
+    scored_on_dev = (key for epoch in curve for key in epoch if key.startswith("dev_"))
+    keys = {split + key.removeprefix("dev") for key in scored_on_dev}
+    return all(key in epoch for epoch in curve for key in keys)
 
 
-class _Worker:
-    """Fits heads on a run's examples; each process has one."""
+class _Fitter:
+    """Fits heads on a run's examples; each process has one. See ``fit_trials``."""
 
-    def __init__(self, job: _TrialSettings) -> None:
-        self._job = job
-        self._run = open_any_run(job.folder)
-        self._metrics = choose_metrics(self._run.task.metrics, job.metrics)
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        metrics: Sequence[str],
+        device: str,
+        curve_split: str | None,
+        name: str,
+    ) -> None:
+        self._run, self._split, self._name = open_any_run(folder), split, name
+        self._metrics = choose_metrics(self._run.task.metrics, metrics)
+        self._device, self._curve_split = device, curve_split
         self._examples = load_examples(self._run)
-        #: The metric that chooses the epoch, and its name in the progress bar.
-        self.metric = get_metric(self._run.dev_metric)
-        self.epoch_score = self._examples.epoch_score
-        self.epoch_score_key = self._examples.epoch_score_key
 
-    def fit(
-        self, digest: str, trial: Trial, on_epoch: OnEpoch = lambda *_: None
-    ) -> tuple[str, _Record]:
-        try:
-            return digest, self._fit(digest, trial, on_epoch)
-        except UserError as error:
-            return digest, str(error)
-        except (RuntimeError, MemoryError) as error:  # for example out of memory
-            return digest, f"{type(error).__name__}: {error}"
-
-    def _fit(self, digest: str, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
-        split, examples, view = self._job.split, self._examples, trial.view
+    def __call__(self, digest: str, trial: Trial, position: str) -> TrialRecord:
+        run, split, examples, view = self._run, self._split, self._examples, trial.view
         recipe = size_recipe(trial.recipe, trial.dim, examples.dim(view), quiet=True)
-        name, config = f"{self._job.name}/{digest}", trial.config(self._run, recipe)
-        with RunLog(log_path(self._run.folder, name), trial.label, config) as run_log:
-            on_epoch, curve_split = run_log.on_epoch(on_epoch), self._job.curve_split
-            device = self._job.device
+        metric = get_metric(run.dev_metric)
+        path, config = log_path(run.folder, f"{self._name}/{digest}"), trial.config(run, recipe)
+        bar = FitBar(examples.epoch_score_key, examples.epoch_score, metric.format)
+        with RunLog(path, trial.label, config) as run_log, bar if position else nullcontext():
+            on_epoch = run_log.on_epoch(bar.on_epoch if position else lambda *_: None)
+            device = self._device
+            curve_split = self._curve_split
             head = examples.fit(recipe, view, trial.seed, on_epoch, device, curve_split=curve_split)
             dev_score = examples.score_on_dev(head, view)
-            run_log.write("end", {f"dev_{self.metric.name}": dev_score})
+            run_log.write("end", {f"dev_{metric.name}": dev_score})
         saved = RunHead(trial.name, head, view, {"recipe": recipe.to_json()})
         predicted = examples.predict(saved, split)
-        rows, task = examples.scored_rows(split), self._run.task.name
+        rows, task = examples.scored_rows(split), run.task.name
         (result,) = score_predictors([saved], [predicted], rows, split, self._metrics, 0, task)
         held_out = head.fit.held_out
-        return {
-            **result.to_json(),
-            "similarity": predicted.tolist(),
-            "held_out": held_out
-            and {
-                "predictions": held_out.predictions.tolist(),
-                "scores": [finite_or_none(score) for score in held_out.scores],
-            },
-            "recipe": recipe.to_json(),
-            "fit": dict(head.fit.record),
-            f"dev_{self._run.dev_metric}": finite_or_none(dev_score),
-            **provenance(),
-        }
-
-
-def _run_missing(
-    job: _TrialSettings, trials: Mapping[str, Trial], workers: int | None
-) -> Generator[tuple[str, _Record]]:
-    """Run trials, and yield the digest and the record of each one when it is done."""
-    if not trials:
-        return
-    default_count = 1 if job.device != "cpu" else min(count_cores(), _MAX_WORKERS)
-    count = min(workers or default_count, len(trials))
-    if any(trial.recipe.family.__module__ == "__main__" for trial in trials.values()):
-        count = 1  # other processes cannot import a class that the main module defined
-    if count == 1:
-        worker = _Worker(job)
-        for digest, trial in trials.items():
-            with FitBar(worker.epoch_score_key, worker.epoch_score, worker.metric.format) as bar:
-                fitted = worker.fit(digest, trial, bar.on_epoch)
-            yield fitted
-        return
-    yield from run_in_pool(
-        _fit_trial, trials.items(), count, _prepare_worker, job, preload="llmcond.heads"
-    )
-
-
-_worker: _Worker | None = None
-
-
-def _prepare_worker(job: _TrialSettings) -> None:
-    global _worker  # noqa: PLW0603 - the only state that tasks of a pool's process can share
-    _worker = _Worker(job)
-
-
-def _fit_trial(digest: str, trial: Trial) -> tuple[str, _Record]:
-    assert _worker is not None  # noqa: S101 - the pool's initializer has set it
-    return _worker.fit(digest, trial)
+        return TrialRecord(
+            scores=[result.to_json()],
+            predictions={split: predicted.tolist()},
+            recipe=recipe.to_json(),
+            fit=dict(head.fit.record),
+            dev_score=finite_or_none(dev_score),
+            held_out=None
+            if held_out is None
+            else _HeldOutRecord(
+                held_out.predictions.tolist(), [finite_or_none(score) for score in held_out.scores]
+            ),
+        )

@@ -38,7 +38,7 @@ from llmcond.runs import AnyRun, open_any_run, run_exists
 from llmcond.runs.examples import load_examples
 from llmcond.runs.kind import build_inputs, find_kind
 from llmcond.runs.predictors import result_without_metrics, zero_shot_heads
-from llmcond.runs.trials import Trial, TrialOutcome, aggregate_seeds, run_trials
+from llmcond.runs.trials import Grid, Trial, combine_seeds, fit_trials
 from llmcond.system import provenance
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
@@ -132,7 +132,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     # The run's copies of the prompts, because a template file may have changed since extraction.
     stored = [run.prompt(prompt.name) for prompt in usable]
     systems = _score_zeroshots(run, stored, split)
-    fitted, failures, outcomes = _fit_systems(run, stored, recipes, split, settings)
+    fitted, grid = _fit_systems(run, stored, recipes, split, settings)
     systems += fitted
     results = examples.add_new_sentences(
         [system.result for system in systems],
@@ -145,7 +145,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     ]
     comparison = Comparison(
         results=compare_with_baseline(systems, baseline, rows, metrics),
-        failures=failures,
+        failures=list(grid.failures.values()),
         baseline=baseline,
         left_out=left_out,
     )
@@ -162,7 +162,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     if settings.keep:
-        save_best_trial(run, outcomes, "auto")
+        save_best_trial(run, grid.finished(grid.trials), "auto")
     return comparison
 
 
@@ -290,11 +290,11 @@ def _fit_systems(
     recipes: Sequence[Recipe],
     split: str,
     settings: CompareOptions,
-) -> tuple[list[ComparedSystem], list[str], list[tuple[Trial, TrialOutcome]]]:
-    """Fit every head with every seed; return the systems, the failures and the fits."""
+) -> tuple[list[ComparedSystem], Grid[Trial]]:
+    """Fit every head with every seed; return the systems and the grid."""
     trials = [
         [
-            Trial(recipe, None, recipe_view(recipe, (prompt,), zeroshot.view.subtract), seed, {})
+            Trial(recipe, seed, {}, recipe_view(recipe, (prompt,), zeroshot.view.subtract))
             for seed in range(settings.seeds)
         ]
         for recipe, prompt in itertools.product(recipes, prompts)
@@ -302,20 +302,17 @@ def _fit_systems(
         if settings.plain or zeroshot.view.subtract == run.subtracts
     ]
     flat = [trial for seeded in trials for trial in seeded]
-    outcomes, failures = run_trials(run, split, flat, "comparisons", settings.workers)
+    grid = fit_trials(run, split, flat, "comparisons", settings.workers)
     systems = []
     for seeded in trials:
-        digests = dict.fromkeys(trial.digest(run, split) for trial in seeded)
-        seed_outcomes = [outcomes[digest] for digest in digests if digest in outcomes]
-        if not seed_outcomes:
-            continue
-        trial, task = seed_outcomes[0][0], run.task.name
-        control = trial.view.prompts[0].control or ""
-        result, similarity = aggregate_seeds(
-            ComparedResult, seed_outcomes, split, task, control=control
-        )
-        systems.append(ComparedSystem((trial.recipe.name, trial.view.subtract), result, similarity))
-    return systems, failures, list(outcomes.values())
+        fits = grid.finished(dict.fromkeys(trial.digest(run, split) for trial in seeded))
+        if fits:
+            trial = fits[0][0]
+            control = trial.view.prompts[0].control or ""
+            result, similarity = combine_seeds(ComparedResult, fits, split, control=control)
+            group = (trial.recipe.name, trial.view.subtract)
+            systems.append(ComparedSystem(group, result, similarity))
+    return systems, grid
 
 
 def _build_page(

@@ -24,7 +24,7 @@ from llmcond.run_log import RunLog, log_path
 from llmcond.runs import AnyRun, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.examples import Examples, load_examples
-from llmcond.runs.trials import Trial, TrialOutcome, size_recipe
+from llmcond.runs.trials import Trial, TrialRecord, size_recipe
 from llmcond.workflows.options.fitting import DevOptions, FitHeadOptions
 
 
@@ -123,7 +123,7 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
             f"the new head would replace {name}, from which it starts, so that the same command "
             "would give another head the next time. Give the new head another --name."
         )
-    trial = Trial(recipe, dim, view, options.seed, {})
+    trial = Trial(recipe, options.seed, {}, view, dim)
     return fit_and_save(run, trial, name, options.device, dev_options, start, options.log)
 
 
@@ -304,14 +304,12 @@ def _fit_with_dev(with_dev: DevFit, folds: int) -> FittedHead:
     return replace(head, fit=replace(head.fit, record=record))
 
 
-def save_best_trial(
-    run: AnyRun, outcomes: Iterable[tuple[Trial, TrialOutcome]], device: str
-) -> None:
+def save_best_trial(run: AnyRun, fits: Iterable[tuple[Trial, TrialRecord]], device: str) -> None:
     """Save the trial with the best score on dev as a head of the run, without control prompts."""
     scored = [
-        (outcome.dev, trial)
-        for trial, outcome in outcomes
-        if outcome.dev is not None and not any(prompt.control for prompt in trial.view.prompts)
+        (record.dev_score, trial)
+        for trial, record in fits
+        if record.dev_score is not None and not any(prompt.control for prompt in trial.view.prompts)
     ]
     if not scored:
         log.warning("no fit has a score on dev, so none is saved")

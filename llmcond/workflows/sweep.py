@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.errors import UserError
@@ -29,7 +27,7 @@ from llmcond.heads.held_out import choose_settings
 from llmcond.metrics import choose_metrics, get_metric
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.examples import Examples, load_examples
-from llmcond.runs.trials import Trial, TrialOutcome, aggregate_seeds, run_trials
+from llmcond.runs.trials import Trial, TrialRecord, combine_seeds, fit_trials, format_settings
 from llmcond.system import provenance
 from llmcond.workflows.fit import save_best_trial
 from llmcond.workflows.options.fitting import SweepOptions
@@ -68,9 +66,7 @@ class SweepResult(FittedResults[SweptResult]):
         return {**FittedResults.to_json(self), **choice}
 
 
-#: A result without scores, and the (seeds, n) predictions that the scores are computed from.
-_Point = tuple[SweptResult, NDArray[np.float32]]
-_Fit = tuple[Trial, TrialOutcome]
+_Fit = tuple[Trial, TrialRecord]
 
 
 def sweep(options: SweepOptions) -> SweepResult:
@@ -87,7 +83,7 @@ def sweep(options: SweepOptions) -> SweepResult:
     examples = load_examples(run)
     rows = examples.scored_rows(split)
     trials = list(_make_trials(run, options))
-    outcomes, failures = run_trials(
+    grid = fit_trials(
         run,
         split,
         trials,
@@ -98,8 +94,12 @@ def sweep(options: SweepOptions) -> SweepResult:
         options.curve_split(),
         options.log,
     )
-    groups = _group_seeds(outcomes.values())
-    points = [_combine_seeds(group, run, split) for group in groups]
+    finished = grid.finished(grid.trials)
+    groups = _group_seeds(finished)
+    points = [
+        combine_seeds(SweptResult, group, split, settings=dict(group[0][0].settings))
+        for group in groups
+    ]
     selected_metrics = choose_metrics(run.task.metrics, metrics)
     results, predictions = zip(*points, strict=True)
     scored, choice = score_results(results, predictions, rows, selected_metrics), None
@@ -109,11 +109,11 @@ def sweep(options: SweepOptions) -> SweepResult:
             for result, group in zip(scored, groups, strict=True)
         ]
         choice = _score_choice(scored, groups, examples)
-    result = SweepResult(best_first(scored), failures, choice)
+    result = SweepResult(best_first(scored), list(grid.failures.values()), choice)
     report = {**result.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     if options.keep:
-        save_best_trial(run, outcomes.values(), device)
+        save_best_trial(run, finished, device)
     return result
 
 
@@ -138,28 +138,22 @@ def _make_trials(run: AnyRun, options: SweepOptions) -> Iterator[Trial]:
                 varied_recipe, run.find_prompts(names, varied_recipe.features), subtract
             )
             for seed in range(options.seeds):
-                yield Trial(varied_recipe, varied.get("dim"), view, seed, varied)
+                yield Trial(varied_recipe, seed, varied, view, varied.get("dim"))
 
 
-def _group_seeds(outcomes: Iterable[_Fit]) -> list[list[_Fit]]:
+def _group_seeds(fits: Iterable[_Fit]) -> list[list[_Fit]]:
     """Return the fits of each combination of settings, which differ in their seeds."""
     groups: dict[str, list[_Fit]] = {}
-    for trial, outcome in outcomes:
+    for trial, record in fits:
         # Recipes with the same name from different folders differ in their path or settings.
         recipe = [trial.recipe.path, asdict(trial.recipe.settings), trial.dim]
         key = json.dumps([trial.name, recipe])
-        groups.setdefault(key, []).append((trial, outcome))
+        groups.setdefault(key, []).append((trial, record))
     return list(groups.values())
 
 
-def _combine_seeds(group: Sequence[_Fit], run: AnyRun, split: str) -> _Point:
-    """Return a result without scores, and the predictions, of a combination of settings."""
-    varied = dict(group[0][0].varied)
-    return aggregate_seeds(SweptResult, group, split, run.task.name, settings=varied)
-
-
 def _add_held_out(result: SweptResult, group: Sequence[_Fit], examples: Examples) -> SweptResult:
-    scores = examples.score_held_out([outcome.held_out for _, outcome in group])
+    scores = examples.score_held_out([record.held_out_arrays for _, record in group])
     return replace(result, held_out=scores.get(result.primary.name))
 
 
@@ -167,7 +161,7 @@ def _score_choice(
     results: Sequence[SweptResult], groups: Sequence[Sequence[_Fit]], examples: Examples
 ) -> SettingsChoice | None:
     """Score the choice of the best result on dev by held-out predictions."""
-    held_out = [[outcome.held_out for _, outcome in group] for group in groups]
+    held_out = [[record.held_out_arrays for _, record in group] for group in groups]
     complete = [[part for part in parts if part is not None] for parts in held_out]
     if len(groups) < 2 or {len(parts) for parts in complete} != {len(held_out[0])}:
         return None
@@ -175,8 +169,5 @@ def _score_choice(
     metric = get_metric(examples.run.dev_metric)
     predicted, selected = choose_settings(complete, metric, rows.pair[rows.rated])
     (score,) = examples.score_held_out(predicted).values()
-    labels = [
-        " ".join([result.name, *(f"{key}={value}" for key, value in result.settings.items())])
-        for result in results
-    ]
+    labels = [f"{result.name} {format_settings(result.settings)}".rstrip() for result in results]
     return SettingsChoice(metric, score, Counter(labels[i] for i in selected))

@@ -22,6 +22,7 @@ from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
 from llmcond.options import options_of, parse_value
 from llmcond.runs.kind import find_kind
+from llmcond.runs.trials import AnyTrial, format_settings
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import read_data
 from llmcond.workflows.options.common import LogOption, RunOption, TaskOptions
@@ -38,28 +39,16 @@ _FIXED |= {
 
 
 @dataclass(frozen=True)
-class PlannedTraining:
+class PlannedTraining(AnyTrial):
     """One training of a sweep, whose input has been checked.
 
     Attributes:
-        settings: the settings that the sweep varies, with their values in this training.
         job: the training. Its folder is named by the digest.
         digest: a digest of everything that decides the trained weights.
     """
 
-    settings: Mapping[str, Any]
     job: TrainingJob
     digest: str
-
-    @property
-    def label(self) -> str:
-        """Its settings and seed, for messages."""
-        return f"{format_settings(self.settings)} seed={self.job.seed}".lstrip()
-
-
-def format_settings(settings: Mapping[str, Any]) -> str:
-    """Return settings in one phrase, for messages."""
-    return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[list[PlannedTraining]]:
@@ -173,7 +162,7 @@ def _with_settings(base: TrainLoraOptions, texts: Mapping[str, str], seed: int) 
 def _plan(
     options: TrainLoraOptions, task: AnyTask[Any], read: Any, texts: Mapping[str, str]
 ) -> PlannedTraining:
-    job: TrainingJob = find_kind(task.kind).plan_training(options, task, read)
+    job: Any = find_kind(task.kind).plan_training(options, task, read)
     head = {**job.config.get("objective", {}), **job.config["head"]}
     settings = {}
     for key in texts:
@@ -181,7 +170,8 @@ def _plan(
         is_option = hasattr(options, name)
         value = getattr(options, name) if is_option else head[name.removeprefix(_HEAD)]
         settings[key] = "+".join(value) if isinstance(value, tuple) else value
-    return PlannedTraining(settings, job, digest_text(json.dumps(job.config, sort_keys=True)))
+    digest = digest_text(json.dumps(job.config, sort_keys=True))
+    return PlannedTraining(job.recipe, job.seed, settings, job, digest)
 
 
 def _check_dev(job: TrainingJob) -> None:

@@ -35,7 +35,7 @@ from llmcond.run_log import read_log
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: The modules whose functions the tests count or replace.
-TRIALS, FITS, POOL = (import_module(f"llmcond.runs.{name}") for name in ("trials", "rated", "pool"))
+TRIALS, FITS = (import_module(f"llmcond.runs.{name}") for name in ("trials", "rated"))
 
 JOINT, SEPARATE = "concat-sent-cond", "separate"
 BOTH = f"{JOINT}+{SEPARATE}"
@@ -93,8 +93,9 @@ def run_sweep(capsys, folder, *arguments, prompt=JOINT, workers=1):
 
 
 def load_fits(folder):
-    """Return the stored result of each fit, by file."""
-    return {path: json.loads(path.read_text()) for path in (folder / "sweep").glob("*.json")}
+    """Return the stored record of each fit with its scores, by file."""
+    records = {path: json.loads(path.read_text()) for path in (folder / "sweep").glob("*.json")}
+    return {path: {**record["scores"][0], **record} for path, record in records.items()}
 
 
 DIMS = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", 2)
@@ -157,7 +158,8 @@ def test_repeated_sweep_fits_nothing(capsys, folder, fits):
     deleted.unlink()
     repeated, messages = run_sweep(capsys, folder, *DIMS)
     assert "4 fits, 3 of them already done" in messages
-    assert fits[4:] == [("small", record["dim"], record["seed"])]
+    (row,) = record["scores"]
+    assert fits[4:] == [("small", row["dim"], row["seed"])]
     assert repeated == first
     assert {**json.loads(deleted.read_text()), "created": 0} == {**record, "created": 0}
 
@@ -284,7 +286,7 @@ def test_several_processes_give_equal_results(capsys, two_prompts, folder, tmp_p
     assert "8 fits, 0 of them already done" in messages
     assert {path.name for path in load_fits(run_copy)} == {path.name for path in load_fits(folder)}
     for path, result in load_fits(folder).items():
-        other_result = json.loads((run_copy / "sweep" / path.name).read_text())
+        other_result = load_fits(run_copy)[run_copy / "sweep" / path.name]
         assert other_result["spearman"] == pytest.approx(result["spearman"], abs=1e-6, nan_ok=True)
         assert other_result["fit"]["best_epoch"] == result["fit"]["best_epoch"]
         losses = [epoch["loss"] for epoch in result["fit"]["curve"]]
@@ -770,7 +772,7 @@ def test_steps_are_plotted_on_named_split(capsys, folder, fits, recorded_plots):
     for fit in load_fits(folder).values():
         best = fit["fit"]["curve"][fit["fit"]["best_epoch"] - 1]
         assert best["test_spearman"] == pytest.approx(fit["spearman"], abs=1e-6)
-        assert best["dev_spearman"] == pytest.approx(fit["dev_spearman"], abs=1e-6)
+        assert best["dev_spearman"] == pytest.approx(fit["dev_score"], abs=1e-6)
     (picture,) = recorded_plots
     assert picture.y == "Spearman on test x 100"
     (row,) = (row for row in rows if row["dim"] == 4)
@@ -847,7 +849,7 @@ class BrokenExecutor:
 
 @pytest.mark.parametrize("threads", ["3", None])
 def test_killed_process_reports_one_line(capsys, monkeypatch, folder, threads):
-    monkeypatch.setattr(POOL, "ProcessPoolExecutor", BrokenExecutor)
+    monkeypatch.setattr(TRIALS, "ProcessPoolExecutor", BrokenExecutor)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)

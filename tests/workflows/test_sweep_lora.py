@@ -69,9 +69,9 @@ def trainings(monkeypatch):
     calls = []
     train = sweep_lora._run_training
 
-    def count_training(job):
-        calls.append((job.settings.learning_rate, job.seed))
-        return train(job)
+    def count_training(digest, training, position=""):
+        calls.append((training.job.settings.learning_rate, training.seed))
+        return train(digest, training, position)
 
     monkeypatch.setattr(sweep_lora, "_run_training", count_training)
     return calls
@@ -90,7 +90,7 @@ def read_summaries(folder):
         for curve in row["curves"]
     }
     return {
-        (curves[json.dumps(record["fit"]["curve"])], record["summary"]["seed"]): record["summary"]
+        (curves[json.dumps(record["fit"]["curve"])], record["training"]["seed"]): record["training"]
         for record in records
     }
 
@@ -214,12 +214,12 @@ def test_smaller_sweep_trains_its_best_again_without_weights(complete, folder, t
 
 def test_damaged_record_is_trained_again(complete, folder, trainings, capsys):
     damaged = min((folder / "trainings").glob("*.json"))
-    scores = json.loads(damaged.read_text())["summary"]["scores"]
-    damaged.write_text('{"summary": {}}')
+    scores = json.loads(damaged.read_text())["scores"]
+    damaged.write_text('{"scores": {}}')
     assert run(complete(folder, *VARIED)) == 0
     assert "The training is repeated." in capsys.readouterr().err
     assert len(trainings) in (1, 2)  # the best one is trained again if its record is new
-    assert json.loads(damaged.read_text())["summary"]["scores"] == scores
+    assert json.loads(damaged.read_text())["scores"] == scores
 
 
 def test_killed_sweep_resumes_from_last_checkpoint(complete, tmp_path, capsys):
