@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -290,11 +292,11 @@ class ParquetFiles(TextSource):
     def __init__(self, name: str, filesystem: Any, root: str, only: str = "") -> None:
         self.name, self._filesystem, self._root, self._only = name, filesystem, root, only
         self.can_skip = bool(only)
-        #: The file and columns that were read last, and an iterator over the remaining batches, so
-        #: that a file need not be read from its first row for each range.
-        self._read_key: tuple[str, tuple[str, ...]] | None = None
-        self._remaining: Generator[tuple[int, pa.RecordBatch]] | None = None
-        self._current: tuple[int, pa.RecordBatch] | None = None
+        #: The file and columns that were read last, its remaining batches, and the number of their
+        #: first row, so that a file need not be read from its first row for each range.
+        self._key: tuple[str, tuple[str, ...]] | None = None
+        self._remaining: Iterator[pa.RecordBatch] = iter(())
+        self._position = 0
 
     @override
     def states(self) -> dict[str, str]:
@@ -303,8 +305,15 @@ class ParquetFiles(TextSource):
 
     @cached_property
     def _states(self) -> dict[str, str]:
+        is_local = isinstance(self._filesystem, fs.LocalFileSystem)
         with _convert_errors(self.name):
-            infos: Any = self._infos()
+            if self._only:
+                selected: Any = [f"{self._root}/{self._only}"]
+            elif is_local:  # a file with several links to it occurs once
+                selected = _files_below(self._root)
+            else:
+                selected = fs.FileSelector(self._root, recursive=True)
+            infos: Any = self._filesystem.get_file_info(selected)
         states = {}
         for info in sorted(infos, key=lambda info: str(info.path)):
             inner = info.path.removeprefix(self._root).lstrip("/")
@@ -314,15 +323,6 @@ class ParquetFiles(TextSource):
         if not states:
             raise UserError(f"{self.name} is a folder without .parquet files.")
         return states
-
-    def _infos(self) -> list[Any]:
-        """List the entries below the folder; a file with several links to it occurs once."""
-        if self._only:
-            return [self._filesystem.get_file_info(f"{self._root}/{self._only}")]
-        if not isinstance(self._filesystem, fs.LocalFileSystem):
-            selector = fs.FileSelector(self._root, recursive=True)
-            return list(self._filesystem.get_file_info(selector))
-        return list(self._filesystem.get_file_info(_files_below(self._root)))
 
     @override
     def part_name(self, part: str) -> str:
@@ -336,13 +336,10 @@ class ParquetFiles(TextSource):
 
     @override
     def schema(self, part: str) -> pa.Schema:
+        partition = _parse_partition(part)
         with self._open_parquet(part) as file:
-            file_fields = [
-                field for field in file.schema_arrow if field.name not in _parse_partition(part)
-            ]
-        return pa.schema(
-            [*file_fields, *(pa.field(name, pa.string()) for name in _parse_partition(part))]
-        )
+            columns = [field for field in file.schema_arrow if field.name not in partition]
+        return pa.schema([*columns, *(pa.field(name, pa.string()) for name in partition)])
 
     @override
     def count(self, part: str) -> int:
@@ -350,69 +347,44 @@ class ParquetFiles(TextSource):
             return int(file.metadata.num_rows)
 
     @override
-    def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        with self._open_parquet(part) as file:
-            yield from self._with_partition(part, file, range(file.num_row_groups), columns)
-
-    def _with_partition(
-        self, part: str, file: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str]
+    def batches(
+        self, part: str, columns: Sequence[str], first_group: int = 0
     ) -> Iterator[pa.RecordBatch]:
         partition = _parse_partition(part)
         file_columns = [name for name in columns if name not in partition]
-        for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=file_columns):
-            arrays = [
-                pa.array([partition[name]] * len(batch), pa.string())
-                if name in partition
-                else batch.column(name)
-                for name in columns
-            ]
-            yield pa.record_batch(arrays, list(columns))
+        with self._open_parquet(part) as file:
+            groups = list(range(first_group, file.num_row_groups))
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=file_columns):
+                arrays = [
+                    pa.array([partition[name]] * len(batch), pa.string())
+                    if name in partition
+                    else batch.column(name)
+                    for name in columns
+                ]
+                yield pa.record_batch(arrays, list(columns))
 
     @override
     def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
         """Return rows of a file; a range after the previous one continues reading from there."""
         key = (part, tuple(columns))
-        if (
-            self._remaining is None
-            or self._read_key != key
-            or not self._current
-            or self._current[0] > start
-        ):
-            if self._remaining is not None:
-                self._remaining.close()
-            self._read_key, self._remaining, self._current = (
-                key,
-                self._iter_from(part, start, columns),
-                None,
-            )
-            self._current = next(self._remaining, None)
+        if key != self._key or start < self._position:
+            with self._open_parquet(part) as file:
+                sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            ends = np.cumsum(sizes, dtype=np.int64)
+            first_group = int(np.searchsorted(ends, start, side="right"))
+            self._position = int(ends[first_group - 1]) if first_group else 0
+            self._key, self._remaining = key, self.batches(part, columns, first_group)
         batches = []
-        while self._current is not None:
-            batch_start, batch = self._current
-            begin, end = max(start - batch_start, 0), min(stop - batch_start, len(batch))
+        while self._position < stop and (batch := next(self._remaining, None)) is not None:
+            begin, end = max(start - self._position, 0), min(stop - self._position, len(batch))
             if begin < end:
                 batches.append(batch.slice(begin, end - begin))
-            if batch_start + len(batch) > stop:
-                break
-            self._current = next(self._remaining, None)
+            if end < len(batch):
+                self._remaining = chain([batch.slice(end)], self._remaining)
+            self._position += end
         return (
             pa.Table.from_batches(batches) if batches else pa.table({name: [] for name in columns})
         )
-
-    def _iter_from(
-        self, part: str, start: int, columns: Sequence[str]
-    ) -> Generator[tuple[int, pa.RecordBatch]]:
-        """Yield batches with the number of their first row, from the row group of ``start`` on."""
-        with self._open_parquet(part) as file:
-            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            row = first = 0
-            while first < len(sizes) and row + sizes[first] <= start:
-                row += sizes[first]
-                first += 1
-            groups = range(first, len(sizes))
-            for batch in self._with_partition(part, file, groups, columns):
-                yield row, batch
-                row += len(batch)
 
 
 def _files_below(root: str) -> list[str]:
@@ -455,10 +427,7 @@ class LanceRows(TextSource):
 
     @cached_property
     def _fragments(self) -> dict[str, Any]:
-        return {
-            f"fragment {fragment.fragment_id}": fragment
-            for fragment in self._dataset.get_fragments()
-        }
+        return {f"fragment {part.fragment_id}": part for part in self._dataset.get_fragments()}
 
     @override
     def states(self) -> dict[str, str]:

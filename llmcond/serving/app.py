@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -76,46 +77,26 @@ class Metrics:
         """Register the metrics."""
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        by_route: dict[str, Any] = {"labelnames": ["route"], "buckets": _SECONDS}
-        labels = ["route", "status"]
-        self._requests = Counter(
-            "llmcond_requests", "Requests answered.", labels, registry=registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_SECONDS)
+        self._requests = counter("llmcond_requests", "Requests answered.", ["route", "status"])
+        self._seconds = histogram(
+            "llmcond_request_seconds", "Seconds until a request is answered.", ["route"]
         )
-        self._seconds = Histogram(
-            "llmcond_request_seconds",
-            "Seconds until a request is answered.",
-            registry=registry,
-            **by_route,
-        )
-        self.in_progress = Gauge(
-            "llmcond_requests_in_progress", "Requests in progress.", registry=registry
-        )
-        self._texts = Counter(
+        self.in_progress = gauge("llmcond_requests_in_progress", "Requests in progress.")
+        self._texts = counter(
             "llmcond_texts",
-            "Texts encoded, including those of /readyz, but no queries of searches.",
-            registry=registry,
+            "Texts encoded, also those of /readyz, but no queries of searches.",
         )
-        self._tokens = Counter(
-            "llmcond_tokens", "Tokens of these texts, before long texts are cut.", registry=registry
+        self._tokens = counter(
+            "llmcond_tokens", "Tokens of these texts, before long texts are cut."
         )
-        self._truncated = Counter("llmcond_truncated_texts", "Truncated texts.", registry=registry)
-        self._batch = Histogram(
-            "llmcond_batch_texts", "Rows per batch.", registry=registry, buckets=_TEXTS
-        )
-        self._batch_seconds = Histogram(
-            "llmcond_batch_seconds",
-            "Seconds to encode a batch.",
-            registry=registry,
-            buckets=_SECONDS,
-        )
-        self._waiting = Gauge(
-            "llmcond_waiting_texts", "Rows waiting for a batch.", registry=registry
-        )
-        model_labels = {
-            name: str(value) for name, value in model.describe().items() if name != "guides"
-        }
-        info = Gauge("llmcond_model_info", "The served model.", [*model_labels], registry=registry)
-        info.labels(**model_labels).set(1)
+        self._truncated = counter("llmcond_truncated_texts", "Truncated texts.")
+        self._batch = histogram("llmcond_batch_texts", "Rows per batch.", buckets=_TEXTS)
+        self._batch_seconds = histogram("llmcond_batch_seconds", "Seconds to encode a batch.")
+        self._waiting = gauge("llmcond_waiting_texts", "Rows waiting for a batch.")
+        labels = {name: str(value) for name, value in model.describe().items() if name != "guides"}
+        gauge("llmcond_model_info", "The served model.", [*labels]).labels(**labels).set(1)
 
     def watch(self, batcher: Batcher) -> None:
         """Report the length of a batcher's queue."""
@@ -142,22 +123,6 @@ class Metrics:
 #: A function that answers a request.
 Handler = Callable[[Request], Awaitable[Response]]
 
-#: The statuses of errors with their reasons.
-_ERRORS: Mapping[int, str] = {
-    400: "The request is not valid HTTP, or its body is not valid JSON.",
-    401: "The API key is missing or wrong.",
-    403: "The host name is not a local one, and the server has no API keys.",
-    404: "The server does not have what the request needs.",
-    408: "The headers or the body took too long to arrive.",
-    413: "The body is too large, or has too many texts.",
-    415: "The body is not JSON, or is compressed.",
-    422: "A field of the body is invalid.",
-    429: "The server has too many requests at a time.",
-    431: "The headers are too large.",
-    500: "The server failed.",
-    503: "The server is stopping, or cannot answer.",
-    504: "The answer took too long.",
-}
 #: Errors of every route, and of every route with a body.
 _ANY_ROUTE, _ANY_BODY = (400, 408, 431, 500), (413, 415, 422, 429, 503, 504)
 _KEY = "bearerKey"
@@ -217,8 +182,12 @@ def describe_api(
         [(name, "validation", TypeAdapter(name)) for name in dict.fromkeys(types)],
         ref_template="#/components/schemas/{model}",
     )
-    if needs_condition:
-        _require_condition(definitions["$defs"][body.__name__] for body in bodies)
+    for body in bodies if needs_condition else ():
+        schema = definitions["$defs"][body.__name__]
+        schema["required"].append("condition")
+        condition = schema["properties"]["condition"]
+        condition["anyOf"].remove({"type": "null"})
+        del condition["default"]
     by_type = {name: schema for (name, _), schema in schemas.items()}
 
     def describe_content(media_type: str, content: Any) -> dict[str, Any]:
@@ -237,7 +206,7 @@ def describe_api(
             "summary": (route.handler.__doc__ or "").partition("\n")[0],
             "responses": {"200": success}
             | {
-                f"{status}": {"description": _ERRORS[status], **error}
+                f"{status}": {"description": HTTPStatus(status).phrase, **error}
                 for status in sorted(statuses)
             },
         }
@@ -245,10 +214,8 @@ def describe_api(
             body = describe_content("application/json", route.body)
             operation["requestBody"] = {"required": True, **body}
         if "{id}" in route.path:
-            schema = {"type": "string"}
-            operation["parameters"] = [
-                {"name": "id", "in": "path", "required": True, "schema": schema}
-            ]
+            parameter = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [parameter]
         if needs_key and route.public:
             operation["security"] = []
         return operation
@@ -263,15 +230,6 @@ def describe_api(
         document["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
         document["security"] = [{_KEY: []}]
     return document
-
-
-def _require_condition(schemas: Iterable[dict[str, Any]]) -> None:
-    """Change the schemas of bodies so that they need a condition."""
-    for schema in schemas:
-        schema["required"].append("condition")
-        condition = schema["properties"]["condition"]
-        condition["anyOf"].remove({"type": "null"})
-        del condition["default"]
 
 
 _FOLDER = Path(__file__).parent
@@ -662,7 +620,12 @@ class Endpoints:
                 raise
             raise ClientDisconnect from None
         except InputError:
-            raise invalid_value_error("condition", self._describe_long_condition()) from None
+            message = (
+                "condition, with its values, is too long: this model reads at most "
+                f"{self._model.encoder.identity.max_length:,} tokens, and condition and values "
+                "leave no room for the text. Shorten them."
+            )
+            raise invalid_value_error("condition", message) from None
         except UnpreparedConditionError as error:
             message = self._describe_unprepared(error)
             raise invalid_value_error("condition", self._model.without_paths(message)) from None
@@ -676,13 +639,6 @@ class Endpoints:
             self._batcher.awaited -= 1
             disconnect.cancel()
             result.cancel()
-
-    def _describe_long_condition(self) -> str:
-        return (
-            "condition, with its values, is too long: this model reads at most "
-            f"{self._model.encoder.identity.max_length:,} tokens, and condition and values leave "
-            "no room for the text. Shorten them."
-        )
 
     def _describe_unprepared(self, error: UnpreparedConditionError) -> str:
         prepared = [] if self._model.index is None else self._model.index.conditions

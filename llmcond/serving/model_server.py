@@ -198,13 +198,16 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whatever fails."""
         start_time, status = time.perf_counter(), CLIENT_CLOSED
-        request_id = _choose_request_id(dict(scope["headers"]).get(b"x-request-id", b""))
+        # The id that a client or a proxy sent, if it is valid.
+        request_id = dict(scope["headers"]).get(b"x-request-id", b"")
+        if not re.fullmatch(rb"[\w.:-]{1,64}", request_id, re.ASCII):
+            request_id = secrets.token_hex(8).encode()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                extra_headers = [*_HEADERS, (b"x-request-id", request_id.encode())]
+                extra_headers = [*_HEADERS, (b"x-request-id", request_id)]
                 message = {**message, "headers": [*message["headers"], *extra_headers]}
             await send(message)
 
@@ -224,7 +227,10 @@ class Gate:
                     else RequestError(408, "timeout", message)
                 )
             elif reported.code == "internal_error":
-                request_log.error("%s id=%s", _locate(error), request_id)
+                # The message may contain texts.
+                *_, frame = traceback.extract_tb(error.__traceback__)
+                where = f"{type(error).__name__} in {frame.filename}:{frame.lineno}"
+                request_log.error("%s id=%s", where, request_id.decode())
             if status == CLIENT_CLOSED:  # nothing has been sent yet
                 await reported.response()(scope, receive, send_with_id)
         seconds = time.perf_counter() - start_time
@@ -234,13 +240,8 @@ class Gate:
         self._metrics.on_request(route, status, seconds)
         details = "".join(f" {name}={value}" for name, value in facts.items())
         request_log.info(
-            "%s %s %d%s ms=%.1f id=%s",
-            scope["method"],
-            route,
-            status,
-            details,
-            1e3 * seconds,
-            request_id,
+            f"{scope['method']} {route} {status}{details} ms={1e3 * seconds:.1f} "
+            f"id={request_id.decode()}"
         )
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -318,19 +319,6 @@ def _check_host(host: str) -> None:
         ) from None
 
 
-def _choose_request_id(header: bytes) -> str:
-    """Return the request id that a client or a proxy sent, if it is valid, or a new one."""
-    if re.fullmatch(rb"[\w.:-]{1,64}", header, re.ASCII):
-        return header.decode()
-    return secrets.token_hex(8)
-
-
-def _locate(error: Exception) -> str:
-    """Return the type of an error and where it was raised, without its message."""
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__} in {frame.filename}:{frame.lineno}"
-
-
 #: Forward passes per batch. Inputs are sorted by length across the passes, which saves padding.
 _PASSES = 2
 #: Addresses that only this machine can reach.
@@ -357,22 +345,16 @@ def load_model(served: ServedSource) -> ServedModel:
     )
     if isinstance(loaded, Embedder):
         loaded = replace(loaded, truncate_dim=served.truncate_dim)
-    elif served.truncate_dim is not None or served.ranges is not None:
-        raise UserError(
-            "--truncate-dim and --ranges are for embeddings, but a cross-encoder has none. Omit "
-            "them, or choose an embedder."
-        )
-    if guide is not None:
-        if not isinstance(loaded, Embedder):
-            raise UserError(
-                "--guide maps embeddings, but a cross-encoder has none. Omit it, or choose an "
-                "embedder."
-            )
         conditions = [] if condition is None else [condition]
-        for labelled in read_guide(guide, None, conditions, closed=False):
+        guides = [] if guide is None else read_guide(guide, None, conditions, closed=False)
+        for labelled in guides:
             loaded = loaded.with_guide(labelled)
-    ranges = _load_ranges(served, loaded) if isinstance(loaded, Embedder) else None
-    return ServedModel(loaded, condition, ranges=ranges)
+    elif any(value is not None for value in (served.truncate_dim, served.ranges, guide)):
+        raise UserError(
+            "--truncate-dim, --ranges and --guide are for embeddings, but a cross-encoder has "
+            "none. Omit them, or choose an embedder."
+        )
+    return ServedModel(loaded, condition, ranges=_load_ranges(served, loaded))
 
 
 def _open_index(served: ServedSource, folder: Path) -> Index:
@@ -395,13 +377,8 @@ def _open_index(served: ServedSource, folder: Path) -> Index:
     return index
 
 
-def _load_ranges(served: ServedSource, embedder: Embedder) -> Array | None:
-    return None if served.ranges is None else read_ranges(served.ranges, embedder.dim)
-
-
-def _is_relevant(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's advice to install a library that this server does not use."""
-    return "WebSocket library" not in record.getMessage()
+def _load_ranges(served: ServedSource, model: Any) -> Array | None:
+    return None if served.ranges is None else read_ranges(served.ranges, model.dim)
 
 
 class ModelServer(uvicorn.Server):
@@ -448,7 +425,10 @@ class ModelServer(uvicorn.Server):
                 allow_headers=["*"],  # OpenAI's client for browsers sends a dozen
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
-        logging.getLogger("uvicorn.error").addFilter(_is_relevant)
+        # This server does not use the library that uvicorn advises to install.
+        logging.getLogger("uvicorn.error").addFilter(
+            lambda record: "WebSocket library" not in record.getMessage()
+        )
         # The gate logs requests, because it knows what may be disclosed.
         super().__init__(
             uvicorn.Config(
