@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 
 from llmcond.errors import UserError, format_list, shortened_repr
 from llmcond.log import log
-from llmcond.text import cell_text, check_string, condition_key, normalise_condition
+from llmcond.text import check_string, check_text, condition_key, normalise_condition
 
 #: Largest number of example values per condition; the encoder would cut longer lists.
 MAX_VALUES = 64
@@ -144,10 +144,7 @@ def as_condition(condition: object, name: str = "the condition") -> str:
     Raises:
         UserError: it is empty or not a text, or contains an invalid character.
     """
-    try:
-        text = cell_text(condition)
-    except ValueError as error:
-        raise UserError(f"{name} {error}. Give a text, such as 'the topic'.") from None
+    text = check_text(condition, name, "Give a text, such as 'the topic'.")
     return condition if isinstance(condition, Condition) else normalise_condition(text)
 
 

@@ -70,6 +70,23 @@ def cell_text(value: object) -> str:
     return str(value)
 
 
+def check_text(value: object, name: str, advice: str = "") -> str:
+    """Return a text that a user gave if it is one, as a cell of a table.
+
+    Args:
+        value: the text.
+        name: name of the text in the message.
+        advice: sentence at the end of the message.
+
+    Raises:
+        UserError: as ``cell_text``.
+    """
+    try:
+        return cell_text(value)
+    except ValueError as error:
+        raise UserError(f"{name} {error}. {advice}".rstrip()) from None
+
+
 def check_cell(value: Any) -> Any:
     """Return a cell unchanged if the characters of its texts are valid.
 

@@ -6,11 +6,10 @@ import html
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from llmcond.errors import UserError, shortened_repr
 from llmcond.files import digest_text, replace_atomically
 from llmcond.log import log
 from llmcond.progress import ReadBar
-from llmcond.text import EmptyTextError, cell_text, check_cell, condition_cell
+from llmcond.text import EmptyTextError, cell_text, check_cell, check_text, condition_cell
 
 SPLITS = ("train", "dev", "test")
 #: Share of sentence pairs that each split of a single file gets.
@@ -255,8 +254,20 @@ def read_rows(
     scale: RatingScale = RatingScale(),
     extra: Sequence[str] = (),
     reading: ReadOptions | None = None,
+    *,
+    need_ratings: bool = True,
 ) -> tuple[Rows, str]:
     """Read all rows of a single file, or one split of a folder.
+
+    Args:
+        source: as for ``read_dataset``, like the other arguments.
+        split: the split of a folder.
+        columns: names of the columns.
+        scale: range of the ratings.
+        extra: further columns of text to read.
+        reading: how text files are read; None: the caller has no such options.
+        need_ratings: whether a missing column of ratings is an error; otherwise, all rows are
+            unrated.
 
     Returns:
         The rows, and their split: ``split`` if it is given; otherwise test, or dev for a folder
@@ -267,29 +278,20 @@ def read_rows(
     """
     scale.check()
     opened = open_source(source, read=reading)
-    if opened.splits is None:
-        return _read_rows(opened, opened.files, columns, scale, extra), split or "test"
-    split_name = split or ("test" if "test" in opened.splits else "dev")
-    if split_name not in opened.splits:
-        raise UserError(
-            f"{opened.name} has no {split_name} file; it has {', '.join(opened.splits)}."
-        )
-    return _read_rows(opened, opened.splits[split_name], columns, scale, extra), split_name
-
-
-def read_pairs(
-    source: Any,
-    split: str,
-    columns: Columns = Columns(),
-    scale: RatingScale = RatingScale(),
-    reading: ReadOptions | None = None,
-) -> Rows:
-    """Read rows with ``read_rows``; without a column of ratings, all rows are unrated."""
-    source = open_source(source, read=reading)
+    files, split_name = opened.files, split or "test"
+    if opened.splits is not None:
+        split_name = split or ("test" if "test" in opened.splits else "dev")
+        if split_name not in opened.splits:
+            raise UserError(
+                f"{opened.name} has no {split_name} file; it has {', '.join(opened.splits)}."
+            )
+        files = opened.splits[split_name]
     try:
-        return read_rows(source, split, columns, scale)[0]
+        return _read_rows(opened, files, columns, scale, extra), split_name
     except MissingColumnError:
-        return read_rows(source, split, replace(columns, label=""), scale)[0]
+        if need_ratings:
+            raise
+        return _read_rows(opened, files, replace(columns, label=""), scale, extra), split_name
 
 
 def _add_dev_split(splits: dict[str, Rows], source: str, seed: int) -> tuple[dict[str, Rows], str]:
@@ -493,10 +495,7 @@ def condition_column(condition: str | None, condition_text: str | None) -> str |
         raise UserError("both --condition and --condition-text are given; use only one of them.")
     if condition_text is None:
         return condition or "condition"
-    try:
-        cell_text(condition_text)
-    except ValueError as error:
-        raise UserError(f"--condition-text {error}; give a text.") from None
+    check_text(condition_text, "--condition-text", "Give a text.")
     return None
 
 
@@ -630,47 +629,32 @@ def open_collection(
     return replace(source, splits=None) if len(source.tables) == 1 else source
 
 
-def has_column(data: Any, name: str) -> bool:
-    """Return whether a file or a table in memory has a column; False for plain texts.
+class HasColumns(Protocol):
+    """A table of texts, or plain texts."""
 
-    Raises:
-        UserError: the file does not exist, or its first row cannot be read.
-    """
-    source = open_collection(data)
-    if source.splits is not None or not source.has_columns:
-        return False
-    try:
-        with closing(read_records(source, source.files[0], [name])) as records:
-            next(records, None)
-    except MissingColumnError:
-        return False
-    return True
+    def has_column(self, name: str, /) -> bool:
+        """Return whether there is a column of a name."""
 
 
-def text_column(column_exists: Callable[[str], bool], requested: str | None = None) -> str:
-    """Return the name of the column of texts: the requested one, else text, else sentence.
-
-    Args:
-        column_exists: whether there is a column of a name.
-        requested: the column that the user named, if any.
-    """
+def text_column(source: HasColumns, requested: str | None = None) -> str:
+    """Return the name of the column of texts: the requested one, else text, else sentence."""
     if requested is not None:
         return requested
     first, second = TEXT_COLUMNS
-    if not column_exists(first):
-        return second if column_exists(second) else first
-    if column_exists(second):
+    if not source.has_column(first):
+        return second if source.has_column(second) else first
+    if source.has_column(second):
         log.info(f"texts: the column {first}; to use the column {second}: --text {second}")
     return first
 
 
 def resolve_conditions(
-    column_exists: Callable[[str], bool], condition: str | None, condition_text: str | None = None
+    source: HasColumns, condition: str | None, condition_text: str | None = None
 ) -> tuple[str | None, str | None]:
     """Decide whether conditions come from a column or are a single text for all rows.
 
     Args:
-        column_exists: whether there is a column of a name.
+        source: the table.
         condition: name of a column if there is such a column, otherwise the text. Which of the two
             was chosen is logged.
         condition_text: the text.
@@ -684,7 +668,7 @@ def resolve_conditions(
     """
     if condition is None or condition_text is not None:
         return condition_column(condition, condition_text), condition_text
-    if column_exists(condition):
+    if source.has_column(condition):
         log.info(f"conditions: the column {condition!r}")
         return condition, None
     condition_column(None, condition)
@@ -721,22 +705,29 @@ class Collection:
     has_types: bool = True
 
 
-def read_collection(data: Any, column: str = "text", others: Sequence[str] = ()) -> Collection:
+def read_collection(
+    data: Any,
+    text: str | None = None,
+    others: Sequence[str] = (),
+    read: ReadOptions | None = None,
+) -> Collection:
     """Read texts from a file or from memory, with further columns.
 
     Args:
         data: as for ``open_collection``.
-        column: the column of a table that contains the texts.
+        text: the column of a table that contains the texts; None: see ``text_column``.
         others: further columns of the table.
+        read: how the texts are read; None: the command has no such options.
 
     Raises:
         UserError: as ``read_text_file``, or ``data`` is a folder, or further columns are requested
             from a text file.
         MissingColumnError: the table lacks a column.
     """
-    source = open_collection(data)
+    source = open_collection(data, read, text)
     if source.splits is not None:
         raise several_splits_error(source)
+    column = text_column(source, text)
     if not source.has_columns:
         for name in (*others, column):
             if name not in TEXT_COLUMNS or name in others:
@@ -750,10 +741,9 @@ def read_collection(data: Any, column: str = "text", others: Sequence[str] = ())
     except MissingColumnError as error:
         advice = "Name one of its columns (--text COL for the texts)."
         raise MissingColumnError(error.finding, advice, error.column) from error
-    file = source.files[0]
+    has_types = source.suffix(source.files[0]) not in (".csv", ".tsv")
     other_columns = dict(zip(others, other_values, strict=True))
-    has_types = source.suffix(file) not in (".csv", ".tsv")
-    return Collection(texts, Path(file).name, other_columns, has_types)
+    return Collection(texts, Path(source.files[0]).name, other_columns, has_types)
 
 
 #: Elements within a line: their tags do not divide words.

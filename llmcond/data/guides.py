@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmcond.arrays import as_list
 from llmcond.conditions import as_condition, condition_text
-from llmcond.data.datasets import (
-    has_column,
-    is_missing,
-    open_collection,
-    read_collection,
-    text_column,
-)
+from llmcond.data.datasets import is_missing, open_collection, read_collection
 from llmcond.data.formats import MissingColumnError, ReadOptions
 from llmcond.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.files import digest_text
 from llmcond.log import log
-from llmcond.text import cell_text, condition_key, normalise_condition
+from llmcond.text import check_text, condition_key, normalise_condition
 
 #: Name in messages of labelled texts that do not come from a file.
 PYTHON = "the guide"
@@ -89,10 +82,7 @@ def check_labelled(
     for number, text, value in zip(numbers or range(1, len(texts) + 1), texts, labels, strict=True):
         row = f"row {number} of {source}"
         for name, cell in (("label", "" if is_missing(value) else str(value)), ("text", text)):
-            try:
-                cell_text(cell)
-            except ValueError as error:
-                raise UserError(f"{row}: {name} {error}. Correct or remove the row.") from None
+            check_text(cell, f"{row}: {name}", "Correct or remove the row.")
         spelling = normalise_condition(str(value))
         label = spellings.setdefault(condition_key(spelling), spelling)
         if label != spelling:
@@ -106,14 +96,11 @@ def check_labelled(
     counts = Counter(label_of.values())
     under_condition = "" if condition is None else f" under {condition_text(condition)!r}"
     if len(counts) < 2:
-        content = (
-            f"one label{under_condition}, {shortened_repr(next(iter(counts)))}"
-            if counts
-            else f"no texts{under_condition}"
-        )
+        what = "one label" if counts else "no texts"
+        label = f", {shortened_repr(next(iter(counts)))}" if counts else ""
         raise UserError(
-            f"{source} has {content}. A guide needs texts with at least two labels, to show how "
-            "they differ."
+            f"{source} has {what}{under_condition}{label}. A guide needs texts with at least two "
+            "labels, to show how they differ."
         )
     log.info(
         f"{source}: {format_count(len(label_of), 'text')} of {len(counts)} labels guide embeddings"
@@ -157,14 +144,11 @@ def read_guide(
             the guide names a condition that is not among ``conditions``; or as ``check_labelled``.
     """
     opened = open_collection(data, read, text)
-    column_exists = partial(has_column, opened)
-    column = text_column(column_exists, text)
-    by_condition = column_exists("condition")
-    others = ["label", *(["condition"] if by_condition else [])]
+    by_condition = opened.has_column("condition")
     try:
-        table = read_collection(opened, column, others)
+        table = read_collection(opened, text, ["label", *["condition"] * by_condition])
     except MissingColumnError as error:
-        advice = f"A guide needs the columns {column} and label."
+        advice = f"A guide needs the columns {text or 'text'} and label."
         raise UserError(f"{error.finding} {advice}") from error
     source = table.file if isinstance(data, str | Path) else PYTHON
     labels = table.columns["label"]
@@ -176,11 +160,9 @@ def read_guide(
                 "condition."
             )
         return [check_labelled(conditions[0], table.texts, labels, source)]
+    named = list(filter(None, conditions))
     known: dict[str, str | None] = {
-        condition_key(name): known_condition
-        for known_condition in conditions
-        if known_condition
-        for name in (str(known_condition), condition_text(known_condition))
+        condition_key(spelling): name for name in named for spelling in (name, condition_text(name))
     }
     rows: dict[str, list[int]] = {}
     for row, value in enumerate(table.columns["condition"]):
@@ -190,24 +172,19 @@ def read_guide(
         known.setdefault(condition_key(name), None if closed else name)
         condition = known[condition_key(name)]
         if condition is None:
-            expected = format_list(
-                [
-                    condition_text(known_condition)
-                    for known_condition in conditions
-                    if known_condition
-                ],
-                5,
-            )
+            expected = format_list(list(map(condition_text, named)), 5)
             raise UserError(
                 f"row {row + 1} of {source}: no texts are embedded under the condition "
                 f"{shortened_repr(name)}. Use one of these conditions: {expected}."
             )
         rows.setdefault(condition, []).append(row)
-    guides = []
-    for condition, row_indices in rows.items():
-        texts, row_labels = (
-            [values[row] for row in row_indices] for values in (table.texts, labels)
+    return [
+        check_labelled(
+            condition,
+            [table.texts[row] for row in indices],
+            [labels[row] for row in indices],
+            source,
+            [row + 1 for row in indices],
         )
-        numbers = [row + 1 for row in row_indices]
-        guides.append(check_labelled(condition, texts, row_labels, source, numbers))
-    return guides
+        for condition, indices in rows.items()
+    ]

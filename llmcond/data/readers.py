@@ -14,7 +14,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -309,6 +309,21 @@ class Source:
         if file in self.tables:
             return self.tables[file].names is not None
         return self.suffix(file) != ".txt"
+
+    def has_column(self, name: str) -> bool:
+        """Return whether the table has a column; False for plain texts, and for splits.
+
+        Raises:
+            UserError: the first row cannot be read.
+        """
+        if self.splits is not None or not self.has_columns:
+            return False
+        try:
+            with closing(read_records(self, self.files[0], [name])) as records:
+                next(records, None)
+        except MissingColumnError:
+            return False
+        return True
 
 
 #: Name of a task's bundled sample in records, which contain the path of other data.

@@ -139,6 +139,10 @@ class TextSource(ABC):
         with _convert_errors(self.part_name(part), self.name):
             return list(self.schema(part).names)
 
+    def has_column(self, name: str) -> bool:
+        """Return whether the first part has a column."""
+        return name in self.columns()
+
     def part_name(self, part: str) -> str:
         """Return the name of a part in messages."""
         return f"{part} of {self.name}"

@@ -59,9 +59,9 @@ from llmcond.runs.extraction import extract_inputs
 from llmcond.runs.languages import report_foreign_texts
 from llmcond.search.model import SearchModel
 from llmcond.search.query import Hits, IndexVersion, PreparedSearch
-from llmcond.search.table import IndexRows, TextTable, WriteCounts, check_ids, check_text
+from llmcond.search.table import IndexRows, TextTable, WriteCounts, check_ids
 from llmcond.search.views import ConditionViews
-from llmcond.text import condition_key
+from llmcond.text import check_text, condition_key
 
 #: Version of the format of an index.
 FORMAT = 2

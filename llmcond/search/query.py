@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,11 +87,14 @@ class IndexVersion:
             if view is not None and not save:
                 return view
             save = save or encode is not None
-            segments = self._compute_unguided(condition, encode, save)
+            compute = partial(self._compute_vectors, condition, encode)
+            segments = self._complete(condition, compute, save)
+            guide = self.guides.get(condition)
+            if segments is not None and guide is not None:
+                map_vectors = partial(self._map_vectors, guide, segments)
+                segments = self._complete(condition, map_vectors, save, guide.digest)
             if segments is None:
                 return None
-            if condition in self.guides:
-                segments = self._apply_guide(str(condition), segments, save)
             view = self._open[condition] = make_view(segments, self.table)[0]
             self._close_oldest()
             return view
@@ -110,31 +114,40 @@ class IndexVersion:
                 del self._open[condition]
                 total -= size
 
-    def _compute_unguided(
-        self, condition: str | None, encode: Encode | None, save: bool
+    def _complete(
+        self,
+        condition: str | None,
+        compute: Callable[[Positions], NDArray[np.float16] | None],
+        save: bool,
+        guide: str = "",
     ) -> Sequence[VectorSegment] | None:
-        """Return the model's vectors of all texts; None if some would have to be encoded."""
-        segments: Sequence[VectorSegment] = self._views.read(condition)
-        missing = make_view(segments, self.table)[1]
-        joint = self.model.is_joint(condition)
-        if not len(missing):
-            return segments
-        if joint and encode is None:
-            return None
-        segment = self._compute_segment(condition, missing, encode if joint else None)
-        if not save:
-            return [*segments, self._views.convert(condition, segment)]
-        return self._save_segment(condition, segments, segment, joint)
+        """Return the stored vectors of a view, and those that ``compute`` returns for other rows.
 
-    def _apply_guide(
-        self, condition: str, unguided: Sequence[VectorSegment], save: bool
-    ) -> Sequence[VectorSegment]:
-        """Return the vectors of all texts, mapped by the condition's guide."""
-        guide = self.guides[condition]
-        segments: Sequence[VectorSegment] = self._views.read(condition, guide.digest)
+        It is None if ``compute`` returns None. A failure to save is only logged if no encoding is
+        needed to compute the vectors again.
+        """
+        segments = self._views.read(condition, guide)
         missing = make_view(segments, self.table)[1]
         if not len(missing):
             return segments
+        vectors = compute(missing)
+        if vectors is None:
+            return None
+        segment = VectorSegment(self.table.numbers[missing], vectors)
+        joint = not guide and self.model.is_joint(condition)
+        try:
+            if save:
+                return self._views.add(condition, segment, self.table, lasting=joint, guide=guide)
+        except (OSError, UserError) as error:
+            if joint:
+                raise
+            log.info(f"the vectors under {condition!r} cannot be saved for later use: {error}")
+        return [*segments, self._views.convert(condition, segment, guide)]
+
+    def _map_vectors(
+        self, guide: Guide, unguided: Sequence[VectorSegment], missing: Positions
+    ) -> NDArray[np.float16]:
+        """Return the vectors of some rows, mapped by a guide."""
         vectors = np.empty((len(missing), unguided[0].dim), dtype=np.float16)
         # Rows that are not in the table have position -1, which indexes the last element: -1 again.
         target_rows = np.full(len(self.table) + 1, -1)
@@ -146,21 +159,22 @@ class IndexVersion:
                 rows = needed[start : start + _BLOCK_ROWS]
                 mapped = guide.transform(segment.read(rows, vectors.size))
                 vectors[targets[rows]] = convert_dtype(mapped, "float16", vectors.size)
-        mapped_segment = VectorSegment(self.table.numbers[missing], vectors)
-        if not save:
-            return [*segments, self._views.convert(condition, mapped_segment, guide.digest)]
-        return self._save_segment(condition, segments, mapped_segment, False, guide.digest)
+        return vectors
 
-    def _compute_segment(
-        self, condition: str | None, missing: Positions, encode: Encode | None
-    ) -> VectorSegment:
-        project, columns = self.model.projections.get(condition), ["text"] if encode else []
+    def _compute_vectors(
+        self, condition: str | None, encode: Encode | None, missing: Positions
+    ) -> NDArray[np.float16] | None:
+        """Return the model's vectors of some rows; None if they would have to be encoded."""
+        joint = self.model.is_joint(condition)
+        if joint and encode is None:
+            return None
+        project, columns = self.model.projections.get(condition), ["text"] if joint else []
         if self.model.templates.text_only:
             columns.append(VECTOR)
         vectors: NDArray[np.float16] = np.zeros((0, 0), dtype=np.float16)
         done = 0
         for block, rows in self.table.blocks(missing, columns):
-            texts = rows["text"].to_pylist() if encode else [""] * len(block)
+            texts = rows["text"].to_pylist() if joint else [""] * len(block)
             half = vectors_of(rows).copy()
             stored = convert_dtype(half, "float32", len(missing) * half.shape[1])
             projected = project(texts, stored, encode or self.model.projections.encode)
@@ -168,24 +182,7 @@ class IndexVersion:
                 vectors = np.empty((len(missing), projected.shape[1]), dtype=np.float16)
             vectors[done : done + len(block)] = convert_dtype(projected, "float16", vectors.size)
             done += len(block)
-        return VectorSegment(self.table.numbers[missing], vectors)
-
-    def _save_segment(
-        self,
-        condition: str | None,
-        segments: Sequence[VectorSegment],
-        segment: VectorSegment,
-        joint: bool,
-        guide: str = "",
-    ) -> Sequence[VectorSegment]:
-        """Save a segment. A failure is only logged if no encoding is needed to recompute it."""
-        try:
-            return self._views.add(condition, segment, self.table, lasting=joint, guide=guide)
-        except (OSError, UserError) as error:
-            if joint:
-                raise
-            log.info(f"the vectors under {condition!r} cannot be saved for later use: {error}")
-            return [*segments, self._views.convert(condition, segment, guide)]
+        return vectors
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ from llmcond.log import log
 from llmcond.options import check_argument
 from llmcond.search import FilterError
 from llmcond.search.filters import parse_filter
-from llmcond.text import cell_text
+from llmcond.text import check_text
 
 #: Pattern that all values of a column must match, and the type that the column then gets. Values
 #: with leading zeros, or with more digits than the type can hold, are keys rather than amounts:
@@ -547,15 +547,6 @@ class IndexUpdatePlan:
             if selected.any():
                 vectors[selected] = pieces.pop(0)
         return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
-
-
-def check_text(text: str, what: str) -> str:
-    """Return a text that can be encoded; else raise a UserError that begins with ``what``."""
-    try:
-        cell_text(text)
-    except ValueError as error:
-        raise UserError(f"{what} {error}.") from error
-    return text
 
 
 def _digest_ids(texts: Sequence[str]) -> list[str]:

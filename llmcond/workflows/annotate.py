@@ -32,12 +32,8 @@ from llmcond.data.datasets import (
     Columns,
     DataOptions,
     RatingScale,
-    has_column,
-    open_collection,
     read_collection,
-    read_pairs,
     read_rows,
-    text_column,
 )
 from llmcond.data.rows import Rows
 from llmcond.display import Displayed
@@ -195,8 +191,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
 def _propose(options: AnnotateOptions) -> list[Question]:
     """Return the questions that ask the model to pair texts."""
     template = load_template(options.propose_prompt, "propose")
-    source = open_collection(options.data, options.read_options(), options.text)
-    texts = read_collection(source, text_column(partial(has_column, source), options.text)).texts
+    texts = read_collection(options.data, options.text, read=options.read_options()).texts
     questions = []
     for sentence, candidates in build_offers(texts, options.propose or 0, options.seed):
         numbered = (f"{number}. {text}" for number, text in enumerate(candidates, 1))
@@ -246,10 +241,14 @@ def _check_propose(data: DataOptions, split: str | None, rows: int | None) -> No
 def _read_rows(data: DataOptions, split: str | None, max_rows: int | None, seed: int) -> Rows:
     """Read the rows to rate: all, or ``max_rows`` sampled by the seed, in their original order."""
     columns, scale = Columns(**data.columns), RatingScale(**data.scale)
-    if "label" in data.columns:
-        rows, _ = read_rows(data.source, split or "train", columns, scale, reading=data.reading)
-    else:
-        rows = read_pairs(data.source, split or "train", columns, scale, data.reading)
+    rows, _ = read_rows(
+        data.source,
+        split or "train",
+        columns,
+        scale,
+        reading=data.reading,
+        need_ratings="label" in data.columns,
+    )
     if max_rows is None or max_rows >= len(rows):
         return rows
     return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows))[:max_rows]))

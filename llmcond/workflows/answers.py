@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcond.data.datasets import has_column, is_missing, open_collection, read_collection
+from llmcond.data.datasets import is_missing, open_collection, read_collection
 from llmcond.encoders import EncoderInput
 from llmcond.features.view import FeatureView
 from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead
@@ -53,7 +53,7 @@ def read_questions(data: Any) -> list[AnswerQuestion]:
         UserError: the table cannot be read, it lacks a column, or a text is empty.
     """
     source = open_collection(data)
-    answers = [name for name in _ANSWERS if has_column(source, name)]
+    answers = [name for name in _ANSWERS if source.has_column(name)]
     required = [
         read_collection(source, column).texts for column in ("sentence1", "sentence2", "condition")
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from typing_extensions import override
 
 from llmcond.bundled import DEFAULT_MODEL
 from llmcond.conditions import condition_titles
-from llmcond.data.datasets import has_column, open_collection, read_collection, text_column
+from llmcond.data.datasets import read_collection
 from llmcond.display import Displayed
 from llmcond.errors import UserError, shortened_repr
 from llmcond.evaluation.condition_checks import (
@@ -96,9 +95,7 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
             f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which gives the "
             "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
         )
-    source = open_collection(options.texts, options.read_options(), options.text)
-    column = text_column(partial(has_column, source), options.text)
-    collection = read_collection(source, column)
+    collection = read_collection(options.texts, options.text, read=options.read_options())
     embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
     report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
     sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]

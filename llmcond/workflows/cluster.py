@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,6 @@ from llmcond.clustering.tables import quality_text
 from llmcond.conditions import condition_text
 from llmcond.data.datasets import (
     Collection,
-    has_column,
     is_missing,
     open_collection,
     read_collection,
@@ -66,7 +64,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     _check_conditions(conditions, guide is not None, labels)
     finder = _ClusterFinder.of(options)
     source = open_collection(texts, options.read_options(), text)
-    column = text_column(partial(has_column, source), text)
+    column = text_column(source, text)
     columns = _name_columns(conditions, options.keep, column)
     collection = read_collection(source, column, list(dict.fromkeys([*options.keep, *labels])))
     distinct = finder.check_texts(collection)

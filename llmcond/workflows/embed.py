@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,8 @@ from llmcond.conditions import (
 )
 from llmcond.data.datasets import (
     ConditionedTexts,
+    HasColumns,
     Problems,
-    has_column,
     open_collection,
     read_collection,
     read_texts,
@@ -279,9 +278,7 @@ class VectorColumn:
         return {**asdict(self), "values": self.values and list(self.values)}
 
 
-def find_vector_columns(
-    options: EmbedOptions, has_column: Callable[[str], bool]
-) -> list[VectorColumn]:
+def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[VectorColumn]:
     """Return the columns of vectors that the options of a command ask for.
 
     A single one is called ``embedding``. Of several, each has its condition in its name. Conditions
@@ -298,7 +295,7 @@ def find_vector_columns(
         combine_values(options.condition, options.values)  # raises the error for these numbers
     columns: dict[tuple[str | None, str], VectorColumn] = {}
     for name, values in zip(named, examples or [None] * len(named), strict=True):
-        source, text = resolve_conditions(has_column, name, options.condition_text)
+        source, text = resolve_conditions(table, name, options.condition_text)
         column = VectorColumn(VECTOR, source, text, example_values(values or ()) or None)
         columns.setdefault((source, condition_key(column.condition)), column)
     if len(columns) < len(named):
@@ -327,7 +324,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     run_folder = options.resolve_folder()
     check_output(out, EMBEDDING_SUFFIXES, [run_folder / "rows.parquet"])
     source = open_collection(options.texts, read, options.text_column)
-    columns = find_vector_columns(options, partial(has_column, source))
+    columns = find_vector_columns(options, source)
     names = {column.name: column.condition for column in columns}
     conflicts = sorted({"sentence", "condition", *names} & set(keep))
     if keep and (conflicts or suffix(out) == ".npy"):
@@ -441,7 +438,7 @@ def _read_texts(
         others = [name for name in sources if name != first.source and name not in keep]
         texts = read_texts(
             source,
-            text_column(partial(has_column, source), text),
+            text_column(source, text),
             first.source,
             first.text,
             [*keep, *others],

@@ -351,9 +351,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     model = StreamModel.find(options)
     reading = options.read_options()
     texts, output = open_texts(options.texts, read=reading, column=text), open_output(out)
-    has_column = texts.columns().__contains__
-    sentence_column = text_column(has_column, text)
-    columns = find_vector_columns(options, has_column)
+    sentence_column = text_column(texts, text)
+    columns = find_vector_columns(options, texts)
     names, output.vector = {column.name: column.condition for column in columns}, columns[0].name
     sources = list(dict.fromkeys(column.source for column in columns if column.source))
     if isinstance(output, LanceOutput):

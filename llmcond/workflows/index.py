@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ from typing_extensions import override
 
 from llmcond.conditions import distinct_conditions
 from llmcond.data.datasets import (
-    has_column,
-    open_collection,
     read_collection,
     read_text_file,
-    text_column,
 )
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.display import Displayed
@@ -97,9 +93,7 @@ def index_texts(options: IndexOptions) -> IndexResult:
         index = Index.build(out, conditions=conditions, **model_options)
     else:
         other_columns = [*keep, *([id_column] if id_column else [])]
-        source = open_collection(texts, read, text)
-        column = text_column(partial(has_column, source), text)
-        collection = read_collection(source, column, list(dict.fromkeys(other_columns)))
+        collection = read_collection(texts, text, list(dict.fromkeys(other_columns)), read)
         columns: Mapping[str, Any] = {name: collection.columns[name] for name in keep}
         if not collection.has_types:
             columns = infer_types(columns, TextTable(out).schema())

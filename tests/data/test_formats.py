@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from openpyxl import Workbook
 
 from llmcond.data.datasets import (
-    has_column,
     open_collection,
     read_candidates,
     read_collection,
     read_rows,
-    text_column,
 )
 from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import Source, read_records
@@ -35,8 +33,7 @@ def read(
 ) -> list[str]:
     """Read texts as the commands do; with ``keep``, a column that is kept."""
     opened = open_collection(source, options or ReadOptions(), column)
-    name = text_column(lambda name: has_column(opened, name), column)
-    collection = read_collection(opened, name, [keep] if keep else [])
+    collection = read_collection(opened, column, [keep] if keep else [])
     return collection.columns[keep] if keep else collection.texts
 
 

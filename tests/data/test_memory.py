@@ -16,7 +16,6 @@ import pytest
 
 import llmcond
 from llmcond.data.datasets import (
-    has_column,
     open_collection,
     read_collection,
     read_dataset,
@@ -105,7 +104,7 @@ TABLES: dict[str, Callable[[dict[str, list[Any]]], Any]] = {
 
 def read(data: Any, keep: str = "", **options: Any) -> list[Any]:
     source = open_collection(data, ReadOptions(**options))
-    has_column(source, "sentence")  # as commands do
+    source.has_column("sentence")  # as commands do
     collection = read_collection(source, "text", [keep] if keep else [])
     return collection.columns[keep] if keep else collection.texts
 
