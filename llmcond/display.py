@@ -6,10 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from html import escape
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmcond.errors import (
@@ -18,6 +17,7 @@ from llmcond.errors import (
     format_count,
     shortened_repr,
 )
+from llmcond.files import fields_as_json
 from llmcond.log import log
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class Displayed:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that ``--json`` prints: the fields and their values."""
-        return {name: _as_json(value) for name, value in vars(self).items()}
+        return fields_as_json(self)
 
     def _displayed(self) -> Mapping[str, Any]:
         """Return the displayed values and tables by name; a table is a sequence of rows."""
@@ -347,17 +347,6 @@ def are_equal(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)) and type(first) is type(second):
         return len(first) == len(second) and all(map(are_equal, first, second))
     return not is_dataclass(first) and bool(first == second)
-
-
-def _as_json(value: Any) -> Any:
-    """Return a field's value as JSON: results and dataclasses as objects, paths as text."""
-    if hasattr(value, "to_json"):
-        return value.to_json()
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _split(

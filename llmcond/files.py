@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path, PurePath
 from types import SimpleNamespace
@@ -280,6 +282,48 @@ def _check_creatable(path: Path) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write ``value`` as indented JSON, atomically. NaN and infinity raise a ValueError."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def as_json(value: Any, digits: int | None = None) -> Any:
+    """Return a value as JSON: dataclasses and mappings as objects, other iterables as lists.
+
+    An object with a method ``to_json`` is converted by it. Paths become texts, NumPy's numbers and
+    arrays become numbers and lists, and numbers that are not finite become None.
+
+    Args:
+        value: the value.
+        digits: number of decimals that floats are rounded to; None: all.
+    """
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if is_dataclass(value) and not isinstance(value, type):
+        return fields_as_json(value)
+    if hasattr(value, "tolist"):  # an array or a number of NumPy
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: as_json(item, digits) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [as_json(item, digits) for item in value]
+    if isinstance(value, float):
+        value = value if digits is None else round(value, digits)
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def fields_as_json(instance: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as a JSON object, for ``as_json`` and methods ``to_json``.
+
+    The metadata of a field can have three keys. ``digits``: number of decimals that its floats are
+    rounded to. ``json``: its key in the object; an empty one leaves the field out. ``omit``: True
+    leaves the field out if its value is None or empty.
+    """
+    values = {}
+    for field in fields(instance):
+        name, value = field.metadata.get("json", field.name), getattr(instance, field.name)
+        is_empty = value is None or (hasattr(value, "__len__") and len(value) == 0)
+        if name and not (is_empty and field.metadata.get("omit")):
+            values[name] = as_json(value, field.metadata.get("digits"))
+    return values
 
 
 def read_json(path: Path) -> dict[str, Any]:

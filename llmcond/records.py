@@ -1,35 +1,44 @@
-"""Reading and checking of llmcond's JSON records, with one-line errors for damaged ones."""
+"""JSON records of dataclasses: reading with one-line errors, and atomic writing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmcond.config import describe_validation_error, type_adapter
 from llmcond.errors import LlmcondError
-from llmcond.files import read_json
+from llmcond.files import as_json, check_format, fields_as_json, read_json, write_json
+
+__all__ = ["RECORD", "as_json", "check_record", "fields_as_json", "read_record", "write_record"]
+
+T = TypeVar("T")
 
 #: ``__pydantic_config__`` of every dataclass that declares the required keys of a record.
 RECORD: dict[str, Any] = {"extra": "ignore", "strict": True, "allow_inf_nan": False}
 
 
-def read_record(path: Path, schema: type[Any], remedy: str = "") -> dict[str, Any]:
+def read_record(path: Path, schema: type[T], remedy: str = "", newest: int = 0) -> T:
     """Read and check a record; ``check_record`` describes the arguments.
 
+    Args:
+        path: the JSON file.
+        schema: dataclass of the record.
+        remedy: end of messages, which says what to do.
+        newest: newest ``format`` that this version reads; 0: the record has no format.
+
     Raises:
-        UserError: the file does not exist, or is not JSON.
+        UserError: the file does not exist, is not JSON, or a newer version wrote it.
         LlmcondError: the record is damaged.
     """
     values = read_json(path)
-    check_record(values, schema, str(path), remedy)
-    return values
+    if newest:
+        check_format(values, newest, str(path))
+    return check_record(values, schema, str(path), remedy)
 
 
-def check_record(
-    values: Mapping[str, Any], schema: type[Any], source: str, remedy: str = ""
-) -> None:
+def check_record(values: Mapping[str, Any], schema: type[T], source: str, remedy: str = "") -> T:
     """Check that a record has all fields of a dataclass, with values of their types.
 
     Args:
@@ -38,13 +47,22 @@ def check_record(
         source: name of the record, for messages.
         remedy: end of messages, which says what to do.
 
+    Returns:
+        An instance of the dataclass, without the additional keys.
+
     Raises:
         LlmcondError: a key is missing, or its value has the wrong type or is out of range.
     """
     from pydantic import ValidationError
 
     try:
-        type_adapter(schema).validate_json(json.dumps(values))
+        record: T = type_adapter(schema).validate_json(json.dumps(values))
+        return record
     except ValidationError as error:
         problem = describe_validation_error(error.errors()[0], ())
         raise LlmcondError(f"{source} was damaged: {problem} {remedy}".rstrip()) from error
+
+
+def write_record(path: Path, value: object) -> None:
+    """Write a value as indented JSON, atomically; ``as_json`` describes its form."""
+    write_json(path, as_json(value))

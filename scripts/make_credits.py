@@ -19,8 +19,9 @@ from typing import Any
 from llmcond.bundled import bundled_folder
 from llmcond.encoders.checkpoints.adapter import CARD, CREDITS
 from llmcond.files import read_json
+from llmcond.records import check_record
 from llmcond.report.metadata import add_metadata, trained_metadata
-from llmcond.runs.credits import FORMAT, LICENCES, Work, parse_credits
+from llmcond.runs.credits import FORMAT, LICENCES, Credits, Work
 from llmcond.workflows.training_record import RECORD
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,7 @@ def model_texts(folder: Path, name: str) -> dict[Path, str]:
         "licence": model["licence"],
         "works": [works[work] for work in model["works"]],
     }
-    model_credits = parse_credits(record)
+    model_credits = check_record(record, Credits, "the credits")
     # The scores are those of the rated data, whose folder had another name.
     trained = read_json(folder / RECORD)
     trained["data"]["source"] = f"hf://datasets/{model_credits.metadata['datasets'][0]}"

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from llmcond.errors import LlmcondError, UserError
-from llmcond.records import RECORD, read_record
+from llmcond.records import RECORD, as_json, check_record, fields_as_json, read_record, write_record
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,10 @@ class _Outer:
 VALID_RECORD = {"inner": {"names": ["a"], "share": 1, "more": 2}, "counts": {"x": 1}, "later": {}}
 
 
-def test_valid_record_is_returned_with_unknown_keys(tmp_path):
+def test_valid_record_is_read_without_unknown_keys(tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(VALID_RECORD))
-    assert read_record(path, _Outer) == VALID_RECORD
+    assert read_record(path, _Outer) == _Outer(_Inner(["a"], 1), {"x": 1})
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,50 @@ def test_numbers_must_be_finite(tmp_path):
     path.write_text(json.dumps({**VALID_RECORD, "inner": {"names": [], "share": float("nan")}}))
     with pytest.raises(LlmcondError, match=r"'inner\.share' is nan"):
         read_record(path, _Outer)
+
+
+@dataclass(frozen=True)
+class _Values:
+    path: Path
+    scores: Mapping[str, tuple[float, ...]] = field(metadata={"digits": 2})
+    nested: tuple[_Inner, ...]
+    total: int = field(metadata={"json": "n"})
+    hidden: str = field(default="x", metadata={"json": ""})
+    empty: str = field(default="", metadata={"omit": True})
+
+
+def test_values_become_json_and_are_read_again(tmp_path):
+    values = _Values(
+        Path("a"), {"x": (0.126, np.float32(1))}, (_Inner(("a",), np.nan),), np.int64(2)
+    )
+    expected = {
+        "path": "a",
+        "scores": {"x": [0.13, 1.0]},
+        "nested": [{"names": ["a"], "share": None}],
+        "n": 2,
+    }
+    assert as_json(values) == fields_as_json(values) == expected
+    assert as_json([values, None, True, np.arange(2)]) == [expected, None, True, [0, 1]]
+    assert [type(value) for value in as_json({"x": (np.int64(2), np.float32(1))})["x"]] == [
+        int,
+        float,
+    ]
+    record = _Outer(_Inner(("a",), 0.5), {"x": 1})
+    write_record(tmp_path / "record.json", record)
+    assert read_record(tmp_path / "record.json", _Outer) == _Outer(_Inner(["a"], 0.5), {"x": 1})
+
+
+def test_object_converts_itself():
+    class Named:
+        def to_json(self):
+            return "itself"
+
+    assert as_json({"x": [Named()]}) == {"x": ["itself"]}
+
+
+def test_newer_format_is_rejected(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"format": 3, **VALID_RECORD}))
+    with pytest.raises(UserError, match="newer version"):
+        read_record(path, _Outer, newest=2)
+    assert read_record(path, _Outer, newest=3) == check_record(VALID_RECORD, _Outer, "x")

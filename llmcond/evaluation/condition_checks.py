@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from llmcond.bundled import DEFAULT_MODEL, bundled_folder
 from llmcond.conditions import Condition, condition_json
 from llmcond.errors import LlmcondError
-from llmcond.files import check_format
 from llmcond.metrics import Estimate
-from llmcond.records import RECORD, read_record
+from llmcond.records import RECORD, fields_as_json, read_record
 
 #: The largest number of distinct texts that are sampled, and the smallest that is enough.
 MOST_TEXTS, LEAST_TEXTS = 200, 20
@@ -33,7 +32,6 @@ CLEAR_GROUPS, SOME_GROUPS = 0.70, 0.58
 CALIBRATION = "conditions.json"
 
 _FORMAT = 1
-_RECORDED = ("intercept", "coefficients", "half_width", "measured")
 #: The fraction of the other texts that count as the nearest ones.
 _NEAREST = 0.02
 
@@ -107,7 +105,7 @@ class Calibration:
     coefficients: Mapping[str, float]
     half_width: float
     measured: Mapping[str, Any]
-    is_of_model: bool = True
+    is_of_model: bool = field(default=True, metadata={"json": ""})
 
     def expect(self, values: Mapping[str, float]) -> Estimate:
         """Return the expected accuracy, with the 95 % interval for a condition of unseen texts."""
@@ -127,7 +125,7 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of conditions.json."""
-        return {"format": _FORMAT, **{name: getattr(self, name) for name in _RECORDED}}
+        return {"format": _FORMAT, **fields_as_json(self)}
 
 
 def find_calibration(folder: Path) -> Calibration | None:
@@ -147,16 +145,13 @@ def find_calibration(folder: Path) -> Calibration | None:
     if path is None:
         return None
     remedy = "Create it again: python scripts/calibrate_conditions.py"
-    record = read_record(path, Calibration, remedy)
-    check_format(record, _FORMAT, str(path))
-    unknown = sorted(record["coefficients"].keys() - INDICATORS.keys())
+    calibration = read_record(path, Calibration, remedy, newest=_FORMAT)
+    unknown = sorted(calibration.coefficients.keys() - INDICATORS.keys())
     if unknown:
         raise LlmcondError(
             f"{path} has a coefficient of {unknown[0]!r}, which is not an indicator. {remedy}"
         )
-    return Calibration(
-        **{name: record[name] for name in _RECORDED}, is_of_model=path.parent == folder
-    )
+    return replace(calibration, is_of_model=path.parent == folder)
 
 
 @dataclass(frozen=True, slots=True)

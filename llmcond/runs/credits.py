@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import MinLen
 
 from llmcond.encoders.checkpoints.adapter import CREDITS
-from llmcond.files import check_format
 from llmcond.records import RECORD, read_record
 
 FORMAT = 1
@@ -102,16 +101,7 @@ def read_credits(folder: Path) -> Credits | None:
     path = folder / CREDITS
     if not path.is_file():
         return None
-    record = read_record(path, Credits, "Copy it again.")
-    check_format(record, FORMAT, str(path))
-    return parse_credits(record)
-
-
-def parse_credits(record: Mapping[str, Any]) -> Credits:
-    """Return credits from the content of their file."""
-    names = {field.name for field in fields(Work)}
-    works = [{name: work[name] for name in names & work.keys()} for work in record["works"]]
-    return Credits(record["licence"], [Work(**work) for work in works])
+    return read_record(path, Credits, "Copy it again.", newest=FORMAT)
 
 
 def _licence_link(identifier: str) -> str:

@@ -342,21 +342,18 @@ def _read_rate(
     record = read_record(
         bench, _BenchRecord, f"Write it again: llmcond bench --model {model} --json"
     )
-    speeds = record["speeds"]
+    speeds = record.speeds
     batch_ways = ("packed", "padded")
     usable_speeds = [
-        speed for speed in speeds if speed["precision"] == precision and speed["way"] in batch_ways
+        speed for speed in speeds if speed.precision == precision and speed.way in batch_ways
     ]
-    model_speeds = [speed for speed in usable_speeds if speed["model"] in names]
+    model_speeds = [speed for speed in usable_speeds if speed.model in names]
     if not model_speeds:
-        available = sorted({f"{speed['model']} in {speed['precision']}" for speed in speeds})
+        available = sorted({f"{speed.model} in {speed.precision}" for speed in speeds})
         raise UserError(
             f"{bench} has no speed of {resolved.checkpoint.name} in {precision}; it has "
             f"{', '.join(available) or 'none'}. Measure one: llmcond bench --model {model} --json"
         )
-    closest = min(
-        model_speeds, key=lambda speed: abs(math.log(speed["tokens"] / speed["n"] / length))
-    )
-    machine = record["machine"].get("gpu") or record["machine"].get("cpu")
-    rate_of = f"{machine}, {closest['inputs']}, {bench}"
-    return float(closest["tokens_per_second"]), rate_of
+    closest = min(model_speeds, key=lambda speed: abs(math.log(speed.tokens / speed.n / length)))
+    machine = record.machine.get("gpu") or record.machine.get("cpu")
+    return closest.tokens_per_second, f"{machine}, {closest.inputs}, {bench}"

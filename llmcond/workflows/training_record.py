@@ -25,7 +25,7 @@ from llmcond.log import log
 from llmcond.metrics import Estimate
 from llmcond.prompts import Prompt
 from llmcond.records import RECORD as RECORDED
-from llmcond.records import read_record
+from llmcond.records import check_record, read_record
 from llmcond.run_log import LOGS
 from llmcond.runs import open_any_run
 from llmcond.tasks import Data
@@ -147,8 +147,7 @@ def read_trained_prompts(folder: Path) -> dict[str, str]:
     record = read_record(
         folder / RECORD, _TrainingRecord, "Name the prompt: --prompt NAME_OR_FILE."
     )
-    prompts: dict[str, str] = record["made_of"].get("prompts", {})
-    return prompts
+    return dict(record.made_of.prompts)
 
 
 def load_finished_training(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -169,7 +168,8 @@ def load_finished_training(folder: Path, config: Mapping[str, Any]) -> dict[str,
     if not folder.is_dir():
         raise UserError(f"{folder} is a file; name a folder with --run.")
     if (folder / RECORD).is_file():
-        record = read_record(folder / RECORD, _TrainingRecord, "Train into a new --run.")
+        record = read_json(folder / RECORD)
+        check_record(record, _TrainingRecord, str(folder / RECORD), "Train into a new --run.")
         # A kill after the record was written leaves the state.
         shutil.rmtree(folder / STATE, ignore_errors=True)
         is_cross = ["orders" in training for training in (record["made_of"], config)]
