@@ -45,7 +45,7 @@ from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 from llmcond.files import check_output, write_json, write_text
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
-from llmcond.heads.base import ConditionCache
+from llmcond.heads.fitted import ConditionCache
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.prompts import load_prompt
 from llmcond.system import provenance

@@ -29,10 +29,8 @@ from bench_process import run_in_process
 from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
 from llmcond.heads.conditioned import Hypernet
 from llmcond.heads.fit import fit_by_gradient
-from llmcond.kinds.ranking.arrays import QueryArrays
-from llmcond.kinds.ranking.fit import fit_queries
 from llmcond.kinds.ranking.graph import KnownTriples, both_directions
-from llmcond.kinds.ranking.heads import create_query_family
+from llmcond.kinds.ranking.heads import QueryArrays, create_query_family, fit_queries
 
 #: C-STS: train rows, distinct conditions, and the paper's dimensions before and after projection.
 ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512

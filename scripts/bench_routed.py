@@ -33,7 +33,7 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
-from llmcond.heads.base import FittedHead
+from llmcond.heads.fitted import FittedHead
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import render_rows
 

@@ -34,7 +34,7 @@ from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import known_names
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.features.view import recipe_view
-from llmcond.finetune.loading import load_trainable, prepare_accelerator
+from llmcond.finetune.encoder import load_trainable, prepare_accelerator
 from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe

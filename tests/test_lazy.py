@@ -118,7 +118,7 @@ assert len(written.fragment.keys) == 32  # two inputs with keys of 16 bytes
 def test_heads_of_rated_pairs_import_no_other_kind():
     from llmcond.heads.recipes import FAMILIES
 
-    names = "recipes fit base module settings storage numpy_heads estimator"
+    names = "recipes fit fitted module settings storage numpy_heads estimator"
     code = "".join(f"import llmcond.heads.{name}\n" for name in names.split())
     others = {module.partition(":")[0] for module in FAMILIES.values() if "kinds" in module}
     assert others

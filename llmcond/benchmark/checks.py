@@ -334,7 +334,7 @@ def fit_head(device: str) -> Vectors:
 def _check_lora_steps(bench: CheckEnvironment) -> tuple[float, str]:
     """Train adapters on a 4-bit base, whose weights must stay bit-identical."""
     _require("bitsandbytes", "accelerate", "peft")
-    from llmcond.finetune.loading import load_trainable
+    from llmcond.finetune.encoder import load_trainable
     from llmcond.finetune.settings import TuneSettings
 
     resolved = bench.resolve("mistral-7b", "bfloat16", "4bit")

@@ -47,7 +47,7 @@ class TrainCross(TrainCrossOptions, Command):
             >>> result.run
             PosixPath('runs/default')
         """
-        from llmcond.workflows.cross import train_cross
+        from llmcond.workflows.train import train_cross
 
         return train_cross(self)
 

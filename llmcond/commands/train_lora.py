@@ -46,7 +46,7 @@ class TrainLora(TrainLoraOptions, Command):
             >>> result.run
             PosixPath('runs/default')
         """
-        from llmcond.workflows.finetune import train_lora
+        from llmcond.workflows.train import train_lora
 
         return train_lora(self)
 

@@ -22,7 +22,7 @@ from llmcond.encoders.settings import SETTINGS, encoder_types
 from llmcond.errors import UserError
 from llmcond.exporting.tokenizers import Affixes, find_affixes, write_tokenizer
 from llmcond.files import write_json
-from llmcond.finetune.state import write_tensors
+from llmcond.finetune.loop import write_tensors
 from llmcond.heads.numpy_heads import DenseLayer
 from llmcond.heads.settings import Activation
 from llmcond.prompts import Prompt

@@ -1,29 +1,177 @@
-"""The training loop: steps, dev evaluations, checkpoints, and exact resuming from a checkpoint."""
+"""The training loop: steps, dev evaluations, checkpoints, exact resuming, and a last stage.
+
+The state of training is one file that is replaced atomically, and the best weights. Checkpoints of
+accelerate use pickles; these use safetensors: weights and moments are tensors, and the rest is JSON
+in the header. Random states are not stored, as every random number is a function of seed and step.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, Generic
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from llmcond.arrays import Positions
+from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.encoders.engine.engine import is_out_of_memory
 from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.errors import LlmcondError, UserError
-from llmcond.finetune.base import DistributedCompute, R, TrainedModel
-from llmcond.finetune.settings import TuneSettings, default_learning_rate
-from llmcond.finetune.state import STATE, TrainingProgress, TrainingState
-from llmcond.heads.batches import GroupSampler
+from llmcond.evaluation.dev_gain import CrossValidatedGain
+from llmcond.files import replace_atomically
+from llmcond.finetune.model import DistributedCompute, P, R, RatedModel, TrainedModel
+from llmcond.finetune.settings import (
+    StageSettings,
+    TuneSettings,
+    default_learning_rate,
+    describe_differences,
+)
 from llmcond.heads.fit import entries_since_best
+from llmcond.heads.fitted import GroupSampler
+from llmcond.log import log
+from llmcond.progress import TrainBar
+from llmcond.records import RECORD, check_record
+from llmcond.run_log import RunLog
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+FORMAT = 1
+STATE, BEST = "state.safetensors", "best.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """The progress of training.
+
+    Attributes:
+        step: number of finished steps, over all epochs.
+        updates: number of those that changed the weights, at the last checkpoint.
+        curve: one entry per evaluation: step, epoch, mean loss since the previous one, and score.
+        best_step: step of the best evaluation; 0 before the first.
+        best_score: dev score of the best evaluation; None if nothing was scored or it is undefined.
+        loss: sum of the losses since the last evaluation, in the order of steps.
+        losses: number of those losses.
+        seconds: training time in seconds, over all runs of the command.
+        scaler: state of the gradient scaler of float16.
+        done: whether training has ended.
+    """
+
+    step: int = 0
+    updates: int = 0
+    curve: tuple[Mapping[str, Any], ...] = ()
+    best_step: int = 0
+    best_score: float | None = None
+    loss: float = 0.0
+    losses: int = 0
+    seconds: float = 0.0
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class _StateHeader:
+    """The header of a state file; that of the best weights has no progress."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    made_of: Mapping[str, Any]
+    progress: TrainingProgress | None = None
+
+
+class TrainingState:
+    """The folder ``training`` of a run that is being trained; it is created on the first write.
+
+    Reading raises a LlmcondError if a file is missing or damaged; writing raises a DiskFullError if
+    the disk is full.
+    """
+
+    def __init__(self, folder: Path, training_config: Mapping[str, Any]) -> None:
+        """Store the folder, and the settings that determine the result of training, as JSON."""
+        self.folder, self._training_config = folder, json.loads(json.dumps(training_config))
+
+    def load(self) -> tuple[TrainingProgress, dict[str, Tensor]] | None:
+        """Return the progress and the tensors; None if training has not begun.
+
+        Raises:
+            UserError: training was begun with other settings; the message names each.
+        """
+        path = self.folder / STATE
+        if not path.is_file():
+            return None
+        record, tensors = _read_state(path)
+        changes = describe_differences(record["made_of"], self._training_config)
+        if changes:
+            raise UserError(
+                f"{self.folder} holds a training that was begun with other settings: "
+                f"{'; '.join(changes)}. Give the same settings to resume it, name another "
+                "--run, or delete the folder to start again."
+            )
+        values = record["progress"]
+        return TrainingProgress(**{**values, "curve": tuple(values["curve"])}), tensors
+
+    def save(self, progress: TrainingProgress, tensors: Mapping[str, Tensor]) -> None:
+        """Write the progress and the tensors; after a failure the file is unchanged."""
+        self._write_state(STATE, {"progress": asdict(progress)}, tensors)
+
+    def save_best(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the weights of the best evaluation."""
+        self._write_state(BEST, {"step": step}, tensors)
+
+    def load_best(self) -> dict[str, Tensor]:
+        """Return the weights of the best evaluation."""
+        return _read_state(self.folder / BEST)[1]
+
+    def _write_state(
+        self, name: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        values = {"format": FORMAT, "made_of": self._training_config, **record}
+        write_tensors(self.folder / name, tensors, {"llmcond": json.dumps(values)})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors as safetensors; after a failure the file is unchanged."""
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    with replace_atomically(path) as temporary:
+        mode = temporary.stat().st_mode
+        try:
+            save_file(plain, temporary, metadata=metadata)
+        except SafetensorError as error:
+            # The error of the operating system is only in the text of the message.
+            match = re.search(r"\(os error (\d+)\)", str(error))
+            raise OSError(int(match[1]) if match else errno.EIO, str(error)) from error
+        # safetensors creates files that only their owner can read.
+        temporary.chmod(mode)
+
+
+def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt", device="cpu", backend="pread") as opened:
+            record = dict(json.loads(opened.metadata()["llmcond"]))
+            # Copy, as the file is replaced while its tensors are still in use.
+            tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise LlmcondError(
+            f"{path} is missing or damaged: {error}. Delete {path.parent} to start again."
+        ) from error
+    if record.get("format") != FORMAT:
+        raise UserError(f"{path} was written by another version of llmcond. Use that one.")
+    check_record(record, _StateHeader, str(path), f"Delete {path.parent} to start again.")
+    return record, tensors
+
 
 #: Called after each step and its evaluation, if there is one. The arguments are the progress, the
 #: total number of steps, and the figures of the step: its number and epoch, the loss, the learning
@@ -349,3 +497,102 @@ def _swap_weights(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -
         yield
     finally:
         copy_tensors(originals, "", targets)
+
+
+#: Second number, next to the seed, of the random generator that samples the share of train. The
+#: generators of steps use numbers from 0.
+_SHARE_STREAM = 2**32
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastStage(Generic[P]):
+    """A trained model, and the settings and data of its last stage.
+
+    Attributes:
+        model: the model, after the training before the stage.
+        to_inputs: converts rated rows to the model's input format.
+        train: rated rows of train.
+        dev: rated rows of dev.
+        settings: settings of the training before the stage.
+        stage: settings of the stage.
+        start: weights with the best dev score, by name; each stage begins with them.
+        accelerator: computes on one device or in several processes.
+        folder: folder of the states of these trainings.
+        training_config: everything that determines the result of training.
+        run_log: log of the training.
+    """
+
+    model: RatedModel[P]
+    to_inputs: Callable[[Rows], P]
+    train: Rows
+    dev: Rows
+    settings: TuneSettings
+    stage: StageSettings
+    start: Mapping[str, Tensor]
+    accelerator: Accelerator
+    folder: Path
+    training_config: Mapping[str, Any]
+    run_log: RunLog
+
+    def cross_validate(self) -> CrossValidatedGain:
+        """Cross-validate the stage over folds of dev, and compare with the weights before it.
+
+        The model must have those weights; afterwards it has the weights of the last fold.
+
+        Raises:
+            UserError: dev has fewer sentence pairs than folds; or as in ``run``.
+        """
+        count, shared = self.stage.folds, distribute_over_processes(self.accelerator)
+        fold = fold_of_pair(self.dev, count, self.model.seed)
+        baseline = self.model.predict(self.to_inputs(self.dev), shared)
+        predictions = np.empty_like(baseline)
+        for number in range(count):
+            held_out = fold == number
+            self._train(f"fold-{number}", self.dev.take(~held_out))
+            predictions[held_out] = self.model.predict(
+                self.to_inputs(self.dev.take(held_out)), shared
+            )
+        return CrossValidatedGain.of(
+            count, baseline, predictions, self.dev, self.train, self.model.metric
+        )
+
+    def run(self) -> TrainingProgress:
+        """Train on the share of train and all of dev; leave the last weights in the model.
+
+        Raises:
+            UserError: the loss became NaN, or the stage was begun with other settings.
+        """
+        return self._train("then", self.dev)
+
+    def _train(self, name: str, dev: Rows) -> TrainingProgress:
+        settings = replace(self.settings, epochs=self.stage.then_epochs, evaluations=1)
+        copy_tensors(self.start, "", self.model.trained_parameters())
+        rows = self.to_inputs(stage_rows(self.train, dev, self.stage, self.model.seed))
+        state = TrainingState(self.folder / name, {**self.training_config, "stage": name})
+        learning_rate_scale = self.stage.learning_rate_scale(settings)
+        trainer = Trainer(
+            self.model, rows, None, settings, self.accelerator, state, learning_rate_scale
+        )
+        first_step = trainer.progress.step
+        log.info(
+            f"{name}: {trainer.steps:,} steps on {len(dev):,} rows of dev, repeated "
+            f"{self.stage.then_weight} times, and {100 * self.stage.then_share:g} % of train"
+            + (f", from step {first_step:,}" if first_step else "")
+        )
+        metric = self.model.metric
+        self.run_log.resume(first_step, name)
+        with TrainBar(key=None, score=metric.heading, show=metric.format, name=name) as bar:
+            trainer.run(self.run_log.on_step(bar.on_step, name))
+        self.accelerator.wait_for_everyone()
+        trainer.load_best_weights()
+        # The wrapper for several processes must be removed before the model is wrapped again.
+        self.accelerator.free_memory()
+        return trainer.progress
+
+
+def stage_rows(train: Rows, dev: Rows, stage: StageSettings, seed: int) -> Rows:
+    """Return the rows of a stage: a share of train's sentence pairs, and dev's rows repeated."""
+    generator = np.random.Generator(np.random.SFC64([seed, _SHARE_STREAM]))
+    n_pairs = len(train.pair_keys())
+    sampled_pairs = generator.permutation(n_pairs)[: round(stage.then_share * n_pairs)]
+    return join_rows([train.take(np.isin(train.pair, sampled_pairs)), *[dev] * stage.then_weight])

@@ -1,34 +1,210 @@
-"""An encoder of single texts and a head that compares them, trained as one module."""
+"""Encoders that are trained together with a head: on rated rows, and on texts with attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from typing_extensions import override
 
 from llmcond.arrays import Positions
+from llmcond.conditions import Condition
+from llmcond.data.aspects import AspectSample, ConditionWordings
 from llmcond.data.rows import Rows
 from llmcond.encoders.engine.engine import Engine
-from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.engine.routing import embed_routed, router_inputs
+from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
+from llmcond.encoders.spec import EncoderInput, Orders
 from llmcond.errors import UserError
 from llmcond.features.view import FeaturePart, FeatureView
-from llmcond.finetune.base import DistributedCompute, RatedModel
-from llmcond.finetune.inputs import TokenizedInputs
+from llmcond.finetune.settings import AspectSettings
 from llmcond.heads import FittedHead, PairArrays, Recipe, SharedRows
-from llmcond.heads.module import Batch, seeded
-from llmcond.heads.objectives import Objective, RatedBatch, adjacent_pairs, contrast_groups
+from llmcond.heads.dense import Regression, RegressionSettings
+from llmcond.heads.fitted import FittedModule, fitted_class
+from llmcond.heads.module import Batch, HeadModule, seeded
+from llmcond.heads.objectives import (
+    Objective,
+    RatedBatch,
+    adjacent_pairs,
+    average_truncations,
+    contrast_groups,
+)
+from llmcond.heads.pairs import FitReport
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.metrics import METRICS, Metric
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import render_rows
+from llmcond.runs.cross import KIND
 from llmcond.system import move_to_device
+
+
+@dataclass(frozen=True)
+class TokenizedInputs:
+    """Encoder inputs, each tokenised once, and the texts of their routers.
+
+    Attributes:
+        items: the inputs.
+        tokens: tokens of each input.
+        queries: tokens of the router texts of the inputs, by text.
+    """
+
+    items: Sequence[EncoderInput]
+    tokens: Sequence[Tokens]
+    queries: Mapping[str, Tokens]
+
+    @classmethod
+    def of(cls, items: Sequence[EncoderInput], tokenizer: InputTokenizer) -> TokenizedInputs:
+        """Tokenise inputs."""
+        routers = router_inputs(items)
+        router_tokens = tokenizer(list(routers.values()))
+        return cls(items, tokenizer(items), dict(zip(routers, router_tokens, strict=True)))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def embed(self, engine: Engine, which: Positions) -> Tensor:
+        """Encode some inputs, (u,), with gradients; return (u, dim) vectors."""
+        tokens = [self.tokens[i] for i in which]
+        if not self.queries:
+            return engine.embed(tokens)
+        return embed_routed(engine, [self.items[i] for i in which], tokens, self.queries)
+
+
+#: Computes (n, k) values of n items with a function of positions; each process computes a share.
+DistributedCompute = Callable[
+    [int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]
+]
+
+
+class _RatedData(Protocol):
+    @property
+    def rating(self) -> NDArray[np.float64]: ...  # (n,) on 0 to 1
+    @property
+    def pair(self) -> NDArray[np.int64]: ...  # the sentence pair of each row, (n,)
+    def __len__(self) -> int: ...
+
+
+#: Number of inputs with routers that are encoded at a time without gradients.
+_ROUTED_BATCH = 1_024
+
+#: Training data of a model: rated rows, or triples of a graph.
+R = TypeVar("R", bound=Sized)
+#: Rated rows in a model's input format.
+P = TypeVar("P", bound=_RatedData)
+#: The class of a fitted head.
+F = TypeVar("F", bound=FittedModule)
+
+
+class TrainedModel(nn.Module, Generic[R, F]):
+    """An encoder's network, with its adapters, and a head, which are trained together.
+
+    A subclass defines the loss of rows and the score on dev.
+
+    Attributes:
+        metric: metric of the dev score.
+        encoder: network of the encoder.
+        head: head behind the encoder.
+        engine: engine that runs the encoder.
+        kind: name of the head's family in records.
+        seed: random seed of initial weights, row order and dropout.
+    """
+
+    def __init__(
+        self, engine: Engine, head: HeadModule, kind: str, seed: int, metric: Metric
+    ) -> None:
+        super().__init__()
+        self.metric = metric
+        self.encoder: nn.Module = engine.model.network
+        self.head: HeadModule = head.to(engine.output_device)
+        self.engine, self.kind, self.seed = engine, kind, seed
+
+    @property
+    def dev_score_name(self) -> str:
+        """Name of the dev score in records."""
+        return f"dev_{self.metric.name}"
+
+    def forward(self, inputs: R, rows: Positions, seed: list[int]) -> Tensor:
+        """Return the mean loss of some rows, a scalar; ``seed`` seeds everything random in it."""
+        raise NotImplementedError
+
+    def score(self, inputs: R, shared: DistributedCompute) -> float | None:
+        """Return the dev score that selects the weights; None if it is undefined."""
+        raise NotImplementedError
+
+    def groups(self, inputs: R) -> NDArray[np.int64]:
+        """Return (n,) group numbers; rows of the same group stay together in a step."""
+        return np.arange(len(inputs))
+
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """Return the trained parameters of the encoder and the head, by name."""
+        return {name: value for name, value in self.named_parameters() if value.requires_grad}
+
+    def fitted_head(self, record: Mapping[str, Any] | None = None) -> F:
+        """Return a copy of the current head as a fitted head."""
+        # Dropout is seeded again before each use, and some generators cannot be copied.
+        self.head.seed_dropout(None)
+        module, family = copy.deepcopy(self.head).freeze(), type(self.head)
+        fitted: Any = fitted_class(family)
+        head: F = fitted(self.kind, family, module, self.seed, FitReport(record or {}))
+        return head
+
+    def seed_dropout(self, seed: list[int]) -> None:
+        """Seed the dropout of the encoder and of the head."""
+        seeds = np.random.SeedSequence(seed).generate_state(2, np.uint64)
+        torch.manual_seed(int(seeds[0] >> 1))
+        self.head.seed_dropout(int(seeds[1]))
+
+    def encode(self, inputs: TokenizedInputs, which: Positions) -> NDArray[np.float32]:
+        """Compute vectors of some inputs (u,), (u, dim), without dropout and gradients."""
+        if not inputs.queries:
+            return self.vectors([inputs.tokens[i] for i in which])
+        was_training = self.training
+        self.eval()
+        vectors = np.empty((len(which), self.engine.dim), dtype=np.float32)
+        with torch.inference_mode():
+            for start in range(0, len(which), _ROUTED_BATCH):
+                part = inputs.embed(self.engine, which[start : start + _ROUTED_BATCH])
+                vectors[start : start + _ROUTED_BATCH] = part.float().cpu().numpy()
+        self.train(was_training)
+        return vectors
+
+    def vectors(self, tokens: Sequence[Tokens]) -> NDArray[np.float32]:
+        """Compute the encoder's vectors of inputs, (n, dim), without dropout and gradients."""
+        was_training = self.training
+        self.eval()
+        vectors = np.empty((len(tokens), self.engine.dim), dtype=np.float32)
+        for batch in self.engine.run(tokens):
+            vectors[batch.inputs] = batch.vectors
+        self.train(was_training)
+        return vectors
+
+
+class RatedModel(TrainedModel[P, FittedHead]):
+    """A model that is trained on rated rows, and scored on dev by its predicted similarities."""
+
+    def predict(self, inputs: P, shared: DistributedCompute) -> NDArray[np.float32]:
+        """Predict the similarity of all rows, (n,), without dropout and gradients."""
+        raise NotImplementedError
+
+    @override
+    def score(self, inputs: P, shared: DistributedCompute) -> float | None:
+        similarity = self.predict(inputs, shared)
+        if not np.isfinite(similarity).all():
+            return None
+        value = self.metric(similarity.astype(np.float64), inputs.rating, inputs.pair)
+        return None if math.isnan(value) else value
+
 
 T = TypeVar("T")
 
@@ -213,3 +389,278 @@ class BiEncoderModel(RatedModel[RatedInputs]):
         pairs = inputs.arrays(vectors)
         head: FittedHead = self.fitted_head()
         return head.similarity(pairs.first, pairs.second, pairs.condition)
+
+
+@dataclass(frozen=True)
+class CrossInputs:
+    """Rated rows, (n,), each as one sequence per order of its sentences.
+
+    Attributes:
+        orders: token sequences of all rows: with the sentences in the given order and, if both
+            orders are read, with the second sentence first.
+        rating: (n,) ratings on 0 to 1.
+        pair: (n,) sentence pair of each row.
+    """
+
+    orders: tuple[list[Tokens], ...]
+    rating: NDArray[np.float64]
+    pair: NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: Rows, orders: Orders, tokenizer: InputTokenizer) -> CrossInputs:
+        """Tokenise the rated rows of a split.
+
+        Raises:
+            UserError: as in ``InputTokenizer.joined``.
+        """
+        rated = rows.take(rows.rated)
+        first, second = rated.sentence1, rated.sentence2
+        sides = [(first, second), (second, first)][: 2 if orders == "both" else 1]
+        tokens = [
+            tokenizer.join_rows(list(zip(*side, rated.condition, strict=True))) for side in sides
+        ]
+        return cls(tuple(tokens), rated.rating, rated.pair)
+
+    def __len__(self) -> int:
+        return len(self.rating)
+
+    @property
+    def n_cut(self) -> int:
+        """Number of rows whose sentences were cut."""
+        return sum(row.n_tokens > len(row.ids) for row in self.orders[0])
+
+
+class CrossModel(RatedModel[CrossInputs]):
+    """A cross-encoder that is trained on the mean squared error of its predicted similarity."""
+
+    def __init__(
+        self, engine: Engine, settings: RegressionSettings, seed: int, start: float, metric: Metric
+    ) -> None:
+        """Add a linear layer to an engine; its bias starts at ``start``, the mean rating."""
+        head, _ = seeded(lambda: Regression(settings, engine.dim), seed)
+        with torch.no_grad():
+            head.get_parameter("weight_bias").fill_(start)
+        super().__init__(engine, head, KIND, seed, metric)
+
+    def forward(self, inputs: CrossInputs, rows: Positions, seed: list[int]) -> Tensor:
+        """Return the mean squared error of rows, a scalar; the order of sentences is random."""
+        self.seed_dropout(seed)
+        generator = np.random.Generator(np.random.SFC64(seed))
+        order = generator.integers(len(inputs.orders), size=len(rows))
+        tokens = [inputs.orders[choice][row] for choice, row in zip(order, rows, strict=True)]
+        vectors = self.engine.embed(tokens)
+        with torch.autocast(vectors.device.type, enabled=False):
+            predicted: Tensor = self.head(vectors.float())[:, 0]
+            rating = torch.from_numpy(inputs.rating[rows]).to(predicted)
+            return (predicted - rating).square().mean()
+
+    def predict(self, inputs: CrossInputs, shared: DistributedCompute) -> NDArray[np.float32]:
+        """Predict the similarity of all rows, (n,): the mean over the orders of their sentences."""
+        head = self.fitted_head()
+
+        def compute(which: Positions) -> NDArray[np.float32]:
+            mean = np.zeros((len(which), 1), dtype=np.float32)
+            for order in inputs.orders:
+                vectors = self.vectors([order[i] for i in which])
+                with torch.autocast("cpu", enabled=False):
+                    mean += head.transform(vectors) / len(inputs.orders)
+            return mean
+
+        return shared(len(inputs), compute)[:, 0]
+
+
+#: Maximum length of texts in characters; longer ones are left out, as they would make steps slow.
+_LONGEST_TEXT = 700
+#: Possible shapes of a group: number of values of its condition, and number of texts per value.
+SHAPES = ((2, 3), (3, 3), (3, 4), (4, 3), (4, 2), (6, 2))
+#: Number of texts of a value from which the one that shares most attributes with another text is
+#: selected.
+_CANDIDATES = 12
+#: Minimum and maximum number of example values in a condition.
+_EXAMPLES = 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class AspectBatch:
+    """Texts of several groups, each group under one condition.
+
+    Attributes:
+        rows: n texts, each paired with itself, under the condition of its group.
+        group: (n,) group of each text.
+        value: (n,) number of the condition's value that each text has.
+    """
+
+    rows: Rows
+    group: NDArray[np.int64]
+    value: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _AspectCondition:
+    """A condition of a set: its wordings, and the texts that have each value."""
+
+    source: AspectSample
+    wordings: ConditionWordings
+    texts: Mapping[str, Sequence[int]]
+    repeated: Sequence[str]
+
+    def shared(self, first: int, second: int) -> int:
+        """Return the number of attributes that two texts share."""
+        attributes, other_attributes = (self.source.texts[i].attributes for i in (first, second))
+        return sum(other_attributes.get(key) == value for key, value in attributes.items())
+
+
+class AspectSampler:
+    """Samples groups of texts under one condition, in one of its wordings.
+
+    A group is a table: texts of a row have the same value of the condition, and texts of a column
+    share as many other attributes as possible. The text that is most similar in all other respects
+    therefore has another value, as in paired triples. Sets are sampled in proportion to the square
+    root of their number of conditions.
+    """
+
+    def __init__(self, samples: Sequence[AspectSample], settings: AspectSettings) -> None:
+        """Index sets of texts.
+
+        Raises:
+            UserError: no condition has two values, one of them in two texts.
+        """
+        self.settings = settings
+        self._sets = [conditions for sample in samples if (conditions := _find_conditions(sample))]
+        if not self._sets:
+            raise UserError(
+                f"--aspects {settings.aspects} has no condition with two values of which one "
+                "occurs in two texts, so there is nothing to learn from."
+            )
+        self._weights = [len(set_conditions) ** 0.5 for set_conditions in self._sets]
+
+    def sample(self, seed: Sequence[int]) -> AspectBatch:
+        """Sample the groups of a step; the same seed gives the same groups."""
+        state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+        rng = random.Random(int(state[0]))  # noqa: S311  # not used for cryptography
+        texts: list[tuple[str, str, int, int]] = []
+        group = 0
+        while len(texts) < self.settings.aspects_texts:
+            condition, members = self._sample_group(rng)
+            texts += [(text, condition, group, value) for text, value in members]
+            group += 1
+        sentences, conditions, groups, values = zip(*texts, strict=True)
+        number = np.arange(len(texts))
+        rows = Rows(sentences, sentences, conditions, np.zeros(len(texts)), number + 1, "aspects")
+        return AspectBatch(rows, np.array(groups), np.array(values))
+
+    def _sample_group(self, rng: random.Random) -> tuple[str, list[tuple[str, int]]]:
+        """Return a condition, and texts with the number of each text's value."""
+        aspect = rng.choice(rng.choices(self._sets, self._weights)[0])
+        n_values, n_texts = rng.choice(SHAPES)
+        values = rng.sample(aspect.repeated, min(n_values, len(aspect.repeated)))
+        others = [value for value in aspect.texts if value not in values]
+        values += rng.sample(others, min(len(others), n_values - len(values)))
+        texts = aspect.texts[values[0]]
+        first = rng.sample(texts, min(n_texts, len(texts)))
+        numbered = [(i, 0) for i in first]
+        for number, value in enumerate(values[1:], 1):
+            texts, selected = aspect.texts[value], set[int]()
+            for base in first:
+                candidates = rng.sample(texts, min(len(texts), _CANDIDATES))
+                unused = [i for i in candidates if i not in selected]
+                if unused:
+                    selected.add(max(unused, key=partial(aspect.shared, base)))
+            numbered += [(i, number) for i in sorted(selected)]
+        condition = self._word_condition(aspect, set(values), rng)
+        return condition, [(aspect.source.texts[i].text, number) for i, number in numbered]
+
+    def _word_condition(self, aspect: _AspectCondition, shown: set[str], rng: random.Random) -> str:
+        """Return the condition in some wording; for a share of the groups, with example values.
+
+        In half of these cases no text of the group has any of the examples, if there are enough
+        others.
+        """
+        wordings = aspect.wordings
+        condition = rng.choice(
+            [wordings.text, wordings.text, wordings.question or wordings.text, *wordings.others]
+        )
+        if rng.random() >= self.settings.aspects_values:
+            return condition
+        values = sorted(aspect.texts)
+        absent = [value for value in values if value not in shown]
+        if rng.random() < 0.5 and len(absent) >= _EXAMPLES[0]:
+            values = absent
+        examples = rng.sample(values, min(len(values), rng.randint(*_EXAMPLES)))
+        return Condition(condition, [value.replace("_", " ") for value in examples])
+
+
+def _find_conditions(sample: AspectSample) -> list[_AspectCondition]:
+    """Return the conditions of a set from which groups can be sampled."""
+    conditions = []
+    for key, wordings in sample.conditions.items():
+        texts: dict[str, list[int]] = defaultdict(list)
+        for position, text in enumerate(sample.texts):
+            if key in text.attributes and len(text.text) < _LONGEST_TEXT:
+                texts[text.attributes[key]].append(position)
+        repeated = [value for value, positions in texts.items() if len(positions) > 1]
+        if len(texts) > 1 and repeated:
+            conditions.append(_AspectCondition(sample, wordings, texts, repeated))
+    return conditions
+
+
+def supervised_contrast(
+    vectors: Tensor, group: Tensor, value: Tensor, temperature: float
+) -> Tensor:
+    """Return the supervised contrastive loss within groups, a scalar.
+
+    This is supervised contrastive learning (arXiv 2004.11362, equation 2), but each text is
+    compared only with the other texts of its group. Texts whose value no other text of the group
+    has serve only as negatives.
+
+    Args:
+        vectors: (n, k) embeddings.
+        group: (n,) group of each text.
+        value: (n,) number of each text's value; texts of a group with equal numbers are positives.
+        temperature: temperature of the cosines.
+    """
+    unit = normalize(vectors, dim=1)
+    cosine = unit @ unit.T / temperature
+    compared = (group[:, None] == group) & ~torch.eye(len(group), dtype=torch.bool).to(group.device)
+    positive = compared & (value[:, None] == value)
+    log_share = cosine - cosine.masked_fill(~compared, -torch.inf).logsumexp(1, keepdim=True)
+    count = positive.sum(1)
+    has_positive = count > 0
+    summed = log_share.masked_fill(~positive, 0).sum(1)
+    return -(summed[has_positive] / count[has_positive]).mean()
+
+
+class AspectModel(BiEncoderModel):
+    """A model that is trained on rated rows and, in each step, also on groups of texts."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: HeadConfig,
+        dims: tuple[int, int],
+        groups: AspectSampler,
+        tokenizer: InputTokenizer,
+    ) -> None:
+        """Add a head to an engine, as ``BiEncoderModel`` does."""
+        super().__init__(engine, plan, dims)
+        self._groups, self._tokenizer = groups, tokenizer
+
+    def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
+        """Return the loss of some rows plus the weighted loss of sampled groups, a scalar."""
+        loss = super().forward(inputs, rows, seed)
+        sampled = self._groups.sample(seed)
+        extra = RatedInputs.from_rows(sampled.rows, inputs.view, self._tokenizer)
+        positions = np.arange(len(sampled.rows))
+        used = extra.distinct_inputs(positions)
+        vectors = extra.texts.embed(self.engine, used)
+        with torch.autocast(vectors.device.type, enabled=False):
+            embeddings, _ = self.head(*extra.batch(positions, used, vectors.float())).chunk(2)
+            labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
+            group, value = labels.to(embeddings.device)
+            temperature = self._groups.settings.aspects_temperature
+            contrast = average_truncations(
+                lambda vectors: supervised_contrast(vectors, group, value, temperature),
+                self.plan.objective.matryoshka,
+                embeddings,
+            )
+        return loss + self._groups.settings.aspects_weight * contrast

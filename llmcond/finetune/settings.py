@@ -244,3 +244,19 @@ class AspectSettings:
         metavar="SHARE",
         **_ASPECTS,
     )
+
+
+def describe_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return ``name: now, not before`` for each difference, including nested values."""
+    texts = []
+    for key in dict.fromkeys([*before, *now]):
+        # A tuple becomes a list when it is recorded as JSON.
+        old_value, new_value = (
+            list(value) if isinstance(value, tuple) else value
+            for value in (before.get(key), now.get(key))
+        )
+        if isinstance(old_value, dict) and isinstance(new_value, dict):
+            texts += [f"{key}.{text}" for text in describe_differences(old_value, new_value)]
+        elif old_value != new_value:
+            texts.append(f"{key}: {new_value!r}, not {old_value!r}")
+    return texts

@@ -4,13 +4,13 @@ from llmcond.arrays import Matrix as Matrix
 from llmcond.arrays import MatrixLike as MatrixLike
 from llmcond.arrays import SharedRows as SharedRows
 from llmcond.arrays import cosine as cosine
-from llmcond.heads.base import FittedHead as FittedHead
 from llmcond.heads.fit import fit_recipe as fit_recipe
-from llmcond.heads.loading import load_head as load_head
+from llmcond.heads.fitted import FittedHead as FittedHead
 from llmcond.heads.module import HeadModule as HeadModule
 from llmcond.heads.pairs import PairArrays as PairArrays
 from llmcond.heads.recipes import Recipe as Recipe
 from llmcond.heads.recipes import load_recipe as load_recipe
 from llmcond.heads.settings import SizedSettings as SizedSettings
 from llmcond.heads.settings import TrainingSettings as TrainingSettings
+from llmcond.heads.storage import load_head as load_head
 from llmcond.heads.storage import save_head as save_head

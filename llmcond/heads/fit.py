@@ -16,18 +16,18 @@ from torch import Tensor
 
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import FittedHead, FittedModule, fitted_class
-from llmcond.heads.batches import Loader, RatedRows
-from llmcond.heads.held_out import MAX_VALUES, hold_out
+from llmcond.heads.fitted import FittedHead, FittedModule, Loader, RatedRows, fitted_class
 from llmcond.heads.module import Ensemble, HeadModule, members_of, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
 from llmcond.heads.pairs import (
     DEV_SCORE_KEY,
+    MAX_VALUES,
     DevScore,
     FitReport,
     H,
     OnEpoch,
     PairArrays,
+    hold_out,
     in_stage,
     score_key,
 )

@@ -83,7 +83,7 @@ class HeadModule(nn.Module):
         supervised: whether it learns from ratings by gradient descent; otherwise ``solve`` fits it.
         is_identity: whether embeddings are the unchanged features.
         Fitted: class of the fitted heads of this family, a subclass of
-            ``llmcond.heads.base.Fitted``. None means ``FittedHead``, which embeds sentences and
+            ``llmcond.heads.fitted.Fitted``. None means ``FittedHead``, which embeds sentences and
             compares rated pairs.
         no_recipe: reason why recipes cannot name this family, worded to follow "a KIND head"; empty
             if they can.

@@ -28,8 +28,8 @@ FAMILIES = {
     "hypernet-ablation": "llmcond.heads.conditioned:HypernetAblation",
     "towers": "llmcond.heads.conditioned:Towers",
     "regression": "llmcond.heads.dense:Regression",
-    "roles": "llmcond.kinds.dialogue.roles:RoleHead",
-    "no-roles": "llmcond.kinds.dialogue.roles:IdentityRoleHead",
+    "roles": "llmcond.kinds.dialogue.heads:RoleHead",
+    "no-roles": "llmcond.kinds.dialogue.heads:IdentityRoleHead",
 }
 
 #: Prefix of kinds that wrap another kind, such as ``query-mlp`` -> the function that creates the

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmcond.runs.rated import RatedExamples
     from llmcond.workflows.options.scoring import EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
-    from llmcond.workflows.training import TrainingJob
+    from llmcond.workflows.train_job import TrainingJob
     from llmcond.workflows.training_options import DataReader
 
 
@@ -56,7 +56,7 @@ class Rated(Kind):
     def plan_training(
         self, options: TrainLoraOptions, task: Task, read: DataReader | None = None
     ) -> TrainingJob:
-        from llmcond.workflows.finetune import plan_pairs
+        from llmcond.workflows.train import plan_pairs
 
         return plan_pairs(options, task, read)
 

@@ -22,8 +22,8 @@ from llmcond.errors import UserError, format_count
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.files import read_json
 from llmcond.heads.guide import Guide, Guides, apply_guides, fit_guide
-from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
+from llmcond.heads.storage import EmbeddingHead
 from llmcond.options import Precision, check_argument, check_run
 from llmcond.prompts import Prompt
 from llmcond.quantization import (
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from llmcond.encoders import EncoderInput
     from llmcond.encoders.encoder import Encoder
     from llmcond.encoders.spec import Encoded
-    from llmcond.heads.base import ConditionCache
+    from llmcond.heads.fitted import ConditionCache
     from llmcond.runs.explanation import Explanation
 
 
@@ -630,7 +630,7 @@ def make_embedder(
     fitted_on = _describe_training_data(encoder, saved) if saved.is_fitted else ""
     cache = None
     if not isinstance(saved.head, NumpyHead) and saved.head.generates_matrices:
-        from llmcond.heads.base import ConditionCache
+        from llmcond.heads.fitted import ConditionCache
 
         cache = ConditionCache(saved.head)
     return Embedder(

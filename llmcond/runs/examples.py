@@ -19,9 +19,8 @@ from llmcond.errors import UserError
 from llmcond.evaluation.results import Scored
 from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe
-from llmcond.heads.base import FittedModule
-from llmcond.heads.held_out import HeldOut
-from llmcond.heads.pairs import DEV_SCORE_KEY, OnEpoch
+from llmcond.heads.fitted import FittedModule
+from llmcond.heads.pairs import DEV_SCORE_KEY, HeldOut, OnEpoch
 from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.runs.kind import find_kind
 from llmcond.runs.new_sentences import R

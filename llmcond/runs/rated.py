@@ -16,9 +16,8 @@ from llmcond.errors import format_count
 from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
-from llmcond.heads.held_out import HeldOut
 from llmcond.heads.numpy_heads import NumpyHead
-from llmcond.heads.pairs import OnEpoch, score_key
+from llmcond.heads.pairs import HeldOut, OnEpoch, score_key
 from llmcond.log import log
 from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.runs.dev_fit import DevFit

@@ -472,9 +472,8 @@ class AnyRun(ABC):
         Raises:
             UserError: The folder holds no head, or as ``load_head``.
         """
-        from llmcond.heads.base import FittedModule
-        from llmcond.heads.loading import restore_head
-        from llmcond.heads.storage import read_head
+        from llmcond.heads.fitted import FittedModule
+        from llmcond.heads.storage import read_head, restore_head
 
         files = read_head(folder)
         loaded = restore_head(files, FittedModule), files.description

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from llmcond.evaluation.results import default_name
 from llmcond.features.view import FeatureView
-from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
+from llmcond.heads.storage import EmbeddingHead
 from llmcond.metrics import get_metric
 from llmcond.records import check_record
 from llmcond.runs.manifest import FittedHeadRecord
 
 if TYPE_CHECKING:
     from llmcond.heads import FittedHead
-    from llmcond.heads.base import FittedModule
+    from llmcond.heads.fitted import FittedModule
 
 H_co = TypeVar("H_co", bound="FittedModule | NumpyHead", covariant=True)
 

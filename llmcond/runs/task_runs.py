@@ -8,7 +8,7 @@ from typing import Any
 from llmcond.data.datasets import DataOptions, Dataset, RatingScale
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
-from llmcond.heads.loading import load_embedding_head
+from llmcond.heads.storage import load_embedding_head
 from llmcond.runs.run import AnyRun
 from llmcond.runs.run_heads import RunEmbeddingHead, RunFittedHead
 from llmcond.tasks import Task

@@ -27,7 +27,7 @@ from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
 from llmcond.files import check_writable, digest_text, read_json, write_json
 from llmcond.heads import Recipe
-from llmcond.heads.held_out import HeldOut
+from llmcond.heads.pairs import HeldOut
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from llmcond.arrays import Array, DenseMatrix, Matrix, SharedRows
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.view import FeaturePart, FeatureView
-from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ACTIVATIONS, NumpyHead
+from llmcond.heads.storage import EmbeddingHead
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
 from llmcond.quantization import check_truncate_dim

@@ -23,7 +23,7 @@ from llmcond.evaluation.results import (
 from llmcond.features.view import recipe_view
 from llmcond.files import write_json
 from llmcond.heads import load_recipe
-from llmcond.heads.held_out import choose_settings
+from llmcond.heads.pairs import choose_settings
 from llmcond.metrics import choose_metrics, get_metric
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.examples import Examples, load_examples

@@ -25,7 +25,7 @@ from llmcond.runs.examples import load_examples
 from llmcond.runs.trials import Grid, TrialRecord, Worker, combine_seeds, format_settings
 from llmcond.system import process_context, provenance
 from llmcond.workflows.options.training import SweepLoraOptions
-from llmcond.workflows.training import TrainingJob
+from llmcond.workflows.train_job import TrainingJob
 from llmcond.workflows.training_grid import PlannedTraining, plan_trainings
 from llmcond.workflows.training_record import RECORD, TrainingResult
 

@@ -27,7 +27,7 @@ from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import read_data
 from llmcond.workflows.options.common import LogOption, RunOption, TaskOptions
 from llmcond.workflows.options.training import SweepLoraOptions, TrainLoraOptions
-from llmcond.workflows.training import TrainingJob
+from llmcond.workflows.train_job import TrainingJob
 
 #: Prefix of the keys of --set, where an option of train-lora has the same name.
 _HEAD = "head."

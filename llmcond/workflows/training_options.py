@@ -13,7 +13,7 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import UserError
 from llmcond.finetune.settings import TuneSettings, default_learning_rate, upgrade_setting_names
 from llmcond.heads import Recipe, load_recipe
-from llmcond.heads.base import FittedModule
+from llmcond.heads.fitted import FittedModule
 from llmcond.log import log
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.runs.run_heads import check_head_record
@@ -202,7 +202,7 @@ def resolve_trainable(
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
     require_libraries("training an encoder", "accelerate", "peft", extra="lora")
-    from llmcond.finetune.loading import check_trainable
+    from llmcond.finetune.encoder import check_trainable
 
     check_trainable(resolved, settings, merge)
     return resolved

@@ -19,7 +19,7 @@ from llmcond.conditions import Condition
 from llmcond.data.aspects import read_aspect_datasets
 from llmcond.errors import UserError
 from llmcond.files import digest_file
-from llmcond.finetune.aspects import SHAPES, AspectSampler, supervised_contrast
+from llmcond.finetune.model import SHAPES, AspectSampler, supervised_contrast
 from llmcond.finetune.settings import AspectSettings
 from llmcond.progress import TrainBar
 

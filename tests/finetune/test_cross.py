@@ -21,11 +21,10 @@ from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import LlmcondError, UserError
-from llmcond.finetune.cross import CrossInputs, CrossModel
-from llmcond.finetune.loading import load_trainable
-from llmcond.finetune.loop import Trainer
+from llmcond.finetune.encoder import load_trainable
+from llmcond.finetune.loop import Trainer, TrainingState
+from llmcond.finetune.model import CrossInputs, CrossModel
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import TrainingState
 from llmcond.heads.dense import RegressionSettings
 from llmcond.metrics import METRICS
 from llmcond.serving.model_server import load_model

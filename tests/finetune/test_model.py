@@ -23,9 +23,8 @@ from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.loading.loading import load_model
 from llmcond.errors import UserError
 from llmcond.features.view import recipe_view
-from llmcond.finetune.loading import load_trainable, projections, select_projections
+from llmcond.finetune.encoder import load_trainable, projections, save_encoder, select_projections
 from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
-from llmcond.finetune.save import save_encoder
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.module import Batch

@@ -14,12 +14,11 @@ from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import fold_of_pair
 from llmcond.errors import UserError
 from llmcond.files import digest_file
+from llmcond.finetune.loop import STATE, stage_rows
 from llmcond.finetune.settings import StageSettings
-from llmcond.finetune.stage import stage_rows
-from llmcond.finetune.state import STATE
 from llmcond.progress import TrainBar
 from llmcond.run_log import TRAINING, log_path, read_log
-from llmcond.workflows.last_stage import check_stage_settings
+from llmcond.workflows.train_job import check_stage_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,8 +93,8 @@ def test_stage_stopped_in_any_training_resumes_bit_equal(
                 stops.pop(0)
                 raise Stopped
 
-    monkeypatch.setattr("llmcond.workflows.training.TrainBar", Bar)
-    monkeypatch.setattr("llmcond.finetune.stage.TrainBar", Bar)
+    monkeypatch.setattr("llmcond.workflows.train_job.TrainBar", Bar)
+    monkeypatch.setattr("llmcond.finetune.loop.TrainBar", Bar)
     folder = tmp_path / "run"
     while stops:
         with pytest.raises(Stopped):

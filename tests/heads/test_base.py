@@ -5,7 +5,7 @@ import pytest
 
 from llmcond.errors import UserError
 from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
-from llmcond.heads.base import ConditionCache
+from llmcond.heads.fitted import ConditionCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

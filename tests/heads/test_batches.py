@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.heads.batches import GroupSampler
 from llmcond.heads.fit import entries_since_best
+from llmcond.heads.fitted import GroupSampler
 from llmcond.metrics import METRICS
 
 GROUPS = st.lists(st.integers(0, 6), min_size=1, max_size=30).map(np.array)

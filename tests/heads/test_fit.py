@@ -166,7 +166,7 @@ def test_features_in_any_form_give_same_head(monkeypatch, name, form):
         for split in (pairs, dev)
     )
     for dense_bytes in (2**29, 0):
-        monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", dense_bytes)
+        monkeypatch.setattr("llmcond.heads.fitted._DENSE_BYTES", dense_bytes)
         actual = fit(kind, converted, converted_dev, **changes)
         assert tensors(actual) == tensors(expected)
         assert actual.fit.record == expected.fit.record
@@ -180,7 +180,7 @@ def test_differences_are_not_rounded_to_float16(monkeypatch, dense_bytes):
     }
     dense = {side: as_matrix(matrix).read() for side, matrix in differences.items()}
     assert (dense["first"] != dense["first"].astype(np.float16)).any()
-    monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", dense_bytes)
+    monkeypatch.setattr("llmcond.heads.fitted._DENSE_BYTES", dense_bytes)
     heads = [
         fit("linear", replace(pairs, **sides), **SHORT, dim=4) for sides in (differences, dense)
     ]
@@ -331,9 +331,9 @@ def move_to_disk(pairs, folder):
 @pytest.fixture
 def short_runs(monkeypatch):
     """Read files in runs of five adjacent rows, and shuffle fifteen rows at a time."""
-    monkeypatch.setattr("llmcond.heads.batches._BLOCK", 5)
-    monkeypatch.setattr("llmcond.heads.batches._BLOCKS", 3)
-    monkeypatch.setattr("llmcond.heads.batches._SCORED", 9)
+    monkeypatch.setattr("llmcond.heads.fitted._BLOCK", 5)
+    monkeypatch.setattr("llmcond.heads.fitted._BLOCKS", 3)
+    monkeypatch.setattr("llmcond.heads.fitted._SCORED", 9)
 
 
 @pytest.mark.parametrize(("n", "size"), [(50, 8), (50, 50), (50, 64), (48, 8), (2, 1)])
@@ -503,7 +503,7 @@ def test_contrastive_pairs_stay_together_with_batch_size_one():
 
 
 def test_contrastive_pairs_from_disk_stay_together_within_runs(tmp_path, short_runs, monkeypatch):
-    monkeypatch.setattr("llmcond.heads.batches._BLOCK", 4)
+    monkeypatch.setattr("llmcond.heads.fitted._BLOCK", 4)
     pair = np.repeat(np.arange(25), 2)
     spy = fit_with_spy(
         move_to_disk(make_numbered_pairs(50, pair=pair), tmp_path), batch_size=6, **CONTRASTING
@@ -565,7 +565,7 @@ def test_contrastive_pairs_stay_together_despite_batches_setting():
 
 
 def test_dev_rows_are_scored_in_order_without_dropout(monkeypatch):
-    monkeypatch.setattr("llmcond.heads.batches._SCORED", 9)
+    monkeypatch.setattr("llmcond.heads.fitted._SCORED", 9)
     spy = fit_with_spy(make_numbered_pairs(20), make_numbered_pairs(30, seed=1), dropout=0.5)
     assert flatten(spy.rows(spy.scored)) == list(range(30)) * 3
     assert [len(batch) for batch in spy.rows(spy.scored)] == [9, 9, 9, 3] * 3

@@ -11,7 +11,7 @@ from helpers.commands import run_json
 import llmcond
 from llmcond.cli import run
 from llmcond.heads import PairArrays, fit_recipe, load_recipe
-from llmcond.heads.held_out import FOLDS, assign_folds, choose_settings, hold_out
+from llmcond.heads.pairs import FOLDS, assign_folds, choose_settings, hold_out
 from llmcond.metrics import METRICS, Metric
 
 SPEARMAN = METRICS["spearman"]

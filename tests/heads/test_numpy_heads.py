@@ -9,8 +9,8 @@ from safetensors.numpy import load_file, save
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_head, load_recipe, save_head
-from llmcond.heads.loading import load_embedding_head
 from llmcond.heads.numpy_heads import DENSE_KINDS, NumpyHead
+from llmcond.heads.storage import load_embedding_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

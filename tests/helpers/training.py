@@ -15,11 +15,10 @@ from accelerate.state import AcceleratorState
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.features.view import recipe_view
-from llmcond.finetune.loading import load_trainable, prepare_accelerator
-from llmcond.finetune.loop import Trainer
+from llmcond.finetune.encoder import load_trainable, prepare_accelerator
+from llmcond.finetune.loop import Trainer, TrainingState
 from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import TrainingState
 from llmcond.heads import load_recipe
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.prompts import load_prompt

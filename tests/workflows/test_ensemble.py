@@ -12,7 +12,7 @@ from helpers.flags import change_flags
 import llmcond
 from llmcond.cli import run
 from llmcond.files import digest_file
-from llmcond.finetune.state import STATE
+from llmcond.finetune.loop import STATE
 from llmcond.progress import TrainBar
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,7 +21,7 @@ from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch, score_key
 from llmcond.kinds.dialogue.data import Dialogues
-from llmcond.kinds.dialogue.fit import TurnArrays, fit_turns
+from llmcond.kinds.dialogue.heads import FittedRoleHead, TurnArrays, fit_turns
 from llmcond.kinds.dialogue.inputs import UtteranceInputs
 from llmcond.kinds.dialogue.queries import (
     NextQueries,
@@ -30,7 +30,6 @@ from llmcond.kinds.dialogue.queries import (
     rank_next,
     stack_queries,
 )
-from llmcond.kinds.dialogue.roles import FittedRoleHead
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.turns import plan_scores, turn_scores
 from llmcond.metrics import get_metric

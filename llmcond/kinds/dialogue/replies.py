@@ -19,8 +19,8 @@ from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.kinds.dialogue.examples import resolve_head
+from llmcond.kinds.dialogue.heads import FittedRoleHead
 from llmcond.kinds.dialogue.inputs import UtteranceInputs
-from llmcond.kinds.dialogue.roles import FittedRoleHead
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.turns import ContextScore, ContextState
 from llmcond.prompts import Prompt

@@ -14,7 +14,7 @@ from llmcond.runs.run_heads import RunHead
 from llmcond.runs.task_runs import UnratedRun
 
 if TYPE_CHECKING:
-    from llmcond.kinds.dialogue.roles import FittedRoleHead
+    from llmcond.kinds.dialogue.heads import FittedRoleHead
 
 
 class DialogueRun(UnratedRun):
@@ -31,6 +31,6 @@ class DialogueRun(UnratedRun):
 
     @override
     def load_head(self, name: str) -> RunHead[FittedRoleHead]:
-        from llmcond.kinds.dialogue.roles import load_roles_head
+        from llmcond.kinds.dialogue.heads import load_roles_head
 
         return self._check_loaded_head(name, load_roles_head(self.head_folder(name)))

@@ -16,9 +16,9 @@ from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, did_you_mean
 from llmcond.evaluation.ranking import CandidatePool, Term, rank, top_entities
 from llmcond.features.view import FeaturePart
-from llmcond.kinds.ranking.arrays import joint_keys
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph, Texts, both_directions
+from llmcond.kinds.ranking.heads import joint_keys
 from llmcond.kinds.ranking.run import RankingRun
 from llmcond.kinds.ranking.terms import GraphTerms
 from llmcond.prompts import Prompt

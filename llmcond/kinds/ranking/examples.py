@@ -21,10 +21,8 @@ from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch, score_key
-from llmcond.kinds.ranking.arrays import QueryFeatures
-from llmcond.kinds.ranking.fit import fit_queries
 from llmcond.kinds.ranking.graph import Graph
-from llmcond.kinds.ranking.heads import FittedQueryHead
+from llmcond.kinds.ranking.heads import FittedQueryHead, QueryFeatures, fit_queries
 from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.rules import query_subsets
 from llmcond.kinds.ranking.run import RankingRun

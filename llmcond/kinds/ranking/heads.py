@@ -1,29 +1,366 @@
-"""Heads that map queries and candidates, as torch modules and as fitted heads."""
+"""Heads that map queries and candidates: features, objective, modules, fitted heads and fitting.
+
+A query is a head entity and a relation, and every entity is a candidate. Bi-encoders read the joint
+features e(h; r) of a query, tri-encoders read e(h) and e(r) separately (Hyper-CL, ACL 2024, section
+4.2).
+
+The objective is InfoNCE of queries and candidates (SimKGC, ACL 2022, equation 4, section 3.3 and
+released code; Hyper-CL, section 3.3). Fitting a head and training an encoder share it. Both pass it
+scores, the target column of each row, and a mask of the scores to leave out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from torch import Tensor, nn
-from torch.nn.functional import normalize, one_hot
+from torch.nn.functional import cross_entropy, normalize, one_hot
 from typing_extensions import override
 
-from llmcond.arrays import Array, Matrix
+from llmcond.arrays import Array, Matrix, MatrixLike, Positions
+from llmcond.config import STRICT
 from llmcond.errors import UserError
-from llmcond.heads.base import FittedModule
-from llmcond.heads.loading import restore_head
+from llmcond.heads.fit import HeadTrainer, fit_members
+from llmcond.heads.fitted import FittedModule, UnitRows
 from llmcond.heads.module import HeadModule, members_of
-from llmcond.heads.settings import GradientSettings, RecordedSize, Sizes, TrainingSettings
-from llmcond.heads.storage import read_head
-from llmcond.kinds.ranking.arrays import QueryArrays, QueryFeatures
-from llmcond.kinds.ranking.contrastive import Contrast, ContrastSettings
+from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.heads.recipes import Recipe
+from llmcond.heads.settings import (
+    LARGEST,
+    GradientSettings,
+    RecordedSize,
+    Sizes,
+    TrainingSettings,
+    Weight,
+)
+from llmcond.heads.storage import read_head, restore_head
+from llmcond.kinds.ranking.graph import KnownTriples, adjacency, both_directions
+from llmcond.schedules import learning_rate_factor
+from llmcond.system import choose_device
+
+
+@dataclass(frozen=True, slots=True)
+class QueryArrays:
+    """The features and training triples of a graph, in the form that heads read.
+
+    Attributes:
+        entities: features of all entities, which are the candidates: (n, d), any float type.
+        triples: head, relation and tail of the training split: (m, 3), with relations below R.
+        n_relations: number of relations, R. Relation r + R is relation r from tail to head.
+        known: known tails of the training split, in both directions.
+        relations: features of relations, (2 R, d_c), for heads that read them.
+        joint: features of the distinct joint inputs (h, r), (j, d), for heads that read them.
+        joint_input_keys: keys of these joint inputs in ascending order, (j,) int64; see
+            ``joint_keys``.
+    """
+
+    entities: MatrixLike
+    triples: NDArray[np.integer[Any]]
+    n_relations: int
+    known: KnownTriples
+    relations: MatrixLike | None = None
+    joint: MatrixLike | None = None
+    joint_input_keys: Positions | None = None
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """The sizes that a head is created with: d, d_c (0 without relation features) and R."""
+        dim_condition = 0 if self.relations is None else int(self.relations.shape[1])
+        return int(self.entities.shape[1]), dim_condition, self.n_relations
+
+    def queries(self) -> Positions:
+        """Return the triples in both directions, (2 m, 3): (h, r, t), and then (t, r + R, h)."""
+        return both_directions(self.triples, self.n_relations).astype(np.int64)
+
+
+def joint_keys(
+    heads: NDArray[np.integer[Any]], relations: NDArray[np.integer[Any]], n_relations: int
+) -> Positions:
+    """Return the key h * 2 R + r of each joint input of a head h and a relation r, (m,) int64."""
+    return np.asarray(heads, dtype=np.int64) * (2 * n_relations) + relations
+
+
+class QueryFeatures:
+    """Reads the features of entities, relations and queries of a graph, as float32 tensors.
+
+    Features are scaled to unit length, as SimKGC's pooling does. The mean of an entity's neighbours
+    is not scaled.
+    """
+
+    def __init__(self, arrays: QueryArrays) -> None:
+        self.arrays = arrays
+        self._entities = UnitRows(arrays.entities)
+
+    def with_joint(self, joint: MatrixLike, joint_of: Positions) -> QueryFeatures:
+        """Return a copy with other joint features, (j, d), of the keys ``joint_of``, (j,)."""
+        features = copy.copy(self)
+        features.arrays = replace(self.arrays, joint=joint, joint_input_keys=joint_of)
+        features.__dict__.pop("_joint", None)
+        return features
+
+    @cached_property
+    def relations(self) -> Tensor | None:
+        """The features of all relations, (2 R, d_c); None if there are none."""
+        relations = self.arrays.relations
+        return None if relations is None else UnitRows(relations).read(np.arange(len(relations)))
+
+    @cached_property
+    def _joint(self) -> UnitRows | None:
+        return None if self.arrays.joint is None else UnitRows(self.arrays.joint)
+
+    @cached_property
+    def _graph(self) -> csr_array:
+        return adjacency(self.arrays.triples, len(self.arrays.entities))
+
+    @cached_property
+    def _sums(self) -> Array | None:
+        """The sums of the features of each entity's neighbours, (n, d); None if too large."""
+        table = self._entities.table
+        return None if table is None else self._graph @ table.numpy()
+
+    def entities(
+        self, rows: Positions, neighbours: bool = False, drop: Positions | None = None
+    ) -> Tensor:
+        """Return the features of entities.
+
+        Args:
+            rows: entities, (m,).
+            neighbours: whether to append the mean of each entity's neighbours.
+            drop: one entity per row, (m,), that does not count as a neighbour: the other end of
+                the triple to predict. The mean is then (sum - e_drop) / (degree - 1), and zero if
+                no neighbour is left.
+
+        Returns:
+            Features of shape (m, d), or (m, 2 d) with neighbours.
+        """
+        features = self._entities.read(rows)
+        return torch.cat([features, self._means(rows, drop)], dim=1) if neighbours else features
+
+    def heads(
+        self,
+        rows: Positions,
+        relations: Positions,
+        joint: bool,
+        neighbours: bool = False,
+        drop: Positions | None = None,
+    ) -> Tensor:
+        """Return the features of the queries' heads.
+
+        Args:
+            rows: head entities, (m,).
+            relations: relations of the queries, (m,).
+            joint: whether to read the joint features of head and relation.
+            neighbours: as in ``entities``.
+            drop: as in ``entities``.
+
+        Returns:
+            Features of shape (m, d), or (m, 2 d) with neighbours.
+
+        Raises:
+            UserError: Joint features are missing.
+        """
+        if not joint:
+            return self.entities(rows, neighbours, drop)
+        features = self._joint_features(rows, relations)
+        return torch.cat([features, self._means(rows, drop)], dim=1) if neighbours else features
+
+    def _joint_features(self, rows: Positions, relations: Positions) -> Tensor:
+        keys = self.arrays.joint_input_keys
+        if self._joint is None or keys is None or not len(keys):
+            raise UserError(
+                "this head reads joint features of head entities and relations, and the data has "
+                "none. Extract them with a prompt that joins both."
+            )
+        query_keys = joint_keys(rows, relations, self.arrays.n_relations)
+        positions = np.minimum(np.searchsorted(keys, query_keys), len(keys) - 1)
+        n_missing = int((keys[positions] != query_keys).sum())
+        if n_missing:
+            raise UserError(
+                f"{n_missing:,} of {len(query_keys):,} queries have no joint features. Extract the "
+                "features of all these queries, or use a head for separate features."
+            )
+        return self._joint.read(positions)
+
+    def _means(self, rows: Positions, drop: Positions | None) -> Tensor:
+        graph = self._graph
+        degree = graph.indptr[rows + 1] - graph.indptr[rows]
+        if self._sums is not None:
+            sums = self._sums[rows]
+        else:
+            subgraph = graph[rows]
+            neighbours, columns = np.unique(subgraph.indices, return_inverse=True)
+            shape = len(rows), len(neighbours)
+            local = csr_array((subgraph.data, columns.reshape(-1), subgraph.indptr), shape=shape)
+            sums = local @ self._entities.read(neighbours).numpy()
+        if drop is not None:
+            linked = rows != drop  # An entity is not its own neighbour.
+            sums = sums - self._entities.read(drop).numpy() * linked[:, None]
+            degree = degree - linked
+        # Subtracting the only term of a sum may leave a rounding error, so the mean is set to 0.
+        means = sums / np.maximum(degree, 1)[:, None] * (degree > 0)[:, None]
+        return torch.from_numpy(means.astype(np.float32))
+
+
+#: Scores, (m, k), and a mask of the same shape that is true where one is left out.
+MaskedScores = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContrastSettings:
+    """Settings of the contrastive objective: its negatives and its temperature.
+
+    The defaults are those of SimKGC's commands for WN18RR.
+
+    Attributes:
+        temperature: initial temperature of the scores.
+        learn_temperature: whether the temperature is trained.
+        margin: margin that is subtracted from the score of each query with its target.
+        directions: ``both`` ranks the target of each query among the candidates of the batch, and
+            the query of each target among the queries; ``query`` does only the former.
+        negatives: candidates of a batch: its ``tails``, or all its ``entities`` (heads and tails).
+        self_negatives: whether the head of a query is a candidate for the query.
+        queue: number of previous batches whose candidates are used as negatives too, with the
+            embeddings that they had in their batch.
+        queue_weight: factor of the scores of these candidates.
+        random_candidates: number of entities sampled for each batch, in addition to the entities
+            of its triples.
+        relation_negatives: number of other relations that each triple is contrasted with; 0 for
+            none. The tail must be nearer to the head under the triple's relation than under the
+            others. This is Hyper-CL's contrast of one sentence under two conditions; SimKGC has
+            no such term.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    temperature: Annotated[float, Gt(0), Le(LARGEST)] = 0.05
+    learn_temperature: bool = True
+    margin: Weight = 0.02
+    directions: Literal["both", "query"] = "both"
+    negatives: Literal["tails", "entities"] = "tails"
+    self_negatives: bool = True
+    queue: Annotated[int, Ge(0), Le(1_000)] = 0
+    queue_weight: Weight = 0.5
+    random_candidates: Annotated[int, Ge(0), Le(LARGEST)] = 0
+    relation_negatives: Annotated[int, Ge(0), Le(1_000)] = 0
+
+
+class Contrast(nn.Module):
+    """The objective with its temperature, which is a trained parameter if the settings say so."""
+
+    def __init__(self, settings: ContrastSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        start = torch.tensor(-math.log(settings.temperature))
+        self.log_scale = nn.Parameter(start, requires_grad=settings.learn_temperature)
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores: 1 / temperature."""
+        return math.exp(float(self.log_scale.detach()))
+
+    def forward(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        mask: Tensor,
+        others: Sequence[MaskedScores] = (),
+        relations: MaskedScores | None = None,
+    ) -> Tensor:
+        """Return ``contrastive`` at the current temperature."""
+        scale = self.log_scale.exp()
+        return contrastive(scores, target, mask, self.settings, scale, others, relations)
+
+
+def contrastive(
+    scores: Tensor,
+    target: Tensor,
+    mask: Tensor,
+    settings: ContrastSettings,
+    scale: Tensor | float,
+    others: Sequence[MaskedScores] = (),
+    relations: MaskedScores | None = None,
+) -> Tensor:
+    """Return the loss of a batch, a scalar: the sum over directions, each a mean over rows.
+
+    With the score s_ij of query i and candidate j, and t the target of query i, a row's loss is
+    -log(e^((s_it - margin) scale) / (e^((s_it - margin) scale) + sum over j of e^(s_ij scale))).
+    The other direction is the same, summed over the queries instead of the candidates.
+
+    Args:
+        scores: scores of each query with each candidate of the batch, (m, n).
+        target: column of the target of each query, (m,) int64. Several queries may share a column,
+            if each entity has a single column. If an entity has a column for each of its
+            occurrences, as in SimKGC, it has correspondingly more weight as a negative.
+        mask: mask, (m, n) bool, that is true where a candidate is a known answer of a query. Known
+            answers are not negatives, in either direction. The values at the targets are ignored.
+        settings: settings of the objective.
+        scale: factor of the scores, 1 / temperature.
+        others: scores (m, k) and masks of additional candidates, which are not the target of any
+            query of the batch.
+        relations: scores (m, r) of the target of each query with its head under other relations,
+            and their mask.
+    """
+    rows = torch.arange(len(scores), device=scores.device)
+    is_target = target[:, None] == torch.arange(scores.shape[1], device=scores.device)
+    logits = (scores - settings.margin * is_target.to(scores.dtype)) * scale
+    # The mask is applied after scaling: -inf times the temperature would have a NaN gradient.
+    logit_groups = [logits.masked_fill(mask & ~is_target, -torch.inf)]
+    logit_groups += [
+        (other_scores * scale).masked_fill(other_mask, -torch.inf)
+        for other_scores, other_mask in others
+    ]
+    total = cross_entropy(torch.cat(logit_groups, dim=1), target)
+    if settings.directions == "both":
+        # Queries with the same target are not negatives of each other.
+        is_known_answer = mask.T[target] | (target[:, None] == target)
+        is_known_answer[rows, rows] = False
+        columns = logits.index_select(1, target).T
+        total = total + cross_entropy(columns.masked_fill(is_known_answer, -torch.inf), rows)
+    if relations is not None:
+        other_scores, other_mask = relations
+        other_logits = (other_scores * scale).masked_fill(other_mask, -torch.inf)
+        pair_logits = torch.cat([logits.gather(1, target[:, None]), other_logits], dim=1)
+        total = total + cross_entropy(pair_logits, torch.zeros_like(target))
+    return total
+
+
+class Queue:
+    """Candidates of previous batches, detached: SimKGC's pre-batch negatives.
+
+    SimKGC initialises it with random vectors; this one is empty at first.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._limit = batches
+        self._batches: list[tuple[Positions, Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def entities(self) -> Positions:
+        """Return the entities of the candidates, (k,)."""
+        return np.concatenate([entities for entities, _ in self._batches])
+
+    def vectors(self) -> Tensor:
+        """Return the embeddings of the candidates, (k, dim)."""
+        return torch.cat([vectors for _, vectors in self._batches])
+
+    def add(self, entities: Positions, vectors: Tensor) -> None:
+        """Add the candidates of a batch, (k,) and (k, dim), and drop the oldest batch if full."""
+        if self._limit:
+            self._batches = [*self._batches, (entities, vectors.detach())][-self._limit :]
+
 
 #: Number of entities or queries that are mapped at once.
 _BLOCK = 4_096
@@ -355,3 +692,183 @@ def _create_query_family(family: type[HeadModule]) -> type[QueryHead]:
 
 #: Cached, so that each family has one class of query heads.
 create_query_family: Callable[[Any], type[QueryHead]] = cache(_create_query_family)
+
+
+def fit_queries(
+    recipe: Recipe,
+    arrays: QueryArrays,
+    dev: DevScore[FittedQueryHead] | None,
+    seed: int,
+    on_epoch: OnEpoch,
+    device: str = "auto",
+    start: FittedQueryHead | None = None,
+) -> FittedQueryHead:
+    """Fit a head on the triples of a graph, in both directions.
+
+    The score on ``dev`` chooses the epoch; without ``dev`` the last epoch is kept. The parameters
+    of ``start``, if it is given, are the initial ones. The same seed gives the same head on the
+    same machine, bit for bit on one thread.
+
+    Raises:
+        UserError: The recipe is for rated pairs, there are no triples, features that the head reads
+            are missing, ``dim`` exceeds the dimension of the features, the parameters do not fit
+            into memory, those of ``start`` have other shapes, or the loss diverges.
+    """
+    family, settings = check_queries(recipe), recipe.settings
+    if not len(arrays.triples):
+        raise UserError("the training split has no triples to fit a head on.")
+    dim, dim_condition, n_relations = arrays.dims
+    if recipe.dim is not None and recipe.dim > dim:
+        raise UserError(
+            f"dim is {recipe.dim}, but the features have {dim} dimensions, and a head never adds "
+            f"dimensions. Set dim to {dim} or less."
+        )
+    data, torch_device = QueryFeatures(arrays), torch.device(choose_device(device))
+    if family.dim_of_relations(settings, 1) and not dim_condition:
+        raise UserError(
+            "this head reads the features of relations, and the data has none. Add them, or set "
+            "relations to one-hot."
+        )
+    dims = dim, family.dim_of_relations(settings, dim_condition), n_relations
+    fitting = partial(_QueryFitting, recipe, dims, data, dev, torch_device)
+    module, fit = fit_members(fitting, settings.members, seed, on_epoch, start)
+    return FittedQueryHead(recipe.kind, family, module, seed, fit, data)
+
+
+def check_queries(recipe: Recipe) -> type[QueryHead]:
+    """Return the family of a recipe's head.
+
+    Raises:
+        UserError: The family does not map queries.
+    """
+    if not issubclass(recipe.family, QueryHead):
+        raise UserError(f"the head {recipe.name} compares rated pairs and cannot rank candidates.")
+    return recipe.family
+
+
+class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
+    """Fits one head on the queries of a graph."""
+
+    data: QueryFeatures
+
+    def create_module(self) -> QueryHead:
+        module = super().create_module()
+        module.initialise(self.data.relations)
+        return module
+
+    def prepare(self) -> None:
+        self._rng = np.random.Generator(np.random.SFC64(self.seed))
+        self._queue = Queue(self.settings.queue)
+        self._triples = self.data.arrays.queries()
+        self.n_rows = len(self._triples)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        parameters = [value for value in self.module.parameters() if value.ndim]
+        # Weight decay would pull the temperature to 1.
+        temperature = list(self.module.contrast.parameters())
+        return [{"params": parameters}, {"params": temperature, "weight_decay": 0.0}]
+
+    def learning_rate_factor(self, step: int, steps: int) -> float:
+        return learning_rate_factor(step, steps, 0.0, self.settings.schedule)
+
+    def record(self) -> dict[str, Any]:
+        return {"temperature": 1 / self.module.scale}
+
+    def current_head(self) -> FittedQueryHead:
+        module = self.frozen_copy()
+        return FittedQueryHead(self.recipe.kind, type(module), module, self.seed, data=self.data)
+
+    def loss(self, batch: Positions) -> Tensor:
+        """Return the loss of a batch of queries with their tails, a scalar."""
+        settings, module, triples = self.settings, self.module, self._triples[batch]
+        known = self.data.arrays.known
+        head, relation, tail = triples.T
+        entities, features, columns = self._batch_candidates(head, tail)
+        candidates = module.candidate(features.to(self.device))
+        head_features = self.data.heads(
+            head, relation, module.reads_joint, settings.neighbours, drop=tail
+        )
+        queries = self._embed_queries(head_features, relation)
+        target = self._to_device(columns)
+        mask = self._to_device(known.mask(head, relation, entities))
+        further_negatives = self._score_other_candidates(triples, queries)
+        self._queue.add(entities, candidates)
+        loss: Tensor = module.contrast(
+            module.product(queries, candidates),
+            target,
+            mask,
+            further_negatives,
+            self._score_other_relations(triples, head_features, candidates.index_select(0, target)),
+        )
+        return loss
+
+    def _score_other_candidates(self, triples: Positions, queries: Tensor) -> list[MaskedScores]:
+        """Return the scores of candidates that are not in the batch: own heads, and the queue."""
+        settings, known = self.settings, self.data.arrays.known
+        head, relation, tail = triples.T
+        negatives: list[MaskedScores] = []
+        if settings.self_negatives and settings.negatives == "tails":
+            head_features = self.data.entities(head, settings.neighbours, drop=tail)
+            scores = (queries * self.module.candidate(head_features.to(self.device))).sum(
+                dim=1, keepdim=True
+            )
+            loops = known.contains(np.stack([head, relation, head], axis=1))
+            negatives.append((scores, self._to_device(loops[:, None])))
+        if len(self._queue):
+            queue_mask = known.mask(head, relation, self._queue.entities())
+            scores = self.module.product(queries, self._queue.vectors())
+            negatives.append((scores * settings.queue_weight, self._to_device(queue_mask)))
+        return negatives
+
+    def _batch_candidates(
+        self, head: Positions, tail: Positions
+    ) -> tuple[Positions, Tensor, Positions]:
+        """Return the candidates of a batch, each entity once unless it is read with neighbours.
+
+        Returns:
+            The entities (n,), their features (n, d), and the column of each row's target (m,).
+        """
+        settings, data = self.settings, self.data
+        n_random, n = settings.random_candidates, len(data.arrays.entities)
+        random_entities = self._rng.integers(n, size=n_random)
+        with_heads = settings.negatives == "entities"
+        if settings.neighbours:
+            # Head and tail of a triple do not count as neighbours of each other, so the features of
+            # an entity depend on the triple, and every row gets a column.
+            entities, drop = (tail, head)
+            if with_heads:
+                entities, drop = np.concatenate([tail, head]), np.concatenate([head, tail])
+            features = data.entities(entities, neighbours=True, drop=drop)
+            if n_random:
+                features = torch.cat([features, data.entities(random_entities, neighbours=True)])
+            return np.concatenate([entities, random_entities]), features, np.arange(len(tail))
+        entities = np.unique(
+            np.concatenate([tail, head, random_entities] if with_heads else [tail, random_entities])
+        )
+        return entities, data.entities(entities), np.searchsorted(entities, tail)
+
+    def _embed_queries(self, head_features: Tensor, relation: Positions) -> Tensor:
+        relations = self.data.relations
+        return self.module.query(
+            head_features.to(self.device),
+            None if relations is None else relations.to(self.device),
+            self._to_device(relation),
+        )
+
+    def _score_other_relations(
+        self, triples: Positions, head_features: Tensor, target_vectors: Tensor
+    ) -> MaskedScores | None:
+        """Return the scores (m, r) of tails with their heads under other relations, and a mask."""
+        count, n = self.settings.relation_negatives, 2 * self.data.arrays.n_relations
+        if not count:
+            return None
+        scores, masks = [], []
+        head, relation, tail = triples.T
+        for _ in range(count):
+            other = (relation + self._rng.integers(1, n, size=len(relation))) % n
+            scores.append((self._embed_queries(head_features, other) * target_vectors).sum(dim=1))
+            masks.append(self.data.arrays.known.contains(np.stack([head, other, tail], axis=1)))
+        return torch.stack(scores, dim=1), self._to_device(np.stack(masks, axis=1))
+
+    def _to_device(self, values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

@@ -29,7 +29,7 @@ from llmcond.kinds.ranking.graph import (
 from llmcond.kinds.ranking.task import QueryTexts, RankingTask
 
 if TYPE_CHECKING:
-    from llmcond.kinds.ranking.arrays import QueryArrays
+    from llmcond.kinds.ranking.heads import QueryArrays
 
 
 class Kgc(RankingTask[Graph]):
@@ -121,7 +121,7 @@ class Kgc(RankingTask[Graph]):
         query_pairs: NDArray[np.int64],
     ) -> QueryArrays:
         """Return the arrays of the graph; only answers in train are known in training."""
-        from llmcond.kinds.ranking.arrays import QueryArrays, joint_keys
+        from llmcond.kinds.ranking.heads import QueryArrays, joint_keys
 
         n, n_relations = dataset.n_entities, dataset.n_relations
         train = dataset.splits["train"]

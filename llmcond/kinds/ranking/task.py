@@ -19,7 +19,7 @@ from llmcond.metrics import RANKING_NAMES
 from llmcond.tasks.base import AnyTask, Data
 
 if TYPE_CHECKING:
-    from llmcond.kinds.ranking.arrays import QueryArrays
+    from llmcond.kinds.ranking.heads import QueryArrays
 
 
 @dataclass(frozen=True, slots=True)

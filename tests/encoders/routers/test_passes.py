@@ -14,7 +14,7 @@ from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.checkpoints.adapter import read_encoder_record
 from llmcond.encoders.engine.routing import embed_routed, router_inputs
 from llmcond.encoders.spec import Router
-from llmcond.finetune.loading import load_trainable
+from llmcond.finetune.encoder import load_trainable
 from llmcond.finetune.settings import TuneSettings
 from llmcond.runs import open_run
 from llmcond.runs.portable import stage_run

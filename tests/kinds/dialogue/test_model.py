@@ -9,14 +9,13 @@ from helpers.training import compute_alone, cpu_accelerator, resume_training
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
-from llmcond.finetune.loading import load_trainable
-from llmcond.finetune.loop import Trainer
+from llmcond.finetune.encoder import load_trainable
+from llmcond.finetune.loop import Trainer, TrainingState
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import TrainingState
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import Turns
-from llmcond.kinds.dialogue.fit import TurnArrays, distinct_utterances, fit_turns
-from llmcond.kinds.dialogue.model import DialogueInputs, TurnModel
+from llmcond.kinds.dialogue.heads import TurnArrays, distinct_utterances, fit_turns
+from llmcond.kinds.dialogue.train import DialogueInputs, TurnModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,8 +12,16 @@ from llmcond.errors import UserError
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import DevScore, PairArrays
-from llmcond.kinds.dialogue.fit import TurnArrays, distinct_utterances, fit_turns, windows
-from llmcond.kinds.dialogue.roles import FittedRoleHead, RoleHead, c3l_targets, load_roles_head
+from llmcond.kinds.dialogue.heads import (
+    FittedRoleHead,
+    RoleHead,
+    TurnArrays,
+    c3l_targets,
+    distinct_utterances,
+    fit_turns,
+    load_roles_head,
+    windows,
+)
 from llmcond.kinds.dialogue.turns import query_vectors
 from llmcond.metrics import METRICS
 

@@ -11,7 +11,7 @@ from helpers.flags import change_flags
 
 import llmcond
 from llmcond.cli import run
-from llmcond.kinds.dialogue.roles import load_roles_head
+from llmcond.kinds.dialogue.heads import load_roles_head
 from llmcond.run_log import TRAINING, log_path, read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy, normalize
 
 from llmcond.config import build
 from llmcond.errors import UserError
-from llmcond.kinds.ranking.contrastive import Contrast, ContrastSettings, Queue, contrastive
 from llmcond.kinds.ranking.graph import KnownTriples
+from llmcond.kinds.ranking.heads import Contrast, ContrastSettings, Queue, contrastive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,11 +17,14 @@ from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.module import members_of, seeded
 from llmcond.heads.pairs import DevScore
 from llmcond.kinds.ranking import heads as query_maps
-from llmcond.kinds.ranking.arrays import QueryArrays, QueryFeatures
-from llmcond.kinds.ranking.contrastive import Contrast
-from llmcond.kinds.ranking.fit import fit_queries
 from llmcond.kinds.ranking.graph import KnownTriples
-from llmcond.kinds.ranking.heads import load_query_head
+from llmcond.kinds.ranking.heads import (
+    Contrast,
+    QueryArrays,
+    QueryFeatures,
+    fit_queries,
+    load_query_head,
+)
 from llmcond.metrics import METRICS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,7 +108,7 @@ def average_neighbours(arrays, entity, drop=None):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_neighbour_means_exclude_other_end(streamed, monkeypatch):
     if streamed:
-        monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", 0)
+        monkeypatch.setattr("llmcond.heads.fitted._DENSE_BYTES", 0)
     arrays = make_arrays()
     features, all_entities = QueryFeatures(arrays), np.arange(N)
     full = features.entities(all_entities, neighbours=True).numpy()
@@ -129,7 +132,7 @@ def test_features_on_disk_give_same_head(tmp_path, monkeypatch):
     np.save(tmp_path / "entities.npy", arrays.entities)
     stored = np.load(tmp_path / "entities.npy", mmap_mode="r")
     dense = fit("hypernet-full", arrays, neighbours=True)
-    monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", 0)
+    monkeypatch.setattr("llmcond.heads.fitted._DENSE_BYTES", 0)
     monkeypatch.setattr(query_maps, "_BLOCK", 7)
     on_disk = QueryArrays(
         DenseMatrix(stored), arrays.triples, R, arrays.known, relations=arrays.relations

@@ -10,17 +10,14 @@ from helpers.training import compute_alone, cpu_accelerator, resume_training
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
-from llmcond.finetune.inputs import TokenizedInputs
-from llmcond.finetune.loading import load_trainable
-from llmcond.finetune.loop import Trainer
+from llmcond.finetune.encoder import load_trainable
+from llmcond.finetune.loop import Trainer, TrainingState
+from llmcond.finetune.model import TokenizedInputs
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import TrainingState
 from llmcond.heads import load_recipe
-from llmcond.kinds.ranking.arrays import QueryArrays
-from llmcond.kinds.ranking.contrastive import contrastive
-from llmcond.kinds.ranking.fit import fit_queries
 from llmcond.kinds.ranking.graph import KnownTriples, both_directions
-from llmcond.kinds.ranking.model import GraphInputs, QueryModel
+from llmcond.kinds.ranking.heads import QueryArrays, contrastive, fit_queries
+from llmcond.kinds.ranking.train import GraphInputs, QueryModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,8 +130,8 @@ def test_score_is_filtered_mrr_on_dev(tiny_bert, name):
 
 
 def test_score_samples_dev_triples_and_candidates(tiny_bert, monkeypatch):
-    monkeypatch.setattr("llmcond.kinds.ranking.model._DEV_TRIPLES", 3)
-    monkeypatch.setattr("llmcond.kinds.ranking.model._DEV_CANDIDATES", 5)
+    monkeypatch.setattr("llmcond.kinds.ranking.train._DEV_TRIPLES", 3)
+    monkeypatch.setattr("llmcond.kinds.ranking.train._DEV_CANDIDATES", 5)
     model, _, dev = make_model(tiny_bert)
     counts = []
 

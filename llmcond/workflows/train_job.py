@@ -17,19 +17,21 @@ from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import Orders
+from llmcond.errors import UserError
+from llmcond.evaluation.dev_gain import check_fold_count
 from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView, recipe_view
 from llmcond.files import check_writable, write_json, write_text
+from llmcond.finetune.loop import TrainingProgress, TrainingState
 from llmcond.finetune.settings import StageSettings, TuneSettings
-from llmcond.finetune.state import TrainingProgress, TrainingState
 from llmcond.heads import Recipe, save_head
-from llmcond.heads.base import FittedModule
+from llmcond.heads.fitted import FittedModule
 from llmcond.log import log
 from llmcond.metrics import finite_or_none
 from llmcond.progress import TrainBar, format_duration
 from llmcond.prompts import load_prompt
 from llmcond.report.card import model_card
-from llmcond.report.tables import estimate_text
+from llmcond.report.tables import dev_gain_text, estimate_text
 from llmcond.run_log import TRAINING, RunLog, log_path
 from llmcond.runs import AnyRun, Run, complete_run, head_name, head_record, portable_model_name
 from llmcond.runs.cross import CrossEncoder
@@ -40,7 +42,6 @@ from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data, Task
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import check_prompts, check_router_used, read_data
-from llmcond.workflows.last_stage import StageResult, read_stage_splits, run_stage
 from llmcond.workflows.options.common import Split
 from llmcond.workflows.options.scoring import EvaluateOptions
 from llmcond.workflows.options.training import TrainLoraOptions
@@ -66,8 +67,105 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcond.encoders.engine.tokenizing import InputTokenizer
-    from llmcond.finetune.base import TrainedModel
-    from llmcond.finetune.loading import TrainableEncoder
+    from llmcond.finetune.encoder import TrainableEncoder
+    from llmcond.finetune.loop import LastStage
+    from llmcond.finetune.model import TrainedModel
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The outcome of a last stage.
+
+    Attributes:
+        record: under the key ``then``, the stage's settings, steps and seconds, and
+            ``folds`` if they were evaluated.
+        curve: the loss of each epoch.
+    """
+
+    record: dict[str, Any]
+    curve: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return int(self.record["then"]["steps"])
+
+
+def check_stage_settings(stage: StageSettings) -> StageSettings | None:
+    """Return the checked settings of the last stage; None if there is none.
+
+    Raises:
+        UserError: there is a single fold.
+    """
+    if stage.then is None:
+        return None
+    if stage.folds == 1:
+        raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
+    return stage
+
+
+def read_stage_splits(dataset: Dataset, stage: StageSettings) -> tuple[Rows, Rows]:
+    """Return the rated rows of train and of dev.
+
+    Raises:
+        UserError: dev has no rated rows, or fewer sentence pairs than folds.
+    """
+    train, dev = dataset.splits["train"], dataset.splits.get("dev")
+    if dev is None or not dev.rated.any():
+        raise UserError(
+            f"{dataset.source} has no rated rows in dev to train on. Leave out --then, or add a "
+            "dev file."
+        )
+    dev = dev.take(dev.rated)
+    check_fold_count(dev, stage.folds)
+    return train.take(train.rated), dev
+
+
+def check_folds(
+    stage: StageSettings | None,
+    model: str,
+    resolved: ResolvedEncoder,
+    dataset: Dataset,
+    *others: str,
+) -> None:
+    """Raise a UserError for folds of dev if the encoder or another model was trained on dev.
+
+    Args:
+        stage: the last stage; None: there is none.
+        model: the name of the encoder.
+        resolved: the encoder.
+        dataset: the dataset with the dev rows.
+        others: the names of other models, such as a teacher, that were trained on dev.
+    """
+    sources = [model] if resolved.checkpoint.dev_digest == dataset.digest else []
+    if stage is not None and stage.folds and (sources or others):
+        raise UserError(
+            f"{[*sources, *others][0]} was trained on dev, so folds of dev would measure nothing. "
+            "Leave out --folds."
+        )
+
+
+def run_stage(last_stage: LastStage[Any]) -> StageResult:
+    """Train the last stage; with folds, first measure its gain by cross-validation on dev."""
+    fold_record: dict[str, Any] = {}
+    if last_stage.stage.folds:
+        fold_results = last_stage.cross_validate()
+        log.info(dev_gain_text(fold_results))
+        fold_record["folds"] = fold_results.to_json()
+    progress = last_stage.run()
+    stage = last_stage.stage
+    record = {
+        "share": stage.then_share,
+        "weight": stage.then_weight,
+        "learning_rate": last_stage.settings.learning_rate
+        * stage.learning_rate_scale(last_stage.settings),
+        "epochs": stage.then_epochs,
+        "steps": progress.step,
+        "seconds": round(progress.seconds, 1),
+        **fold_record,
+    }
+    curve = [{key: entry[key] for key in ("step", "epoch", "loss")} for entry in progress.curve]
+    return StageResult({"then": record}, curve)
 
 
 @dataclass(frozen=True)
@@ -348,7 +446,7 @@ class RatedJob(TrainingJob):
     ) -> StageResult | None:
         if self.stage is None:
             return None
-        from llmcond.finetune.stage import LastStage
+        from llmcond.finetune.loop import LastStage
 
         train, dev = read_stage_splits(self.dataset, self.stage)
         return run_stage(
@@ -408,9 +506,8 @@ def train(job: TrainingJob) -> TrainingResult:
 
 
 def _train(job: TrainingJob) -> dict[str, Any]:
-    from llmcond.finetune.loading import load_trainable, prepare_accelerator
+    from llmcond.finetune.encoder import load_trainable, prepare_accelerator, save_encoder
     from llmcond.finetune.loop import Trainer
-    from llmcond.finetune.save import save_encoder
 
     resolved, settings = job.resolved, job.settings
     accelerator = prepare_accelerator(resolved)
@@ -536,7 +633,7 @@ def write_training_record(
     curves: Mapping[str, Any],
 ) -> None:
     """Write the model card and then the training record, and log the scores."""
-    from llmcond.finetune.save import hub_name
+    from llmcond.finetune.encoder import hub_name
 
     folder, base = job.folder, job.resolved
     record = {

@@ -1,11 +1,15 @@
-"""Training an encoder and a head together, into a run whose folder also holds the encoder."""
+"""Training an encoder and a head together, and training cross-encoders, into a new run.
+
+A cross-encoder is one model that rates two sentences under a condition together.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,49 +20,82 @@ from llmcond.config import build
 from llmcond.data.aspects import AspectSample, dataset_files, read_aspect_datasets
 from llmcond.data.rows import Rows
 from llmcond.encoders import ResolvedEncoder
-from llmcond.errors import UserError
+from llmcond.encoders.checkpoints.adapter import (
+    member_folders,
+    read_encoder_record,
+    write_encoder_record,
+)
+from llmcond.encoders.spec import Orders
+from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import FeatureView, recipe_view
-from llmcond.files import digest_file
-from llmcond.finetune.aspects import AspectModel, AspectSampler
-from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
-from llmcond.finetune.settings import AspectSettings, StageSettings
-from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
+from llmcond.files import check_writable, digest_file
+from llmcond.finetune.model import (
+    AspectModel,
+    AspectSampler,
+    BiEncoderModel,
+    CrossInputs,
+    CrossModel,
+    HeadConfig,
+    RatedInputs,
+)
+from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
+from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
+from llmcond.heads.dense import RegressionSettings
 from llmcond.heads.objectives import check_contrasts
+from llmcond.heads.pairs import FitReport
 from llmcond.heads.recipes import parse_settings
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
+from llmcond.progress import format_duration
 from llmcond.prompts import list_fields, load_prompt
 from llmcond.runs import Run
+from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import predict
+from llmcond.runs.run import encoder_and_data_record
+from llmcond.runs.run_heads import is_selected_on_dev
 from llmcond.runs.trials import size_recipe
 from llmcond.tasks import Task, find_task
-from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts, check_router_used
-from llmcond.workflows.last_stage import check_folds, check_stage_settings, read_stage_splits
-from llmcond.workflows.options.training import HeadTrainingOptions, TeacherOptions, TrainLoraOptions
+from llmcond.workflows.options.training import (
+    HeadTrainingOptions,
+    TeacherOptions,
+    TrainCrossOptions,
+    TrainLoraOptions,
+)
 from llmcond.workflows.teacher import find_teacher
-from llmcond.workflows.training import (
+from llmcond.workflows.train_job import (
     RatedJob,
     TrainedHead,
     TrainingParts,
+    check_folds,
+    check_stage_settings,
+    read_stage_splits,
     save_trained_head,
     score_predictor,
     train,
+    write_training_record,
 )
 from llmcond.workflows.training_options import (
     DataReader,
     build_tune_settings,
+    find_rated_task,
+    has_router,
     load_named_head,
     read_rated_dataset,
     resolve_trainable,
 )
-from llmcond.workflows.training_record import TrainingResult, training_config
+from llmcond.workflows.training_record import (
+    STATE,
+    TrainingResult,
+    load_finished_training,
+    training_config,
+)
 
 if TYPE_CHECKING:
     from llmcond.encoders.engine.tokenizing import InputTokenizer
-    from llmcond.finetune.loading import TrainableEncoder
+    from llmcond.finetune.encoder import TrainableEncoder
 
 
 def train_lora(options: TrainLoraOptions) -> TrainingResult:
@@ -284,3 +321,212 @@ def _add_prompts(
     view = recipe_view(plan.recipe, ordered, plan.subtract)
     view.check_texts()
     return replace(plan, prompts=ordered), view
+
+
+def train_cross(options: TrainCrossOptions) -> TrainingResult:
+    """Train an encoder, by adapters or fully, to rate [sentence1; sentence2; condition].
+
+    A call that was stopped at any step continues from the last checkpoint, as ``train_lora`` does.
+
+    Raises:
+        UserError: the input is invalid, the run holds something else, or the loss became NaN.
+        LlmcondError: the encoder cannot be loaded or trained.
+    """
+    model, orders, seed, merge = options.model, options.orders, options.seed, options.merge
+    stage = check_stage_settings(options.select(StageSettings))
+    tuning = build_tune_settings(options.tune_settings())
+    head_changes = parse_settings(
+        RegressionSettings, dict(options.set or {}), "--set", "a cross-encoder"
+    )
+    head_settings = build(RegressionSettings, head_changes, "--set")
+    task = find_rated_task(options.task)
+    first, second = task.conditioned
+    if first != second and orders == "both":
+        raise UserError(
+            f"the task {task.name} puts only its {'first' if first else 'second'} text under the "
+            "condition, so the order of the two texts matters. Give --orders given."
+        )
+    dataset = read_rated_dataset(task, options.data_options())
+    if stage is not None:
+        read_stage_splits(dataset, stage)  # reports errors before training, not after it
+    # A linear layer also reads the length of a vector, so vectors keep theirs by default.
+    encoder_options = replace(options.encoder_options(), normalize=bool(options.normalize))
+    resolved = resolve_trainable(model, encoder_options, tuning, merge)
+    check_folds(stage, model, resolved, dataset)
+    if resolved.identity.routes_inside:
+        raise UserError(
+            "a cross-encoder reads the condition as a part of its input, so a router would have no "
+            "effect. Leave out --router, or name a --model without a router."
+        )
+    return train(
+        _CrossJob(
+            model=model,
+            resolved=resolved,
+            folder=Path(options.run),
+            task=task,
+            dataset=dataset,
+            settings=tuning,
+            head=NAME,
+            seed=seed,
+            merge=merge,
+            config={
+                "encoder": resolved.identity.to_json(),
+                "data": dataset.digest,
+                "orders": orders,
+                "head": {"kind": KIND, **asdict(head_settings)},
+                "seed": seed,
+                "settings": tuning.to_json(),
+                "merge": merge,
+                **({} if stage is None else {"then": asdict(stage)}),
+            },
+            trackers=options.log,
+            stage=stage,
+            head_settings=head_settings,
+            orders=orders,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CrossJob(RatedJob):
+    """Training of an encoder that reads both sentences and the condition, with a linear layer."""
+
+    cross: ClassVar[bool] = True
+
+    head_settings: RegressionSettings
+    orders: Orders
+
+    @override
+    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
+        train_rows, dev = self.dataset.splits["train"], self.rated_dev()
+        rows = self.inputs(train_rows, trainable.tokenizer)
+        dev_inputs = None if dev is None else self.inputs(dev, trainable.tokenizer)
+        if rows.n_cut:
+            log.info(
+                f"{rows.n_cut:,} rows of train are longer than {self.resolved.identity.max_length} "
+                "tokens: their sentences are truncated, but not their conditions"
+            )
+        mean = float(rows.rating.mean())
+        metric = self.task.main_metric
+        model = CrossModel(trainable.engine, self.head_settings, self.seed, mean, metric)
+        return TrainingParts(model, rows, dev_inputs)
+
+    @override
+    def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> CrossInputs:
+        return CrossInputs.from_rows(rows, self.orders, tokenizer)
+
+    @override
+    def save(self, head: FittedHead) -> TrainedHead:
+        completed, resolved = self.complete_run(self.orders)
+        run = cast(Run, completed)
+        save_head(head, run.head_folder(NAME), encoder_and_data_record(run))
+        log.info(f"encoder -> {self.folder}; its scores:")
+        cross = load_cross_encoder(self.folder, device=resolved.device)
+        return TrainedHead(
+            NAME, {"orders": self.orders}, score_predictor(run, cross, cross.predict)
+        )
+
+
+#: Prefixes of the keys in a member's summary that the ensemble's training record repeats.
+_REPEATED_KEYS = ("seed", "steps", "best_step", "dev_", "then")
+
+
+def check_ensemble(
+    count: int, plan: HeadConfig, resolved: ResolvedEncoder, settings: TuneSettings, merge: bool
+) -> None:
+    """Check that the options allow an ensemble, if there is more than one member.
+
+    Raises:
+        UserError: there is a head behind the encoder, no adapter, a router, or vectors without
+            unit length.
+    """
+    if count == 1:
+        return
+    if not plan.recipe.is_identity:
+        raise UserError(
+            f"an ensemble has no head while it is trained, but the head is {plan.recipe.name}. "
+            "Give --head none, and fit the head afterwards: llmcond fit-head."
+        )
+    if has_router(plan.prompts, resolved):
+        raise UserError(
+            "an ensemble does not support routers. Leave out --router, and name a --prompt without "
+            "one, such as concat-cond-sent."
+        )
+    if settings.full or merge:
+        raise UserError(
+            "an ensemble consists of adapters on one base. Leave out --merge, and give --rank a "
+            "number."
+        )
+    if not resolved.identity.normalize:
+        raise UserError("members of an ensemble need vectors of unit length. Add --normalize.")
+
+
+def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult:
+    """Train the members one after the other, or continue where the training was stopped.
+
+    Each member continues as in ``llmcond.workflows.train_job.train``, and a finished member is not
+    trained again.
+
+    Args:
+        job: the ensemble's job, with its folder and its training configuration.
+        members: the members' jobs, in the order of their seeds; this function sets their folders.
+
+    Raises:
+        UserError: as ``train``.
+    """
+    summary = load_finished_training(job.folder, job.config)
+    if summary is not None:
+        return TrainingResult(summary)
+    check_writable(job.folder / STATE / "state.safetensors")
+    # This folder marks an ensemble whose training is not finished.
+    (job.folder / STATE).mkdir(parents=True, exist_ok=True)
+    folders = member_folders(job.folder, len(members))
+    summaries = []
+    for number, (member, folder) in enumerate(zip(members, folders, strict=True), start=1):
+        log.info(f"member {number} of {len(members)}, seed {member.seed}:")
+        summaries.append(train(replace(member, folder=folder)).to_json())
+    from accelerate import PartialState
+
+    if not PartialState().is_main_process:
+        return TrainingResult({})
+    return TrainingResult(_combine_members(job, summaries))
+
+
+def _combine_members(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Make the ensemble's folder one encoder, and a run with its features and scores."""
+    folders = member_folders(job.folder, len(members))
+    tuned = read_encoder_record(folders[0])
+    if tuned is None:
+        raise LlmcondError(f"{folders[0]} lacks encoder.json. Train into another --run.")
+    write_encoder_record(job.folder, replace(tuned, members=len(members)))
+    selected_on = "dev" if is_selected_on_dev(members[0]) else None
+    record = {"selected_on": selected_on, **job.record_fields()}
+    member_head, _ = load_head(folders[0] / "heads" / members[0]["head"])
+    module = member_head.family(member_head.settings, len(members) * member_head.dim_in).freeze()
+    head = FittedHead(member_head.kind, member_head.family, module, job.seed, FitReport(record))
+    log.info(f"the ensemble of {len(members)}:")
+    trained_head, seconds = job.save(head), sum(member["seconds"] for member in members)
+    weights = members[0]["weights"]
+    summary = {
+        "run": str(job.folder),
+        "encoder": job.resolved.checkpoint.name,
+        "head": trained_head.name,
+        **trained_head.takes,
+        "seed": job.seed,
+        "weights": {**weights, "trained": len(members) * weights["trained"]},
+        "steps": sum(member["steps"] for member in members),
+        "seconds": round(seconds, 1),
+        **job.record_fields(),
+        "members": [
+            {key: value for key, value in member.items() if key.startswith(_REPEATED_KEYS)}
+            for member in members
+        ],
+        "scores": [result.to_json() for result in trained_head.scores],
+    }
+    write_training_record(job, trained_head, summary, {})
+    for folder in folders:  # the run has the features of the whole ensemble
+        shutil.rmtree(folder / "features", ignore_errors=True)
+    log.info(
+        f"{trained_head.name}: {len(members)} members in {format_duration(seconds)} -> {job.folder}"
+    )
+    return summary
