@@ -18,8 +18,7 @@ from llmcond.encoders import ResolvedEncoder
 from llmcond.encoders.checkpoints.adapter import TRAINING_RECORD
 from llmcond.errors import UserError
 from llmcond.files import read_json
-from llmcond.finetune.loop import describe_differences
-from llmcond.finetune.settings import TuneSettings, upgrade_setting_names
+from llmcond.finetune.settings import TuneSettings, describe_differences, upgrade_setting_names
 from llmcond.heads import Recipe
 from llmcond.log import log
 from llmcond.metrics import Estimate

@@ -26,8 +26,8 @@ from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
 from llmcond.files import digest_file
-from llmcond.finetune.loop import BEST, STATE, BatchSchedule, TrainingState, describe_differences
-from llmcond.finetune.settings import TuneSettings
+from llmcond.finetune.loop import BEST, STATE, BatchSchedule, TrainingState
+from llmcond.finetune.settings import TuneSettings, describe_differences
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import contrast_groups
 from llmcond.prompts import load_prompt
