@@ -13,7 +13,7 @@ LARGE = ("torch", "transformers", "peft", "lance", "pyarrow", "pandas", "scipy",
 STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
 
 LIGHT_MODULES = """
-    llmcond.runs llmcond.runs.cross llmcond.runs.embedder llmcond.runs.embedding_model
+    llmcond.runs llmcond.runs.cross llmcond.runs.embedder llmcond.runs.embedder
     llmcond.runs.extraction llmcond.runs.familiarity llmcond.runs.open
     llmcond.commands.embed llmcond.commands.similarity llmcond.workflows.embed
     llmcond.data.aspects llmcond.data.datasets llmcond.data.guides llmcond.data.readers
@@ -34,7 +34,7 @@ SEARCH_MODULES = """
 
 OPEN_MODEL = """
 from llmcond.bundled import DEFAULT_MODEL, bundled_folder
-from llmcond.runs.embedding_model import EmbeddingModel
+from llmcond.runs.embedder import EmbeddingModel
 model = EmbeddingModel.find(bundled_folder("models") / DEFAULT_MODEL)
 assert model.head.is_fitted and model.head.head.kind == "none"
 assert not EmbeddingModel.find(model.run.folder, "none", "concat-cond-sent").head.is_fitted

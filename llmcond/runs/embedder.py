@@ -1,12 +1,13 @@
-"""The embedder: an encoder, a prompt and a head as one object, which embeds new texts."""
+"""Models that embed new texts: an encoder, a prompt and a head, loaded or not loaded yet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import numpy as np
 
@@ -14,16 +15,16 @@ from llmcond.arrays import Matrix, SharedRows, clip_cosines, scale_to_unit_norm
 from llmcond.conditions import as_condition
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
-from llmcond.deprecation import renamed_methods
-from llmcond.encoders import resolve_base
+from llmcond.encoders import EncoderInput, resolve_base
 from llmcond.encoders.checkpoints.checkpoint import find_hub_source
-from llmcond.encoders.spec import check_finite
-from llmcond.errors import UserError, format_count
+from llmcond.encoders.spec import InputError, check_finite
+from llmcond.errors import UserError, format_count, nearest
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.files import read_json
 from llmcond.heads.guide import Guide, Guides, apply_guides, fit_guide
 from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
 from llmcond.heads.storage import EmbeddingHead
+from llmcond.log import log
 from llmcond.options import Precision, check_argument, check_run
 from llmcond.prompts import Prompt
 from llmcond.quantization import (
@@ -32,12 +33,12 @@ from llmcond.quantization import (
     check_truncate_dim,
     convert_embeddings,
 )
-from llmcond.runs import RunEmbeddingHead
-from llmcond.runs.embedding_model import EmbeddingModel
-from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunHead, open_run
+from llmcond.runs.extraction import LazyEncoder, extract_inputs
 from llmcond.runs.manifest import IN_RUN_FOLDER
 from llmcond.runs.open import resolve_run
 from llmcond.runs.portable import save_portable_run
+from llmcond.runs.run_heads import zero_shot_head
 from llmcond.runs.similarity import (
     SimilarityModel,
     Vectors,
@@ -47,14 +48,16 @@ from llmcond.runs.similarity import (
 )
 
 if TYPE_CHECKING:
-    from llmcond.encoders import EncoderInput
     from llmcond.encoders.encoder import Encoder
     from llmcond.encoders.spec import Encoded
+    from llmcond.features.store import FeatureStore
     from llmcond.heads.fitted import ConditionCache
     from llmcond.runs.explanation import Explanation
 
+#: The number of rows whose vectors are in memory at a time.
+_BLOCK = 8_192
 
-@renamed_methods(encode_counted="encode_with_counts")
+
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Embedder(SimilarityModel):
     """A model that embeds texts under conditions.
@@ -710,3 +713,259 @@ def guides_json(guides: Mapping[Any, Guide]) -> dict[str, Any]:
     """Return the records of guides by condition, for the output of commands; {} if none."""
     records = {str(condition): guide.to_json() for condition, guide in guides.items()}
     return {"guides": records} if records else {}
+
+
+@dataclass(frozen=True)
+class EmbeddingModel:
+    """A run with one of its heads, fitted or zero-shot. The encoder is not loaded yet.
+
+    Its store lets an interrupted call continue where it stopped, and lets a second head embed the
+    same texts without encoding them again.
+
+    Attributes:
+        run: The run, or the bundled model, which has the layout of a run.
+        head: The head.
+        device: Device of the encoder: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        truncate_dim: The number of leading dimensions that embeddings keep. None: all of them.
+        guides: The guide of each condition that has one. The key None is for texts without a
+            condition.
+    """
+
+    run: Run
+    head: RunEmbeddingHead
+    device: str = "auto"
+    truncate_dim: int | None = None
+    guides: Guides = field(default_factory=Guides)
+
+    @classmethod
+    def find(
+        cls,
+        run: str | Path | None = None,
+        head: str | None = None,
+        prompt: str | None = None,
+        *,
+        model: str | None = None,
+        revision: str | None = None,
+        device: str = "auto",
+        truncate_dim: int | None = None,
+        quiet: bool = False,
+    ) -> Self:
+        """Find the model that a user named, and log which one it is unless ``quiet``.
+
+        ``run``, ``model`` and ``revision`` are as for ``llmcond.runs.open.resolve_run``, ``head``
+        and ``prompt`` as for ``choose_head``.
+
+        Raises:
+            UserError: The run or head does not exist, the prompt is a control, or the head does not
+                compare by cosine, so that its embeddings cannot be truncated.
+            LlmcondError: The hub cannot be reached.
+        """
+        opened = open_run(resolve_run(run, model, revision))
+        saved = choose_head(opened, head, prompt)
+        saved.view.check_texts()
+        if not quiet:
+            log_model(opened, saved, head)
+        check_truncatable(truncate_dim, saved.head)
+        return cls(opened, saved, device, truncate_dim)
+
+    @property
+    def view(self) -> FeatureView:
+        """The features that the head takes for a text and its condition."""
+        return self.head.view
+
+    @property
+    def find_arguments(self) -> dict[str, str]:
+        """The arguments of ``find``, as strings, that find this model again."""
+        prompt = {} if self.head.is_fitted else {"prompt": self.view.name}
+        return {**self.run.find_arguments, "head": self.head.reference, **prompt}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the vectors, as records of embeddings store it."""
+        return {
+            "encoder": self.run.identity.fingerprint,
+            "prompt": {prompt.name: prompt.digest for prompt in self.view.prompts},
+            "subtraction": self.view.subtract,
+            "head": self.head.record["weights_sha256"],
+        }
+
+    @cached_property
+    def encoder(self) -> LazyEncoder:
+        """The encoder, which is loaded at its first call."""
+        return LazyEncoder(self.run.resolve_encoder(self.device))
+
+    @cached_property
+    def store(self) -> FeatureStore:
+        """The store of encoded features: that of the run, if it can be written."""
+        return self.run.store_for_other_texts(self.encoder.resolved.identity)
+
+    def fit_guide(self, labelled: LabelledTexts) -> Guide:
+        """Fit a guide to labelled texts, and apply it to all later embeddings of their condition.
+
+        Raises:
+            UserError: As ``extract``, or the head does not compare by cosine.
+        """
+        texts, condition = labelled.texts, labelled.condition
+        self.guides.pop(condition, None)
+        if condition is None:
+            guide = fit_checked_guide(labelled, self.embed_plain(texts))
+        else:
+            vectors = self.embed([(text, condition) for text in texts], labelled.source)
+            guide = fit_checked_guide(labelled, vectors, self.head.head)
+        self.guides[condition] = guide
+        return guide
+
+    def extract(
+        self, rows: Sequence[tuple[str, str]], file: str, n_texts: int | None = None
+    ) -> None:
+        """Encode the inputs of (sentence, condition) rows that the store lacks.
+
+        Args:
+            rows: The rows: all texts under a condition, then all under the next one, if any.
+            file: The name of their file, for messages.
+            n_texts: The number of texts. None: one for each row.
+
+        Raises:
+            UserError: The encoder returned NaN or infinity; the message names the row.
+        """
+        inputs = self.view.inputs(rows)
+        try:
+            extract_inputs(self.store, self.encoder, self.view.name, inputs)
+        except InputError as error:
+            row = list(inputs).index(error.item) // len(self.view.required_parts())
+            number = row % (n_texts or len(rows)) + 1
+            raise UserError(f"row {number} of {file}: {error}") from error
+
+    def read_blocks(
+        self, rows: Sequence[tuple[str, str]], normalize: bool = True
+    ) -> Iterator[Vectors]:
+        """Yield the (n, k) embeddings of extracted rows, in batches."""
+        for start in range(0, len(rows), _BLOCK):
+            batch = rows[start : start + _BLOCK]
+
+            def read(prompt: Prompt, side: FeaturePart, batch: Sequence[Any] = batch) -> Matrix:
+                return self.store.lookup([getattr(prompt, side).render(*row) for row in batch])
+
+            head = self.head.head
+            vectors = head.transform(
+                self.view.sentence_features(read), self.view.condition_features(read)
+            )
+            vectors = vectors[:, : check_truncate_dim(self.truncate_dim, vectors.shape[1])]
+            vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
+            yield normalise_vectors(vectors, head) if normalize else vectors
+
+    def embed(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
+        """Return the (n, k) embeddings of rows, with unit L2 norm.
+
+        Raises:
+            UserError: As ``extract``.
+        """
+        self.extract(rows, file)
+        return np.concatenate(list(self.read_blocks(rows)))
+
+    def embed_plain(self, texts: Sequence[str]) -> Vectors:
+        """Return the (n, d) vectors that the encoder gives texts, without a condition or a head."""
+        vectors = _encode_alone(self.encoder, self.store, texts)
+        guide = self.guides.get(None)
+        return vectors if guide is None else guide.transform(vectors)
+
+    def embed_with_base(self, texts: Sequence[str]) -> tuple[str, Vectors]:
+        """Return the name of the base encoder, and the (n, d) vectors that it gives texts.
+
+        The base is the encoder that an adapter was trained on, or the encoder itself if it was not
+        trained. If all its weights were trained, no base is recorded, and the trained encoder is
+        used instead.
+        """
+        base, store = resolve_base(self.encoder.resolved), self.store
+        if base is None:
+            log.info(f"no base of {self.encoder.name} is recorded, so its own vectors are used")
+        if base is None or base is self.encoder.resolved:
+            return self.encoder.name, _encode_alone(self.encoder, store, texts)
+        base_store = type(store)(store.root, base.identity, store.dtype)
+        return base.checkpoint.name, _encode_alone(LazyEncoder(base), base_store, texts)
+
+    def load(self) -> Embedder:
+        """Load the encoder, and return an embedder without the guides."""
+        return make_embedder(self.encoder(), self.head, self.run.folder, self.truncate_dim)
+
+
+def _encode_alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
+    inputs = [EncoderInput("", text) for text in texts]
+    extract_inputs(store, encoder, f"{encoder.name}, no condition", inputs)
+    return normalise_vectors(store.lookup(inputs).read())
+
+
+def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> RunHead[Any]:
+    """Load the head that a name refers to.
+
+    Args:
+        run: The run of the head.
+        name: The name of a fitted head, or of its recipe if only one head was fitted with it.
+            ``none``: zero-shot, also as ``none@PROMPT``. None: the run's default head, or
+            zero-shot if none is fitted.
+        prompt: The prompt of zero-shot; None: the run's only prompt.
+
+    Raises:
+        UserError: No head or several heads match, or the head was fitted on another prompt.
+    """
+    reference = name
+    if reference is None and (default := run.default_head()) is not None:
+        reference = default[0]
+    # A head that was trained as zero-shot has such a name too.
+    if (reference or "").startswith("none@") and reference not in run.head_names():
+        if prompt is None:
+            return _find_zero_shot(run, str(reference))
+        reference = "none"
+    if reference is None or reference == "none":
+        return zero_shot_head(run.zero_shot_view(run.prompt(prompt)))
+    names = run.full_head_names([reference])
+    if len(names) > 1:
+        raise UserError(
+            f"{run.folder} has several heads {reference!r}: {', '.join(names)}. Give the full name."
+        )
+    saved = run.load_applied_head(names[0])
+    if prompt is not None and set(prompt.split("+")) != set(saved.view.name.split("+")):
+        raise UserError(
+            f"the head {saved.name} was fitted on the prompt {saved.view.name}, not {prompt}. "
+            "Leave out --prompt, or choose another --head."
+        )
+    return saved
+
+
+def _find_zero_shot(run: AnyRun, name: str) -> RunHead[Any]:
+    """Return the zero-shot head of a name such as ``none@pair-cond``.
+
+    Raises:
+        UserError: The run has no features of that prompt.
+    """
+    views = [view for prompt in run.prompts().values() for view in run.zero_shot_views(prompt)]
+    heads = {head.name: head for head in map(zero_shot_head, views)}
+    if name not in heads:
+        raise UserError(f"{run.folder} has no {name}. {nearest(name, heads)}")
+    return heads[name]
+
+
+def log_model(run: AnyRun, saved: RunHead[Any], requested: str | None) -> None:
+    """Log the model, the head and the prompt in one line.
+
+    ``requested`` is the head that the user named. If it is None, the reason why this head was
+    chosen is logged as well.
+    """
+    default = run.default_head()
+    if not saved.is_fitted:
+        head = "zero-shot" if default else "zero-shot (no head is fitted)"
+    else:
+        head = f"head {saved.name}"
+    if requested is None and default is not None:
+        head += f" ({default[1]})"
+    source = describe_source(run.manifest["data"]["source"])
+    if run.is_bundled:
+        is_default = default is not None and saved.name == default[0]
+        parts = [run.display_name, "" if is_default else head]
+    elif run.is_encoder:
+        parts = [f"encoder {run.encoder_name}, zero-shot"]
+    else:
+        parts = [run.display_name, f"encoder {run.encoder_name}", head]
+    fitted = f"fitted on {source}" if saved.is_fitted and parts[-1] else ""
+    parts += [f"prompt {saved.view.name}", fitted]
+    log.info("model: %s", ", ".join(filter(None, parts)))

@@ -207,9 +207,7 @@ class Index:
                     f"{folder} is not an index (it has no index.json). Name another folder; "
                     "nothing in this one was changed."
                 )
-            search_model = replace(
-                SearchModel.find(**settings, device=device), truncate_dim=truncate_dim
-            )
+            search_model = SearchModel.find(**settings, device=device, truncate_dim=truncate_dim)
             # An index without any texts may still change its model.
             _write_record(folder, search_model, precision or "float16")
             shutil.rmtree(folder / "guides", ignore_errors=True)

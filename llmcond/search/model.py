@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.data.guides import LabelledTexts
 from llmcond.errors import UserError
 from llmcond.heads.guide import Guide, Guides
-from llmcond.runs.embedder import Embedder, base_encoder, fit_checked_guide, make_embedder
-from llmcond.runs.embedding_model import EmbeddingModel
+from llmcond.runs.embedder import Embedder, EmbeddingModel, base_encoder, fit_checked_guide
 from llmcond.search.projection import NO_CONDITION, ConditionProjections, ViewTemplates
 
 if TYPE_CHECKING:
@@ -23,16 +22,9 @@ if TYPE_CHECKING:
 class SearchModel(EmbeddingModel):
     """The model whose vectors an index searches. The encoder is loaded at first use.
 
-    Attributes:
-        guides: the guide of each condition that has one.
-        truncate_dim: number of leading dimensions that vectors keep; None: all.
-
     Raises:
         UserError: if the head does not compare embeddings by their cosine.
     """
-
-    guides: Guides = field(default_factory=Guides)
-    truncate_dim: int | None = None
 
     def __post_init__(self) -> None:
         if not self.head.head.compares_by_cosine:
@@ -40,12 +32,6 @@ class SearchModel(EmbeddingModel):
                 f"the head {self.head.name} does not compare embeddings by their cosine, but an "
                 "index does. Choose another --head."
             )
-
-    @property
-    def find_arguments(self) -> dict[str, str]:
-        """The arguments of ``find``, as strings, that find this model again."""
-        prompt = {} if self.head.is_fitted else {"prompt": self.view.name}
-        return {**self.run.find_arguments, "head": self.head.reference, **prompt}
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """Return the names of the parts of ``identity`` that differ from a recorded identity."""
@@ -86,7 +72,7 @@ class SearchModel(EmbeddingModel):
 
     @cached_property
     def _unguided(self) -> Embedder:
-        return make_embedder(self.encoder(), self.head, self.run.folder, self.truncate_dim)
+        return self.load()
 
     @property
     def embedder(self) -> Embedder:

@@ -22,8 +22,8 @@ from llmcond.evaluation.condition_checks import (
     sample_texts,
 )
 from llmcond.log import log
+from llmcond.runs.embedder import EmbeddingModel
 from llmcond.runs.languages import report_foreign_texts
-from llmcond.workflows.embed import TextEmbedder
 from llmcond.workflows.options.texts import CheckConditionOptions
 
 
@@ -96,7 +96,9 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
             "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
         )
     collection = read_collection(options.texts, options.text, read=options.read_options())
-    embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
+    embeddings = EmbeddingModel.find(
+        run_folder, options.head, options.prompt, device=options.device
+    )
     report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
     sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]
     vectors = embeddings.embed(
@@ -125,7 +127,7 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
         texts=len(collection.texts),
         encoder=embeddings.encoder.name,
         prompt=embeddings.view.name,
-        head=embeddings.head_name,
+        head=embeddings.head.reference,
         seed=seed,
         calibration=calibration,
         checks=checks,

@@ -40,8 +40,8 @@ from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration
 from llmcond.files import check_output, replace_atomically, write_csv
 from llmcond.log import log
 from llmcond.report.figures import check_figure, data_path
+from llmcond.runs.embedder import EmbeddingModel
 from llmcond.runs.languages import report_foreign_texts
-from llmcond.workflows.embed import TextEmbedder
 from llmcond.workflows.options.texts import ClusterOptions
 
 Method = Literal["kmeans", "hdbscan"]
@@ -77,7 +77,9 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         )
     known_labels = _read_known_labels(collection, labels, guides)
 
-    embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
+    embeddings = EmbeddingModel.find(
+        run_folder, options.head, options.prompt, device=options.device
+    )
     report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
     drawing = ClusterMap(collection.texts, seed) if files.have_map else None
     clusterings: list[Clustering] = []
@@ -113,7 +115,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         distinct=distinct,
         encoder=embeddings.encoder.name,
         prompt=embeddings.view.name,
-        head=embeddings.head_name,
+        head=embeddings.head.reference,
         method=options.method,
         seed=seed,
         clusterings=clusterings,
@@ -133,7 +135,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
 
 
 def _embed_texts(
-    embeddings: TextEmbedder,
+    embeddings: EmbeddingModel,
     collection: Collection,
     condition: str | None,
     labelled: LabelledTexts | None,

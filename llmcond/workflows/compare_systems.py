@@ -35,7 +35,7 @@ from llmcond.report.page import Page, check_page, write_page
 from llmcond.report.tables import systems_summary
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
-from llmcond.runs.embedding_model import choose_head
+from llmcond.runs.embedder import choose_head
 from llmcond.runs.examples import Examples, load_examples
 from llmcond.runs.predictors import (
     AnyPredictor,

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import Matrix
 from llmcond.conditions import (
     add_values,
     combine_values,
@@ -33,39 +32,25 @@ from llmcond.data.datasets import (
     resolve_conditions,
     text_column,
 )
-from llmcond.data.guides import LabelledTexts, read_guide
+from llmcond.data.guides import read_guide
 from llmcond.data.readers import EMBEDDING_SUFFIXES, VECTOR, Source
 from llmcond.data.rows import to_arrow
 from llmcond.display import Displayed
-from llmcond.encoders import resolve_base
-from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
-from llmcond.features.view import FeaturePart
 from llmcond.files import check_output, replace_atomically, suffix
-from llmcond.heads.guide import Guide, Guides, apply_guides
+from llmcond.heads.guide import Guide
 from llmcond.log import log
 from llmcond.options import Precision
-from llmcond.prompts import Prompt
-from llmcond.quantization import Quantizer, check_truncate_dim, measure_ranges, read_ranges
+from llmcond.quantization import Quantizer, measure_ranges, read_ranges
 from llmcond.report.tables import head_text
-from llmcond.runs.embedder import (
-    check_truncatable,
-    fit_checked_guide,
-    guides_json,
-    normalise_vectors,
-)
-from llmcond.runs.embedding_model import EmbeddingModel
-from llmcond.runs.extraction import LazyEncoder, extract_inputs
+from llmcond.runs.embedder import EmbeddingModel, guides_json
 from llmcond.runs.languages import report_foreign_texts
 from llmcond.text import condition_key
 from llmcond.version import __version__
 from llmcond.workflows.options.texts import EmbedOptions, ranges_path
 
 if TYPE_CHECKING:
-    from llmcond.features.store import FeatureStore
-
-#: The number of rows whose vectors are in memory at a time.
-_BLOCK = 8_192
+    pass
 
 #: The largest number of characters of a condition in the name of a column.
 _TITLE = 60
@@ -117,134 +102,6 @@ class EmbedResult(Displayed):
         fields = super().to_json()
         del fields["guides"]
         return fields | guides_json(self.guides)
-
-
-class TextEmbedder:
-    """A model of a run that embeds the user's texts, with a store of encoded features.
-
-    The store lets an interrupted call continue where it stopped, and lets a second head embed the
-    same texts without encoding them again.
-
-    Attributes:
-        view: the features of a text and its condition that the head takes.
-        head_name: the name of the head; ``none`` is zero-shot.
-        encoder: the encoder, which is loaded when it is first needed.
-        guides: the guide of each condition that has one; the key None is for texts without a
-            condition.
-        identity: everything about the model that decides the embeddings.
-    """
-
-    def __init__(
-        self,
-        run_folder: Path,
-        head: str | None,
-        prompt: str | None,
-        device: str,
-        truncate_dim: int | None = None,
-    ) -> None:
-        """Find the model of a run; its embeddings have ``truncate_dim`` dimensions (None: all).
-
-        Raises:
-            UserError: as ``EmbeddingModel.find``, or the head does not compare by cosine, so that
-                its embeddings cannot be truncated.
-        """
-        model = EmbeddingModel.find(run_folder, head, prompt, device=device)
-        check_truncatable(truncate_dim, model.head.head)
-        self.identity, self._truncate_dim = model.identity, truncate_dim
-        self.view, self.head_name, self.encoder = model.view, model.head.reference, model.encoder
-        self._head = model.head.head
-        self._store = model.run.store_for_other_texts(model.encoder.resolved.identity)
-        self.guides = Guides()
-
-    def fit_guide(self, labelled: LabelledTexts) -> None:
-        """Fit a guide to labelled texts, and apply it to all later embeddings of their condition.
-
-        Raises:
-            UserError: as ``extract``, or the head does not compare by cosine.
-        """
-        texts, condition = labelled.texts, labelled.condition
-        self.guides.pop(condition, None)
-        if condition is None:
-            guide = fit_checked_guide(labelled, self.embed_plain(texts))
-        else:
-            vectors = self.embed([(text, condition) for text in texts], labelled.source)
-            guide = fit_checked_guide(labelled, vectors, self._head)
-        self.guides[condition] = guide
-
-    def extract(
-        self, rows: Sequence[tuple[str, str]], file: str, n_texts: int | None = None
-    ) -> None:
-        """Encode the inputs of (sentence, condition) rows that the store lacks.
-
-        Args:
-            rows: the rows: all texts under a condition, then all under the next one, if any.
-            file: the name of their file, for messages.
-            n_texts: the number of texts; None: one for each row.
-
-        Raises:
-            UserError: the encoder gave NaN or infinity; the message names the row.
-        """
-        inputs = self.view.inputs(rows)
-        try:
-            extract_inputs(self._store, self.encoder, self.view.name, inputs)
-        except InputError as error:
-            row = list(inputs).index(error.item) // len(self.view.required_parts())
-            number = row % (n_texts or len(rows)) + 1
-            raise UserError(f"row {number} of {file}: {error}") from error
-
-    def blocks(self, rows: Sequence[tuple[str, str]], normalize: bool = True) -> Iterator[Vectors]:
-        """Yield the (n, k) embeddings of extracted rows, in batches."""
-        for start in range(0, len(rows), _BLOCK):
-            batch = rows[start : start + _BLOCK]
-
-            def read(prompt: Prompt, side: FeaturePart, batch: Sequence[Any] = batch) -> Matrix:
-                return self._store.lookup([getattr(prompt, side).render(*row) for row in batch])
-
-            vectors = self._head.transform(
-                self.view.sentence_features(read), self.view.condition_features(read)
-            )
-            vectors = vectors[:, : check_truncate_dim(self._truncate_dim, vectors.shape[1])]
-            vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
-            yield normalise_vectors(vectors, self._head) if normalize else vectors
-
-    def embed(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
-        """Return the (n, k) embeddings of rows, with unit L2 norm.
-
-        Raises:
-            UserError: as ``extract``.
-        """
-        self.extract(rows, file)
-        return np.concatenate(list(self.blocks(rows)))
-
-    def embed_plain(self, texts: Sequence[str]) -> Vectors:
-        """Return the (n, d) vectors that the encoder gives texts, without a condition or a head."""
-        vectors = _encode_alone(self.encoder, self._store, texts)
-        guide = self.guides.get(None)
-        return vectors if guide is None else guide.transform(vectors)
-
-    def embed_with_base(self, texts: Sequence[str]) -> tuple[str, Vectors]:
-        """Return the name of the base encoder, and the (n, d) vectors that it gives texts.
-
-        The base is the encoder that an adapter was trained on, or the encoder itself if it was not
-        trained. If all its weights were trained, no base is recorded, and the trained encoder is
-        used instead.
-        """
-        from llmcond.features.store import FeatureStore
-
-        resolved = resolve_base(self.encoder.resolved)
-        if resolved is None:
-            log.info(f"no base of {self.encoder.name} is recorded, so its own vectors are used")
-        if resolved is None or resolved is self.encoder.resolved:
-            return self.encoder.name, _encode_alone(self.encoder, self._store, texts)
-        base = LazyEncoder(resolved)
-        store = FeatureStore(self._store.root, resolved.identity, self._store.dtype)
-        return base.name, _encode_alone(base, store, texts)
-
-
-def _encode_alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
-    inputs = [EncoderInput("", text) for text in texts]
-    extract_inputs(store, encoder, f"{encoder.name}, no condition", inputs)
-    return normalise_vectors(store.lookup(inputs).read())
 
 
 @dataclass(frozen=True)
@@ -330,8 +187,12 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     if keep and (conflicts or suffix(out) == ".npy"):
         reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
         raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
-    embeddings = TextEmbedder(
-        run_folder, options.head, options.prompt, options.device, options.truncate_dim
+    embeddings = EmbeddingModel.find(
+        run_folder,
+        options.head,
+        options.prompt,
+        device=options.device,
+        truncate_dim=options.truncate_dim,
     )
     texts, conditions = _read_texts(source, options.text_column, columns, keep)
     report_foreign_texts(texts.sentences, embeddings.encoder.resolved.checkpoint)
@@ -349,7 +210,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     embeddings.extract(list(chain.from_iterable(rows)), texts.file, n)
 
     def read_blocks() -> Iterator[Blocks]:
-        return zip(*(embeddings.blocks(part, options.normalize) for part in rows), strict=True)
+        return zip(*(embeddings.read_blocks(part, options.normalize) for part in rows), strict=True)
 
     blocks = read_blocks()
     first = next(blocks)
@@ -361,7 +222,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         ranges_file = ranges_path(out)
         with replace_atomically(ranges_file) as temporary, temporary.open("wb") as stream:
             np.save(stream, ranges)
-    name = embeddings.head_name
+    name = embeddings.head.reference
     record = {
         "llmcond": __version__,
         **embeddings.identity,

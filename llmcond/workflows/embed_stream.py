@@ -6,7 +6,7 @@ import base64
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from annotated_types import Ge, MinLen
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.data.datasets import text_column
 from llmcond.data.formats import ReadOptions
@@ -29,9 +30,8 @@ from llmcond.data.streams import (
 from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.errors import LlmcondError, UserError, format_list
 from llmcond.features.extract import check_storable
-from llmcond.features.view import FeatureView
 from llmcond.files import check_format
-from llmcond.heads.guide import Guides, apply_guides
+from llmcond.heads.guide import Guide, Guides, apply_guides
 from llmcond.lance_io import check_lance_column_names
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
@@ -41,13 +41,11 @@ from llmcond.records import check_record
 from llmcond.report.tables import head_text
 from llmcond.runs.embedder import (
     Embedder,
-    check_truncatable,
+    EmbeddingModel,
     fit_checked_guide,
     guides_json,
-    make_embedder,
     normalise_vectors,
 )
-from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.languages import report_foreign_texts
 from llmcond.scale.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit, open_output
 from llmcond.scale.pool import RayCluster, actor_pool
@@ -75,81 +73,39 @@ CALIBRATION_ROWS = 2_048
 
 
 @dataclass(frozen=True)
-class StreamModel:
-    """A run with one of its heads, in a form that another process can load.
+class StreamModel(EmbeddingModel):
+    """A model that embeds rows without storing their features.
+
+    Pickling finds the same model again, so that another process can load it.
 
     Attributes:
-        run: the run's folder, or the name of a bundled model or encoder.
-        head: the head's full name; zero-shot is ``none``.
-        prompt: the names of the prompts whose features the head takes.
-        device: the device to encode on.
         normalize: whether embeddings have unit L2 norm.
-        truncate_dim: the number of leading dimensions that embeddings keep; None: all.
-        guides: the guide of each condition that has one.
-        revision: the revision of an encoder on the hub; None: the newest.
     """
 
-    run: str
-    head: str
-    prompt: str
-    device: str
-    normalize: bool
-    truncate_dim: int | None = None
-    guides: Guides = field(default_factory=Guides)
-    revision: str | None = None
+    normalize: bool = True
 
-    def guide(self, labelled: LabelledTexts) -> None:
-        """Fit a guide to labelled texts, and apply it to later embeddings of their condition."""
+    def __reduce__(self) -> Any:
+        # A run's folder is named as it is, because other machines may mount it by a link.
+        source = self.run.find_arguments
+        if "run" in source:
+            source = {"run": str(self.run.folder.absolute())}
+        arguments = {**self.find_arguments, **source, "device": self.device, "quiet": True}
+        return _restore_model, (arguments, self.truncate_dim, self.guides, self.normalize)
+
+    @override
+    def fit_guide(self, labelled: LabelledTexts) -> Guide:
         rows = [(text, labelled.condition or "") for text in labelled.texts]
-        guide = fit_checked_guide(labelled, self.vectors(rows)[0], self.embedder.head)
+        guide = fit_checked_guide(labelled, self.vectors(rows)[0], self.head.head)
         self.guides[labelled.condition] = guide
-
-    @classmethod
-    def find(cls, options: EmbedOptions) -> StreamModel:
-        """Return the model that the options of a command name."""
-        model = EmbeddingModel.find(options.resolve_folder(), options.head, options.prompt)
-        check_truncatable(options.truncate_dim, model.head.head)
-        source = str(model.run.folder.absolute())
-        has_name = model.run.is_bundled or model.run.is_encoder
-        arguments = model.run.find_arguments if has_name else {}
-        return cls(
-            arguments.get("model", source),
-            model.head.reference,
-            model.view.name,
-            options.device,
-            options.normalize,
-            options.truncate_dim,
-            revision=arguments.get("revision"),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the model's fields for the record."""
-        source = {"run": self.run, "head": self.head, "prompt": self.prompt}
-        return {**source, **guides_json(self.guides)}
-
-    @cached_property
-    def _model(self) -> EmbeddingModel:
-        return EmbeddingModel.find(
-            self.run,
-            self.head,
-            self.prompt,
-            revision=self.revision,
-            device=self.device,
-            quiet=True,
-        )
+        return guide
 
     @property
-    def view(self) -> FeatureView:
-        """The features of a text and its condition that the head takes."""
-        return self._model.view
-
-    @property
+    @override
     def identity(self) -> dict[str, Any]:
-        """Everything about the model that decides the embeddings."""
-        identity = self._model.identity
+        identity = super().identity
         return {
-            "encoder": identity["encoder"],  # first, as in earlier records
-            "store_dtype": self._model.run.manifest["store_dtype"],
+            "encoder": identity["encoder"],
+            "store_dtype": self.run.manifest["store_dtype"],
             **identity,
             "normalize": self.normalize,
             "truncate_dim": self.truncate_dim,
@@ -159,9 +115,7 @@ class StreamModel:
     @cached_property
     def embedder(self) -> Embedder:
         """The model with its encoder, which is loaded at the first use."""
-        return make_embedder(
-            self._model.encoder(), self._model.head, truncate_dim=self.truncate_dim
-        )
+        return self.load()
 
     def vectors(self, rows: Sequence[tuple[str, str]]) -> tuple[Any, Encoded]:
         """Embed (sentence, condition) rows.
@@ -175,17 +129,21 @@ class StreamModel:
         Raises:
             InputError: the encoder cannot take an input, or gave NaN or infinity for it.
         """
-        embedder, dtype = self.embedder, self._model.run.manifest["store_dtype"]
         distinct = list(dict.fromkeys(self.view.inputs(rows)))
-        encoded = embedder.encoder.encode_with_counts(distinct, threads=True)
+        encoded = self.embedder.encoder.encode_with_counts(distinct, threads=True)
         with np.errstate(over="ignore"):
-            features = encoded.vectors.astype(dtype)
+            features = encoded.vectors.astype(self.run.manifest["store_dtype"])
         check_storable(features, distinct)
-        vectors = embedder.embed_vectors(rows, distinct, features)
+        vectors = self.embedder.embed_vectors(rows, distinct, features)
         vectors = apply_guides(vectors, [condition for _, condition in rows], self.guides)
-        if self.normalize:
-            vectors = normalise_vectors(vectors, embedder.head)
-        return vectors, encoded
+        return normalise_vectors(vectors, self.head.head) if self.normalize else vectors, encoded
+
+
+def _restore_model(
+    arguments: Mapping[str, Any], truncate_dim: int | None, guides: Guides, normalize: bool
+) -> StreamModel:
+    model = StreamModel.find(**arguments, truncate_dim=truncate_dim)
+    return replace(model, guides=guides, normalize=normalize)
 
 
 @dataclass(frozen=True)
@@ -270,8 +228,8 @@ class UnitEmbedder:
         model = job.model
         if model.identity != job.identity:
             raise LlmcondError(
-                f"{model.run} is a different run on this machine than where the command was "
-                "started. Make sure that all machines have the same run at this path."
+                f"{model.run.display_name} is a different run on this machine than where the "
+                "command was started. Make sure that all machines have the same run at this path."
             )
         self._job, self._source = job, open_texts(job.source, job.version, patient=True)
         self._output = open_output(job.out, patient=True)
@@ -348,7 +306,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     """
     out, guide, text = str(options.out), options.guide, options.text_column
     keep, cluster = options.keep, options.cluster()
-    model = StreamModel.find(options)
+    model = _find_model(options)
     reading = options.read_options()
     texts, output = open_texts(options.texts, read=reading, column=text), open_output(out)
     sentence_column = text_column(texts, text)
@@ -395,7 +353,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         if job.quantizer.needs_ranges:
             ranges = measure_ranges(UnitEmbedder(job).embed(_shorten(units[0]))[1])
             job = replace(job, quantizer=replace(job.quantizer, ranges=ranges))
-        record |= {"made_by": {**model.to_json(), "llmcond": __version__}}
+        record |= {"made_by": {**_describe(model), "llmcond": __version__}}
         if job.quantizer.ranges is not None:
             record["ranges"] = job.quantizer.ranges.tolist()
         output.write_record(record)
@@ -405,7 +363,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             unit = _shorten(todo[0])
             table = texts.read(unit.part, unit.start, unit.stop, read)
             report_foreign_texts(
-                table[sentence_column].to_pylist(), model._model.encoder.resolved.checkpoint
+                table[sentence_column].to_pylist(), model.encoder.resolved.checkpoint
             )
         dim = _embed_units(job, output, todo, cluster)
         if not dim:
@@ -413,14 +371,41 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             dim = (model.truncate_dim or 8 * output.dim) if packed else output.dim
     n, n_new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     previous_note = f" ({n - n_new:,} of them existed)" if n > n_new else ""
-    form = f"{head_text(model.head)}{describe_precision(job.quantizer, dim)}"
+    form = f"{head_text(model.head.reference)}{describe_precision(job.quantizer, dim)}"
     log.info(
         f"{n:,} embeddings of {dim} dimensions{describe_columns(columns)} ({form}) -> {out}"
         f"{previous_note}"
     )
     return EmbedResult(
-        out, n, dim, model.head, model.prompt, model.guides, options.precision, columns=names
+        out,
+        n,
+        dim,
+        model.head.reference,
+        model.view.name,
+        model.guides,
+        options.precision,
+        columns=names,
     )
+
+
+def _find_model(options: EmbedOptions) -> StreamModel:
+    model = StreamModel.find(
+        options.resolve_folder(),
+        options.head,
+        options.prompt,
+        device=options.device,
+        truncate_dim=options.truncate_dim,
+    )
+    return replace(model, normalize=options.normalize)
+
+
+def _describe(model: StreamModel) -> dict[str, Any]:
+    """Return the model's names for the record."""
+    return {
+        **model.find_arguments,
+        "prompt": model.view.name,
+        **guides_json(model.guides),
+    }
 
 
 def _fit_guides(
@@ -438,7 +423,7 @@ def _fit_guides(
         condition = labelled.condition or ""
         if condition not in conditions and by_column is not None:
             condition = by_column.conditions([condition], 1)[0]
-        model.guide(replace(labelled, condition=condition))
+        model.fit_guide(replace(labelled, condition=condition))
 
 
 def _shorten(unit: WorkUnit) -> WorkUnit:
@@ -613,7 +598,5 @@ def _open_executor(
         worker = UnitEmbedder(job)
         yield lambda units: ((unit, worker.work(unit)) for unit in units), 1
         return
-    # A copy without the loaded model, because it is sent to the actors.
-    job = replace(job, model=replace(job.model))
     with actor_pool(cluster, UnitEmbedder, job) as pool:
         yield pool.map, pool.size

@@ -22,8 +22,7 @@ import llmcond
 from llmcond.bundled import DEFAULT_MODEL
 from llmcond.cli import run
 from llmcond.clustering.methods import kmeans
-from llmcond.runs.embedder import normalise_vectors
-from llmcond.workflows.embed import TextEmbedder
+from llmcond.runs.embedder import EmbeddingModel, normalise_vectors
 
 PEOPLE = ("two men", "three women", "children", "two dogs")
 PLACES = ("in the park", "at the beach", "in the kitchen", "on the street")
@@ -476,9 +475,9 @@ def test_messages_about_numbers_name_no_other_options(minilm, rows, options, mes
 
 
 def test_base_vectors_may_be_fewer_than_clusters(minilm, monkeypatch):
-    embed = TextEmbedder.embed_with_base
+    embed = EmbeddingModel.embed_with_base
     monkeypatch.setattr(
-        TextEmbedder,
+        EmbeddingModel,
         "embed_with_base",
         lambda self, texts: (embed(self, texts)[0], np.ones((len(texts), 3), np.float32)),
     )

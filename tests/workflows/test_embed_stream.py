@@ -119,14 +119,14 @@ def test_units_have_one_precision_with_recorded_ranges(
 
 
 def test_progress_rate_excludes_model_loading(capsys, caplog, monkeypatch, fitted, source):
-    load_seconds, load = [], embed_stream.make_embedder
+    load_seconds, load = [], embed_stream.StreamModel.load
 
     def load_slowly(*args, **options):
         load_seconds.append(10_000)
         return load(*args, **options)
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(load_seconds))
-    monkeypatch.setattr(embed_stream, "make_embedder", load_slowly)
+    monkeypatch.setattr(embed_stream.StreamModel, "load", load_slowly)
     monkeypatch.setattr(embed_stream, "time", clock)
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
     caplog.set_level("INFO", "llmcond")

@@ -24,7 +24,7 @@ from llmcond.kinds.dialogue.inputs import UtteranceInputs
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.turns import ContextScore, ContextState
 from llmcond.prompts import Prompt
-from llmcond.runs.embedding_model import choose_head, log_model
+from llmcond.runs.embedder import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.open import open_any_run, resolve_run
 

@@ -22,7 +22,7 @@ from llmcond.kinds.ranking.heads import joint_keys
 from llmcond.kinds.ranking.run import RankingRun
 from llmcond.kinds.ranking.terms import GraphTerms
 from llmcond.prompts import Prompt
-from llmcond.runs.embedding_model import choose_head, log_model
+from llmcond.runs.embedder import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.open import open_any_run
 from llmcond.runs.predictors import AnyPredictor
