@@ -35,7 +35,7 @@ from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.loading.memory import POOLING_MODULES
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.routers.passes import passes_class
-from llmcond.encoders.settings import MODEL_SETTINGS
+from llmcond.encoders.settings import MODEL_SETTINGS, STATED
 from llmcond.errors import LlmcondError, UserError, first_line, list_legal_values
 from llmcond.files import read_json, replace_atomically, write_json
 from llmcond.finetune.loop import write_tensors
@@ -318,6 +318,7 @@ def save_encoder(
     else:
         _save_adapter(trainable, model, folder)
     identity, known = resolved.identity, resolved.checkpoint.known
+    settings = MODEL_SETTINGS if identity.routes_inside else STATED
     router = passes_class(identity).weights(trainable.network)
     if router:
         write_tensors(folder / ROUTER, router, _METADATA)
@@ -325,7 +326,7 @@ def save_encoder(
         base=None if whole else model,
         revision=None if whole else resolved.checkpoint.commit,
         like=known.repo if known else None,
-        settings={name: v for name, v in identity.to_json().items() if name in MODEL_SETTINGS},
+        settings={name: value for name, value in identity.to_json().items() if name in settings},
         quantize=identity.quantize,
         base_weights=identity.weights,
         cross=cross,
