@@ -43,8 +43,7 @@ from llmcond.commands.analyse import analyse
 from llmcond.errors import LlmcondError
 from llmcond.evaluation.results import SweptResult
 from llmcond.heads.pairs import score_key
-from llmcond.report.figures import data_path, has_matplotlib
-from llmcond.report.sweeps import plot_steps
+from llmcond.report.figures import can_draw, data_path, plot_steps
 from llmcond.workflows.options.fitting import SweepOptions
 from llmcond.workflows.sweep import sweep
 
@@ -518,7 +517,7 @@ def save_figure(
     work: Work, number: int, encoder: PooledEncoder, draw: Callable[[Path], None]
 ) -> list[str]:
     """Draw a figure next to the page, and return its Markdown; nothing without --out."""
-    if work.options.out is None or not has_matplotlib():
+    if work.options.out is None or not can_draw():
         return []
     out = Path(work.options.out)
     path = out.with_name(f"{out.stem}-figure-{number}-{encoder.run.name}.svg")

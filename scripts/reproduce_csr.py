@@ -51,7 +51,7 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.files import write_text
 from llmcond.kinds.ranking.graph import read_graph, sample_folder
 from llmcond.log import log
-from llmcond.report.figures import has_matplotlib, plot_curve
+from llmcond.report.figures import can_draw, plot_curve
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -480,7 +480,7 @@ def figure_4(work: Work, trainings: Trainings) -> Section:
         "for the time of a tri-encoder.",
     ]
     out = work.options.out
-    if out is not None and series and has_matplotlib():
+    if out is not None and series and can_draw():
         path = out.with_name(f"{out.stem}-figure4.svg")
         plot_curve(series, path, "layers with a router", "Spearman x 100")
         about.append(f"Picture: [{path.name}]({path.name}).")

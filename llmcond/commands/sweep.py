@@ -51,7 +51,7 @@ class Sweep(SweepOptions, Command):
             >>> len(swept.results)
             2
         """
-        from llmcond.report.sweeps import check_plots, write_plots
+        from llmcond.report.figures import check_plots, write_plots
         from llmcond.workflows.sweep import sweep
 
         several = [self.head, self.prompt, *self.varied().values()]

@@ -55,7 +55,7 @@ class SweepLora(SweepLoraOptions, Command):
             >>> len(swept.results), swept.best.run
             (2, PosixPath('runs/default/best'))
         """
-        from llmcond.report.sweeps import check_plots, write_plots
+        from llmcond.report.figures import check_plots, write_plots
         from llmcond.workflows.sweep_lora import sweep_lora
 
         check_plots(self.plot, self.plot_steps)

@@ -1,17 +1,12 @@
-"""Tables and figures of the analyses of heads."""
+"""Tables of the analyses of heads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from llmcond.display import Column, Table
 from llmcond.metrics import Estimate, get_metric
-from llmcond.report.figures import plot_histograms
 from llmcond.report.tables import estimate_text, factors_text
 
 JsonRows = Sequence[Mapping[str, Any]]
@@ -175,26 +170,3 @@ def _examples_table(head: Mapping[str, Any], side: str) -> Table:
     keys = ("rating", "before", "after")
     figures = {key: [f"{row[key]:.2f}" for row in head[side]] for key in keys}
     return _table(note, head[side], figures, ("sentence 1", "sentence 2", "condition"))
-
-
-def plot_isotropy(rows: JsonRows, path: Path) -> None:
-    """Plot the distributions of the cosines to the mean vector (CASE, figures 5 and 6).
-
-    There is one panel for each head and prompt, which compares the vectors with and without
-    subtraction. No file is written if all vectors are zero.
-
-    Args:
-        rows: name, head, prompt, subtract and ``cosines`` (n,) of each set of vectors.
-        path: the .png, .svg or .pdf file to write.
-    """
-    panels: dict[str, dict[str, NDArray[np.floating]]] = {}
-    for row in rows:
-        if not len(row["cosines"]):
-            continue
-        title, series = f"{row['head']}@{row['prompt']}", "minus c" if row["subtract"] else "with c"
-        # Fitted heads of the same recipe and prompt have distinct names.
-        title = row["name"] if series in panels.get(title, ()) else title
-        panels.setdefault(title, {})[series] = row["cosines"]
-    if panels:
-        caption = "minus c: the unconditional vector is subtracted; dashed line: mean"
-        plot_histograms(panels, path, "cosine to the mean vector", "vectors", caption)

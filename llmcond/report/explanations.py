@@ -10,9 +10,8 @@ import numpy as np
 from llmcond.conditions import condition_titles
 from llmcond.display import Column, Table
 from llmcond.files import FIGURE_SUFFIXES, PAGE_SUFFIXES, check_output, suffix, write_csv
-from llmcond.report.figures import check_figure, data_path
+from llmcond.report.figures import ShadedToken, TokenRow, check_figure, data_path, plot_tokens
 from llmcond.report.page.render import write_html
-from llmcond.report.token_figures import ShadedToken, TokenRow, plot_tokens
 from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanation, Values
 from llmcond.version import __version__
 
@@ -142,7 +141,7 @@ def check_explanation_figure(path: Path) -> None:
 
     Raises:
         UserError: the path has another suffix than .html, .svg, .png or .pdf, it cannot be written,
-            or matplotlib is not installed.
+            or a library is not installed.
     """
     check_output(path, (*PAGE_SUFFIXES, *FIGURE_SUFFIXES))
     if suffix(path) in PAGE_SUFFIXES:

@@ -1,94 +1,175 @@
-"""Figures: vectors, scores, intervals and distributions."""
+"""Figures in files: charts of Altair, saved by vl-convert with their numbers as CSV."""
 
 from __future__ import annotations
 
-import itertools
-import re
+import json
+import math
+import statistics
 import textwrap
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.errors import UserError, escape_control_characters, format_count, install_command
-from llmcond.files import (
-    FIGURE_SUFFIXES,
-    check_output,
-    replace_atomically,
-    suffix,
-    write_csv,
-)
+from llmcond.errors import UserError, escape_control_characters, install_command
+from llmcond.evaluation.results import ComparedResult, Result, SweptResult
+from llmcond.files import FIGURE_SUFFIXES, check_output, replace_atomically, suffix, write_csv
+from llmcond.heads.pairs import score_key
 from llmcond.log import log
+from llmcond.metrics import Metric
+from llmcond.report.tables import axis_label, settings_text
 from llmcond.text import shorten
 
 if TYPE_CHECKING:
     from llmcond.evaluation.breakdown import Level
 
-#: The legal suffixes of a figure.
+#: An x value, a score and both ends of its interval; NaN or None for what is undefined.
+Point = tuple[Any, float, float | None, float | None]
 
-#: An x value, a score and both ends of its interval; NaN for what is undefined leaves a gap.
-Point = tuple[Any, float, float, float]
-
-# Okabe and Ito's palette for colour-blind readers, without its yellow, which is too pale for lines.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# Shapes distinguish series in print without colour. There is one fewer than colours, so that a
-# pair of colour and shape repeats late.
-_SHAPES = ("o", "s", "^", "D", "v", "P")
-
-# The style is set for each picture, so that the output depends on neither a matplotlibrc file nor
-# the time of day.
-_STYLE: Any = {
-    "font.size": 11,
-    "axes.titlesize": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "figure.constrained_layout.w_pad": 0.08,
-    "figure.constrained_layout.h_pad": 0.08,
-    "legend.frameon": False,
-    "savefig.bbox": None,
-    # Text is saved as outlines, because the reader's computer may lack the font.
-    "svg.fonttype": "path",
-    "svg.hashsalt": "llmcond",
+#: Okabe and Ito's palette for colour-blind readers, without its yellow, which is too pale for
+#: lines. It replaces the colours of the page, which follow the light or dark theme.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_PRINTED = {f"var(--series-{i})": colour for i, colour in enumerate(_COLOURS, 1)} | {
+    "var(--ink)": "#1c1d1f",
+    "var(--muted)": "#5c5f66",
+    "var(--line)": "#deddd8",
 }
-
-_DPI = 200
-
-# Without a date and a version, the same data give the same file.
-_METADATA: Any = {
-    ".png": {"Software": None},
-    ".svg": {"Date": None},
-    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
-}
-
-# With more points than this, an SVG would be too large to open, so they are embedded as an image.
-_MAX_VECTOR_POINTS = 5_000
-
-# Up to this many x values each have a mark and an interval, and ticks if there is room.
+MISSING_LIBRARIES = "Altair and vl-convert are not both installed"
+#: The number of pixels per unit of a PNG.
+_SCALE = 2.0
+#: Up to this many x values each have a mark, an interval and a tick.
 _MAX_MARKS = 15
-
-# Font files for scripts that the default font lacks.
-_FALLBACK_FONTS = re.compile(
-    r"NotoSans(CJK|JP|SC|KR|Devanagari|Bengali|Tamil|Telugu|Kannada|Malayalam|Gujarati|Gurmukhi|"
-    r"Sinhala|Thai|Lao|Khmer|Myanmar|Hebrew|Arabic|Ethiopic|Georgian|Armenian|Symbols2?)-Regular|"
-    r"NotoEmoji-Regular|Nirmala|LeelawUI|YuGothR|msyh|malgun|Arial Unicode|PingFang|AppleGothic",
-    re.IGNORECASE,
-)
-
-# The largest number of clusters in the legend of a map.
+#: The largest number of clusters in the legend of a map.
 _MAX_LEGEND = 20
-
-# The number of bins of a histogram.
+#: The number of bins of a histogram.
 _BINS = 60
+_NO_INTERVAL = "two seeds or few rows give no interval"
 
-# The width of a character in a label, in inches.
-_CHARACTER_WIDTH = 0.08
+# -- files -------------------------------------------------------------------------------------
+
+
+def can_draw() -> bool:
+    """Return whether the libraries that draw and save charts are installed."""
+    return all(find_spec(name) is not None for name in ("altair", "vl_convert"))
+
+
+def check_figure(path: Path) -> None:
+    """Check, before long work, that a figure and its data can be written.
+
+    Raises:
+        UserError: the path has another suffix than ``FIGURE_SUFFIXES``, it cannot be written, or a
+            library is not installed.
+    """
+    check_output(path, FIGURE_SUFFIXES)
+    check_output(data_path(path), (".csv",))
+    check_libraries()
+
+
+def check_libraries() -> None:
+    """Raise a UserError unless the libraries that draw and save charts are installed."""
+    if not can_draw():
+        raise UserError(
+            f"{MISSING_LIBRARIES}, which draw figures. Install them: {install_command('report')}."
+        )
+
+
+def data_path(path: Path) -> Path:
+    """Return the file of the numbers that a figure shows: ``steps-data.csv`` for ``steps.svg``."""
+    return path.with_name(f"{path.stem}-data.csv")
+
+
+def _save(
+    chart: Any, path: Path, caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
+) -> None:
+    """Save a chart with a caption above it, and its data.
+
+    Args:
+        chart: a chart of Altair, or a specification of the page.
+        path: the .png, .svg or .pdf file to write.
+        caption: the text above the chart.
+        columns: the headings of the data.
+        rows: the data, one row for each point or bar of the chart.
+    """
+    import vl_convert
+
+    from llmcond.report.page.charts import CONFIG
+
+    spec = chart if isinstance(chart, dict) else chart.to_dict()
+    title = {"text": textwrap.wrap(caption, 100), "anchor": "start", "offset": 12}
+    legend = {"orient": "bottom", "labelLimit": 0, "symbolLimit": 0, "symbolOpacity": 1}
+    spec["config"] = {
+        **CONFIG,
+        "background": "white",
+        "legend": legend,
+        "header": {"labelFontWeight": "bold", "labelLimit": 360},
+        "title": {"fontWeight": "normal", "fontSize": 12},
+    }
+    text = json.dumps(_clean(spec | ({"title": title} if caption else {})))
+    for variable, colour in _PRINTED.items():
+        text = text.replace(variable, colour)
+    _write_svg(vl_convert.vegalite_to_svg(text), path, columns, rows)
+
+
+def _write_svg(
+    svg: str, path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]
+) -> None:
+    import vl_convert
+
+    form = suffix(path)
+    with replace_atomically(path) as temporary:
+        if form == ".svg":
+            content = svg.encode()
+        elif form == ".pdf":
+            content = vl_convert.svg_to_pdf(svg)
+        else:
+            content = vl_convert.svg_to_png(svg, scale=_SCALE)
+        temporary.write_bytes(content)
+    write_csv(data_path(path), columns, rows)
+    log.info(f"picture -> {path}")
+
+
+def _clean(value: Any) -> Any:
+    """Return a specification without control characters, NaN and types of NumPy."""
+    if isinstance(value, Mapping):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return escape_control_characters(value) if isinstance(value, str) else value
+
+
+def _data(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
+    """Return rows as inline data for a chart."""
+    import altair as alt
+
+    values = [dict(zip(columns, row, strict=True)) for row in rows]
+    return alt.InlineData(values=_clean(values))
+
+
+def _series(
+    names: Sequence[str], field: str = "series", legend: Mapping[str, Any] | None = None
+) -> tuple[Any, Any]:
+    """Return the encodings of series by colour and mark, with one legend."""
+    from llmcond.report.page.charts import series_encoding
+
+    names = _clean(names)
+    colour, shape = series_encoding(f"{field}:N", names)
+    if len(names) == 1 and legend is None:
+        return colour, shape
+    columns = max(1, 100 // (max(map(len, names)) + 6))
+    options = {"title": None, "columns": columns, **(legend or {})}
+    return colour.legend(**options), shape.legend(**options)
+
+
+# -- vectors on a plane ------------------------------------------------------------------------
 
 
 def plot_clusters(
@@ -110,20 +191,43 @@ def plot_clusters(
         names: the conditions.
         path: the .png, .svg or .pdf file to write.
         titles: the titles of the two panels.
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
+    import altair as alt
+
     columns = ("condition", "before_x", "before_y", "after_x", "after_y")
-    rows = (
-        (names[label], *point) for label, *point in zip(labels, *before.T, *after.T, strict=True)
+    rows = [
+        (names[label], *point)
+        for label, *point in zip(labels, *before.T.tolist(), *after.T.tolist(), strict=True)
+    ]
+    panels = []
+    for points, title in zip((before, after), titles, strict=True):
+        chart = _scatter(points, [names[label] for label in labels], _series(names))
+        panels.append(chart.properties(title=shorten(title, 60)))
+    _save(alt.hconcat(*panels), path, "", columns, rows)
+
+
+def _scatter(
+    points: NDArray[np.floating], series: Sequence[str], encodings: tuple[Any, Any]
+) -> Any:
+    """Return a chart of points in a square, since only distances are meaningful."""
+    import altair as alt
+
+    # Points are drawn in random order, so that no series covers all others.
+    order = np.random.default_rng(0).permutation(len(points))
+    data = _data(("series", "x", "y"), ((series[i], *points[i]) for i in order))
+    low, high = points.min(axis=0), points.max(axis=0)
+    half, centre = 0.55 * (float((high - low).max()) or 1.0), (low + high) / 2
+    x, y = (
+        channel(f"{name}:Q", axis=None).scale(
+            domain=[float(middle) - half, float(middle) + half], nice=False, zero=False
+        )
+        for channel, name, middle in ((alt.X, "x", centre[0]), (alt.Y, "y", centre[1]))
     )
-    with draw_figure(path, (9.0, 4.6), columns, rows) as figure:
-        panels = figure.subplots(1, 2)
-        for axes, points, title in zip(panels, (before, after), titles, strict=True):
-            _scatter(axes, points, labels, len(names))
-            axes.set_title(wrap_text(title, 50))
-        _legend(figure, names, "points")
+    colour, shape = encodings
+    size = float(np.clip(8_000 / len(points), 12, 70))
+    marks = alt.Chart(data).mark_point(filled=True, size=size, opacity=0.8)
+    chart = marks.encode(x=x, y=y, color=colour, shape=shape)
+    return chart.properties(width=360, height=360, view=alt.ViewConfig(stroke="#bbbbbb"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +257,9 @@ def plot_maps(panels: Sequence[MapPanel], texts: Sequence[str], path: Path, capt
         texts: (n,) the texts, for the CSV.
         path: the .png, .svg or .pdf file to write.
         caption: the text above the maps.
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
+    import altair as alt
+
     columns = ("map", "x", "y", "cluster", "name", "text")
     rows = (
         (panel.title, *point, label, panel.clusters[label], text)
@@ -165,43 +268,48 @@ def plot_maps(panels: Sequence[MapPanel], texts: Sequence[str], path: Path, capt
             panel.points.tolist(), panel.labels.tolist(), texts, strict=True
         )
     )
-    with draw_figure(path, (9.0, 0.6 + 5.2 * len(panels)), columns, rows) as figure:
-        grid = figure.subplots(len(panels), 1, squeeze=False).flat
-        for axes, panel in zip(grid, panels, strict=True):
-            _draw_map(axes, panel)
-        figure.suptitle(wrap_text(caption, 120), fontsize="small", x=0.02, ha="left")
+    charts = alt.vconcat(*map(_draw_map, panels))
+    charts = charts.resolve_scale(color="independent", shape="independent")
+    _save(charts, path, caption, columns, rows)
 
 
-def _draw_map(axes: Any, panel: MapPanel) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patheffects import withStroke
+def _draw_map(panel: MapPanel) -> Any:
+    import altair as alt
+
+    from llmcond.report.page.charts import series_style
 
     points = panel.points * [1, -1]
-    inside = panel.labels >= 0
-    numbers = {number: i for i, number in enumerate(sorted(set(panel.clusters) - {-1}))}
-    if not inside.all():
-        axes.scatter(*points[~inside].T, s=6, color="#999999", linewidths=0)
-    if inside.any():
-        positions = np.array([numbers[label] for label in panel.labels[inside].tolist()])
-        _scatter(axes, points[inside], positions, len(numbers))
-    halo = [withStroke(linewidth=2, foreground="white")]
-    for number in numbers:
-        if (panel.labels == number).any():
-            # The number is next to the cluster's centre, so that it does not hide a small cluster.
-            centre = np.median(points[panel.labels == number], axis=0)
-            style = {"fontsize": 9, "fontweight": "bold", "path_effects": halo}
-            axes.annotate(str(number), centre, (6, 4), textcoords="offset points", **style)
-    axes.set_title(wrap_text(panel.title, 60), loc="left")
-    handles, labels = [], []
-    for number, text in list(panel.clusters.items())[:_MAX_LEGEND]:
-        colour, shape = ("#999999", ".") if number < 0 else _style_of(numbers[number])
-        handles.append(Line2D([], [], color=colour, marker=shape, markersize=6, linestyle="none"))
-        labels.append(wrap_text(shorten(text, 80), 42))
-    n_more = len(panel.clusters) - len(handles)
-    if n_more:
-        handles.append(Line2D([], [], linestyle="none"))
-        labels.append(f"and {format_count(n_more, 'smaller cluster')}")
-    axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=8)
+    # Texts in no cluster are grey.
+    names = {number: shorten(text, 80) for number, text in panel.clusters.items()}
+    shown = list(names.values())[:_MAX_LEGEND]
+    more = len(names) > len(shown)
+    legend: Any = {
+        "title": f"the {_MAX_LEGEND} largest of {len(names)} clusters" if more else None,
+        "values": shown,
+        "columns": 1,
+        "orient": "right",
+    }
+    colour, shape = _series(list(names.values()), legend=legend)
+    colours = ["#999999" if n < 0 else series_style(i)[0] for i, n in enumerate(names)]
+    colour = colour.scale(domain=_clean(list(names.values())), range=colours)
+    series = [names[label] for label in panel.labels.tolist()]
+    chart = _scatter(points, series, (colour, shape))
+    centres = [
+        (str(number), *np.median(points[panel.labels == number], axis=0))
+        for number in names
+        if number >= 0 and (panel.labels == number).any()
+    ]
+    text = alt.Chart(_data(("number", "x", "y"), centres)).encode(
+        x=chart.encoding.x, y=chart.encoding.y, text="number:N"
+    )
+    # The number is next to the cluster's centre, so that it does not hide a small cluster.
+    style: Any = {"dx": 8, "dy": -6, "fontSize": 11, "fontWeight": "bold"}
+    halo = text.mark_text(stroke="white", strokeWidth=3, **style)
+    layers = alt.layer(chart, halo, text.mark_text(color="black", **style))
+    return layers.properties(width=420, height=420, title=shorten(panel.title, 80))
+
+
+# -- curves and intervals ----------------------------------------------------------------------
 
 
 def plot_curve(
@@ -223,50 +331,46 @@ def plot_curve(
         ylabel: the label of the y axis.
         log_x: whether the x axis is logarithmic; every x is then above 0.
         band: the caption that explains the line and the band.
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
-    ordered = {name: sorted(set(points)) for name, points in series.items()}
-    curves = {name: np.array(points, dtype=np.float64).T for name, points in ordered.items()}
-    columns = ("series", xlabel, ylabel, "low", "high")
-    rows = ((name, *point) for name, points in ordered.items() for point in points)
-    with draw_figure(path, (7.0, 4.6), columns, rows) as figure:
-        axes = figure.subplots()
-        for i, (x, mean, low, high) in enumerate(curves.values()):
-            colour, shape = _style_of(i)
-            # Many marks would hide their line and each other.
-            every = -(-len(x) // _MAX_MARKS)
-            start = i * every // len(curves)
-            marks = {"marker": shape, "markersize": 6, "markevery": (start, every)}
-            axes.plot(x, mean, color=colour, **marks)
-            known = np.isfinite(low) & np.isfinite(high)
-            axes.fill_between(x, low, high, where=known, color=colour, alpha=0.15, linewidth=0)
-            if every == 1 and known.any():
-                # A band has no width at an isolated point, so each point also has a vertical line.
-                ends = low[known], high[known]
-                axes.vlines(x[known], *ends, color=colour, alpha=0.5, linewidth=1.2)
-        if log_x:
-            axes.set_xscale("log")
-        _set_ticks(axes, np.unique(np.concatenate([x for x, *_ in curves.values()])), log_x)
-        axes.set_xlabel(wrap_text(xlabel, 80))
-        axes.set_ylabel(wrap_text(ylabel, 44))
-        axes.set_title(wrap_text(band, 90), fontsize="small", loc="left")
-        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-        axes.set_axisbelow(True)
-        _legend(figure, list(curves), "lines")
+    import altair as alt
+
+    rows = [(name, *point) for name, points in series.items() for point in sorted(set(points))]
+    ticks = sorted({row[1] for row in rows})
+    few = len(ticks) <= _MAX_MARKS
+    x = alt.X(
+        "x:Q",
+        title=xlabel,
+        scale=alt.Scale(type="log" if log_x else "linear", zero=False, nice=False, padding=12),
+    )
+    x = x.axis(
+        grid=False, format=",.10~g", labelOverlap=True, values=ticks if few else alt.Undefined
+    )
+    y = alt.Y("y:Q", title=textwrap.wrap(ylabel, 50)).scale(zero=False)
+    colour, shape = _series(list(series))
+    base = alt.Chart(_data(("series", "x", "y", "low", "high"), rows)).encode(x=x, color=colour)
+    known = base.transform_filter("isValid(datum.low) && isValid(datum.high)")
+    ends: Any = {"y": alt.Y("low:Q"), "y2": "high:Q"}
+    layers = [
+        known.mark_area(opacity=0.15).encode(**ends),
+        base.mark_line(strokeWidth=1.5, invalid="break-paths-show-domains").encode(y=y),
+    ]
+    if few:  # Many marks would hide their line and each other.
+        # A band has no width at an isolated point, so each point also has a vertical line.
+        layers.append(known.mark_rule(opacity=0.5).encode(**ends))
+        layers.append(base.mark_point(filled=True, size=50, opacity=1).encode(y=y, shape=shape))
+    chart = alt.layer(*layers).properties(width=520, height=320)
+    _save(chart, path, band, ("series", xlabel, ylabel, "low", "high"), rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A value with its interval, in a figure of intervals.
 
     Attributes:
-        label: The label of its line; several series may share a label.
-        series: The name of its series.
-        value: The value.
-        low: The lower end of the interval; NaN if there is none.
-        high: The upper end, likewise.
+        label: the label of its line; several series may share a label.
+        series: the name of its series.
+        value: the value.
+        low: the lower end of the interval; NaN if there is none.
+        high: the upper end, likewise.
     """
 
     label: str
@@ -293,36 +397,15 @@ def plot_intervals(
         xlabel: the label of the x axis.
         caption: the text that explains the bars.
         reference: the value of a dashed vertical line; None for none.
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
-    labels = list(dict.fromkeys(row.label for row in rows))
+    from llmcond.report.page.charts import interval_chart
+
     series = list(dict.fromkeys(row.series for row in rows))
-    slots = Counter(row.label for row in rows)
-    size = (7.0, 1.2 + len(labels) * max(0.3, 0.2 * max(slots.values())))
-    columns = [field.name for field in fields(Interval)]
-    with draw_figure(path, size, columns, map(astuple, rows)) as figure:
-        axes = figure.subplots()
-        if reference is not None:
-            axes.axvline(reference, color="#888888", linestyle="--", linewidth=1)
-        n_plotted: Counter[str] = Counter()
-        for row in rows:
-            offset = (n_plotted[row.label] - (slots[row.label] - 1) / 2) * 0.8 / max(slots.values())
-            y = labels.index(row.label) + offset
-            n_plotted[row.label] += 1
-            colour, shape = _style_of(series.index(row.series))
-            axes.hlines(y, row.low, row.high, color=colour, alpha=0.6, linewidth=1.6)
-            axes.plot(row.value, y, color=colour, marker=shape, markersize=6, linestyle="none")
-        axes.set_yticks(range(len(labels)), [wrap_text(label, 40) for label in labels])
-        axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlabel(wrap_text(xlabel, 80))
-        figure.suptitle(wrap_text(caption, 100), fontsize="small", x=0.02, ha="left")
-        axes.grid(axis="x", color="#dddddd", linewidth=0.8)
-        axes.set_axisbelow(True)
-        if len(series) > 1:
-            _legend(figure, series, "points")
+    values = [_clean(row._asdict()) for row in rows]
+    legend = len(series) > 1
+    chart = interval_chart(values, series, xlabel, caption, reference, legend=legend)
+    del chart["autosize"]
+    _save({**chart, "width": 480}, path, caption, Interval._fields, rows)
 
 
 def plot_histograms(
@@ -344,44 +427,29 @@ def plot_histograms(
         xlabel: the label of the x axis.
         noun: what has the values, in the plural.
         caption: the text that explains the panels.
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
+    import altair as alt
+
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
     everything = np.concatenate([v for series in panels.values() for v in series.values()])
     edges = np.histogram_bin_edges(everything, _BINS)
-    counts = {
-        (title, name): np.histogram(values, edges)[0]
-        for title, series in panels.items()
-        for name, values in series.items()
-    }
+    rows = []
+    for title, series in panels.items():
+        for name, values in series.items():
+            counts, mean = np.histogram(values, edges)[0], values.mean() if len(values) else None
+            percent = 100 * counts / max(1, counts.sum())
+            for row in zip(edges, edges[1:], counts, percent, strict=False):
+                rows.append((title, name, *(number.item() for number in row), mean))
     columns = ("panel", "series", "from", "to", noun, "percent")
-    rows = (
-        (title, name, low, high, count, 100 * count / max(1, bins.sum()))
-        for (title, name), bins in counts.items()
-        for low, high, count in zip(edges, edges[1:], bins, strict=False)
+    base = alt.Chart(_data((*columns, "mean"), rows)).encode(color=_series(names)[0])
+    bars = base.mark_area(opacity=0.4, line=True, interpolate="step-after").encode(
+        x=alt.X("from:Q", title=xlabel).scale(zero=False, nice=False),
+        y=alt.Y("percent:Q", title=f"% of {noun}", stack=None),
     )
-    n_columns = 1 if len(panels) == 1 else 2
-    n_rows = -(-len(panels) // n_columns)
-    with draw_figure(path, (4.6 * n_columns, 0.9 + 2.2 * n_rows), columns, rows) as figure:
-        grid = figure.subplots(n_rows, n_columns, sharex=True, squeeze=False).flat
-        for (title, series), axes in zip(panels.items(), grid, strict=False):
-            for name, values in series.items():
-                colour, _ = _style_of(names.index(name))
-                percent = 100 * counts[title, name] / max(1, len(values))
-                axes.stairs(percent, edges, fill=True, color=colour, alpha=0.35)
-                axes.stairs(percent, edges, color=colour, linewidth=1.2)
-                if len(values):
-                    axes.axvline(values.mean(), color=colour, linestyle="--", linewidth=1)
-            axes.set_title(wrap_text(title, 50))
-            axes.set_xlabel(wrap_text(xlabel, 50))
-            axes.set_ylabel(f"% of {noun}")
-            axes.tick_params(labelbottom=True)
-        for axes in grid:  # those that are left
-            axes.set_visible(False)
-        figure.suptitle(wrap_text(caption, 120), fontsize="small", x=0.02, ha="left")
-        _legend(figure, names, "areas")
+    means = base.mark_rule(strokeDash=[4, 4]).encode(x="mean(mean):Q")
+    chart = alt.layer(bars, means).properties(width=300, height=140)
+    chart = chart.facet(alt.Facet("panel:N", title=None, sort=list(panels)), columns=2)
+    _save(chart, path, caption, columns, (row[:-1] for row in rows))
 
 
 def plot_predictions(
@@ -397,208 +465,311 @@ def plot_predictions(
         xlabel: the label of the x axes.
         ylabel: the label of the y axis.
         caption: the text that explains the marks.
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
+    import altair as alt
+
     from llmcond.evaluation.breakdown import Level  # which imports scipy
 
     columns = ("system", *(field.name for field in fields(Level)))
-    rows = ((name, *astuple(level)) for name, levels in systems.items() for level in levels)
-    with draw_figure(path, (4.6 * len(systems), 4.0), columns, rows) as figure:
-        panels = figure.subplots(1, len(systems), sharey=True, squeeze=False).flat
-        for i, (axes, (name, levels)) in enumerate(zip(panels, systems.items(), strict=True)):
-            colour, shape = _style_of(i)
-            table = np.array([astuple(level) for level in levels], dtype=np.float64)
-            rating, _, mean, low, median, high = table.T
-            axes.vlines(rating, low, high, color=colour, alpha=0.4, linewidth=5)
-            axes.plot(rating, median, color="black", marker="_", markersize=11, linestyle="none")
-            axes.plot(rating, mean, color=colour, marker=shape, markersize=6)
-            axes.set_title(wrap_text(name, 42))
-            axes.set_xlabel(xlabel)
-            axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-            axes.set_axisbelow(True)
-        figure.axes[0].set_ylabel(ylabel)
-        figure.suptitle(wrap_text(caption, 55 * len(systems)), fontsize="small", x=0.02, ha="left")
+    rows = [(name, *astuple(level)) for name, levels in systems.items() for level in levels]
+    colour, shape = _series(list(systems), "system")
+    x = (
+        alt.X("rating:Q", title=xlabel)
+        .scale(zero=False, padding=14)
+        .axis(grid=False, tickMinStep=0.5, format="~g")
+    )
+    base = alt.Chart(_data(columns, rows)).encode(x=x, color=colour.legend(None))
+    y = alt.Y("mean:Q", title=ylabel).scale(zero=False)
+    ticks: Any = {"orient": "horizontal", "size": 14, "thickness": 2, "color": "black"}
+    chart = alt.layer(
+        base.mark_rule(strokeWidth=5, opacity=0.4).encode(y="low:Q", y2="high:Q"),
+        base.mark_line(strokeWidth=1.5).encode(y=y),
+        base.mark_tick(**ticks).encode(y="median:Q", color=alt.value("black")),
+        base.mark_point(filled=True, size=60, opacity=1).encode(y=y, shape=shape.legend(None)),
+    ).properties(width=300, height=260)
+    chart = chart.facet(column=alt.Column("system:N", title=None, sort=list(systems)))
+    _save(chart, path, caption, columns, rows)
 
 
-def has_matplotlib() -> bool:
-    """Return whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
+# -- sweeps and learning curves ----------------------------------------------------------------
 
 
-def check_matplotlib() -> None:
-    """Raise a UserError unless matplotlib is installed."""
-    if not has_matplotlib():
-        raise UserError(
-            "pictures need matplotlib, which is not installed. Install it: "
-            f"{install_command('plots')}."
-        )
-
-
-def check_figure(path: Path) -> None:
-    """Check, before long work, that a figure and its data can be written.
+def check_plots(plot: str | Path | None, plot_steps: str | Path | None) -> None:
+    """Check, before hours of work, that the figures of --plot and --plot-steps can be written.
 
     Raises:
-        UserError: the path has another suffix than ``FIGURE_SUFFIXES``, it cannot be written, or
-            matplotlib is not installed.
+        UserError: a figure cannot be written, or a library is not installed.
     """
-    check_output(path, FIGURE_SUFFIXES)
-    check_output(data_path(path), (".csv",))
-    check_matplotlib()
+    for path in (plot, plot_steps):
+        if path is not None:
+            check_figure(Path(path))
 
 
-def data_path(path: Path) -> Path:
-    """Return the file of the numbers that a figure shows: ``steps-data.csv`` for ``steps.svg``."""
-    return path.with_name(f"{path.stem}-data.csv")
+def write_plots(
+    results: Sequence[SweptResult],
+    plot: str | Path | None,
+    steps: str | Path | None,
+    split: str = "dev",
+) -> None:
+    """Write the figures of --plot and --plot-steps that are wanted; ``split`` is for steps."""
+    if plot is not None:
+        plot_settings(results, Path(plot))
+    if steps is not None:
+        plot_steps(results, Path(steps), split)
 
 
-@contextmanager
-def draw_figure(
+def plot_settings(results: Sequence[SweptResult], path: Path) -> None:
+    """Plot the primary metric against the first setting with several numbers (CASE, figure 4).
+
+    There is one line for each head, prompt and value of the other settings, with its interval.
+    """
+    key = _find_numeric_setting(results)
+    if key is None:
+        log.info(f"{path} was not written: no numeric setting was varied")
+        return
+    metric = results[0].primary
+    series: dict[str, list[Point]] = {}
+    for result in results:
+        value, low, high = (metric.in_display_unit(figure) for figure in astuple(result.main))
+        if value is None or key not in result.settings:
+            continue
+        name = _line_name(result, {k: v for k, v in result.settings.items() if k != key})
+        # A requested dimension is limited to the size of the features, so plot the actual one.
+        x = result.dim if key == "dim" else result.settings[key]
+        bounds = (math.nan, math.nan) if low is None or high is None else (low, high)
+        series.setdefault(name, []).append((x, value, *bounds))
+    if not series:
+        log.info(f"{path} was not written: no score is defined")
+        return
+    x_values = sorted({point[0] for points in series.values() for point in points})
+    log_x = x_values[0] > 0 and x_values[-1] / x_values[0] > 8
+    one_seed = all(len(result.seeds) <= 1 for result in results)
+    line = "line: one seed" if one_seed else "line: mean over seeds"
+    band = f"{line}; band: 95 % confidence interval over {'rows' if one_seed else 'rows and seeds'}"
+    missing = [low for points in series.values() for _, _, low, _ in points]
+    caption = _add_missing(missing, band, f"{line}; no band", "; no band: ")
+    plot_curve(series, path, key.replace("_", " "), axis_label(metric), log_x, caption)
+
+
+def _add_missing(ends: Sequence[float | None], every: str, none: str, some: str) -> str:
+    """Return the caption of intervals, of which all, some or none are missing."""
+    missing = [end is None or math.isnan(end) for end in ends]
+    if all(missing):
+        return f"{none}, because {_NO_INTERVAL}"
+    return every + (f"{some}{_NO_INTERVAL}" if any(missing) else "")
+
+
+def _line_name(result: Result, settings: Mapping[str, Any]) -> str:
+    return f"{result.name} {settings_text(settings)}".rstrip()
+
+
+def _find_numeric_setting(results: Sequence[SweptResult]) -> str | None:
+    for key in results[0].settings:
+        values = {result.settings.get(key) for result in results}
+        if len(values) > 1 and all(
+            isinstance(value, int | float) and not isinstance(value, bool) for value in values
+        ):
+            return str(key)
+    return None
+
+
+def plot_steps(
+    results: Sequence[SweptResult] | Sequence[ComparedResult], path: Path, split: str = "dev"
+) -> None:
+    """Plot the score on a split against training steps, with the range over seeds (CASE, figure 3).
+
+    The learning curves of the fits must have the scores on this split.
+    """
+    series: dict[str, list[Point]] = {}
+    for result in results:
+        fits = [fit for fit in result.fits if fit.get("curve")]
+        # A curve ends where its shortest seed ends.
+        for epoch, epoch_logs in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
+            key, general_key = score_key(split, result.primary.name), score_key(split)
+            values = [epoch_log.get(key, epoch_log.get(general_key)) for epoch_log in epoch_logs]
+            if None not in values:
+                steps = epoch_logs[0].get("step") or (epoch + 1) * fits[0]["steps_per_epoch"]
+                figures = (statistics.fmean(values), min(values), max(values))
+                mean, low, high = (result.primary.factor * figure for figure in figures)
+                settings = result.settings if isinstance(result, SweptResult) else {}
+                line = series.setdefault(_line_name(result, settings), [])
+                line.append((steps, mean, low, high))
+    if not series:
+        log.info(f"{path} was not written: no head is trained in steps, or there is no dev split")
+        return
+    one_seed = all(len(result.fits) <= 1 for result in results)
+    band = "line: one seed" if one_seed else "line: mean over seeds; band: range over seeds"
+    plot_curve(series, path, "steps", axis_label(results[0].primary, f" on {split}"), band=band)
+
+
+# -- comparisons and analyses ------------------------------------------------------------------
+
+
+def plot_scores(results: Sequence[ComparedResult], path: Path) -> None:
+    """Plot the primary metric of each result with its interval."""
+    metric = results[0].primary
+    over = "rows and seeds" if any(len(result.seeds) > 1 for result in results) else "rows"
+    rows = [_interval(metric, result, astuple(result.main)) for result in results]
+    bar = f"bar: 95 % confidence interval over {over}"
+    note = "- c: the unconditional vector is subtracted; "
+    _plot_results(rows, path, axis_label(metric), bar, note)
+
+
+def plot_differences(results: Sequence[ComparedResult], path: Path) -> None:
+    """Plot the difference of each result to the baseline with its interval."""
+    metric = results[0].primary
+    rows = [
+        _interval(metric, result, (paired.value, paired.low, paired.high))
+        for result in results
+        if (paired := (result.difference or {}).get(metric.name)) is not None
+    ]
+    bar = (
+        "bar: 95 % confidence interval of this paired difference over rows and seeds, not "
+        "corrected for several comparisons"
+    )
+    label = f"difference to the baseline, {axis_label(metric)}"
+    _plot_results(rows, path, label, bar, reference=0.0)
+
+
+def _interval(metric: Metric, result: ComparedResult, figures: Sequence[float]) -> Interval:
+    shown = (metric.in_display_unit(figure) for figure in figures)
+    value, low, high = (math.nan if figure is None else figure for figure in shown)
+    label = f"{result.prompt}{' - c' if result.subtract else ''}"
+    return Interval(label, result.head, value, low, high)
+
+
+def _plot_results(
+    rows: Sequence[Interval],
     path: Path,
-    size: tuple[float, float],
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-) -> Iterator[Any]:
-    """Yield a matplotlib figure to draw on, and save it and its data at the end of the block.
+    label: str,
+    bar: str,
+    note: str = "",
+    reference: float | None = None,
+) -> None:
+    rows = [row for row in rows if not math.isnan(row.value)]
+    if rows:
+        caption = _add_missing([row.low for row in rows], bar, "no bars", "; no bar: ")
+        plot_intervals(rows, path, label, note + caption, reference)
+
+
+def plot_isotropy(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot the distributions of the cosines to the mean vector (CASE, figures 5 and 6).
+
+    There is one panel for each head and prompt, which compares the vectors with and without
+    subtraction. No file is written if all vectors are zero.
 
     Args:
+        rows: name, head, prompt, subtract and ``cosines`` (n,) of each set of vectors.
         path: the .png, .svg or .pdf file to write.
-        size: the width and height in inches.
-        columns: the headings of the data.
-        rows: the data, one row for each point or bar of the figure.
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
-    kind = suffix(path)
-    check_matplotlib()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update(_STYLE)
-        # pyplot is avoided, because it keeps every figure in memory and may open a window.
-        figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
-        yield figure
-        with replace_atomically(path) as temporary:
-            is_complete = _save_figure(figure, temporary, kind)
-            if not is_complete:
-                _add_fallback_fonts(figure)
-                is_complete = _save_figure(figure, temporary, kind)
-    if not is_complete:
-        log.info(
-            f"{path} lacks characters that no installed font has. Install the Noto fonts, and run "
-            "the same command again"
-        )
-    write_csv(data_path(path), columns, rows)
-    log.info(f"picture -> {path}")
+    panels: dict[str, dict[str, NDArray[np.floating]]] = {}
+    for row in rows:
+        if not len(row["cosines"]):
+            continue
+        title, series = f"{row['head']}@{row['prompt']}", "minus c" if row["subtract"] else "with c"
+        # Fitted heads of the same recipe and prompt have distinct names.
+        title = row["name"] if series in panels.get(title, ()) else title
+        panels.setdefault(title, {})[series] = row["cosines"]
+    if panels:
+        caption = "minus c: the unconditional vector is subtracted; dashed line: mean"
+        plot_histograms(panels, path, "cosine to the mean vector", "vectors", caption)
 
 
-def _save_figure(figure: Any, path: Path, kind: str) -> bool:
-    """Save a figure as a file of a kind such as ``.png``; return whether it has every character."""
-    with warnings.catch_warnings(record=True) as missing:
-        warnings.filterwarnings("always", "Glyph .* missing from font")
-        figure.savefig(path, format=kind[1:], metadata=_METADATA[kind])
-    return not missing
+# -- shaded tokens -----------------------------------------------------------------------------
 
 
-def _add_fallback_fonts(figure: Any) -> None:
-    """Let a figure use installed fonts for the characters that the default font lacks."""
-    from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager
-    from matplotlib.text import Text
+class ShadedToken(NamedTuple):
+    """A token of a figure.
 
-    # Fonts that were installed recently are not in matplotlib's list.
-    paths = [path for path in sorted(findSystemFonts()) if _FALLBACK_FONTS.match(Path(path).name)]
-    for path in paths:
-        fontManager.addfont(path)
-    names = [FontProperties(fname=path).get_name() for path in paths]
-    for text in figure.findobj(
-        lambda part: isinstance(part, Text) and not part.get_text().isascii()
-    ):
-        text.set_fontfamily(["DejaVu Sans", *names])
+    Attributes:
+        text: the token.
+        number: its value, which is written below it.
+        share: its value as a share of the largest one, from -1 to 1; it decides the shade.
+        special: whether it is no part of the sentence.
+        continues: whether it continues the word of the token before it.
+    """
 
-
-def _style_of(i: int) -> tuple[str, str]:
-    """Return the colour and the marker of the i-th series."""
-    return COLOURS[i % len(COLOURS)], _SHAPES[i % len(_SHAPES)]
+    text: str
+    number: str
+    share: float
+    special: bool
+    continues: bool
 
 
-def _scatter(
-    axes: Any, points: NDArray[np.floating], labels: NDArray[np.int64], n_labels: int
+class TokenRow(NamedTuple):
+    """The tokens of a sentence in a figure, with the row's title and a detail below it."""
+
+    title: str
+    detail: str
+    tokens: Sequence[ShadedToken]
+
+
+#: The width of a figure of tokens and of its labels, the height of a line, and the width of a
+#: character of a token in a font whose characters have equal widths, in pixels.
+_WIDTH, _LABELS, _LINE, _CHARACTER = 860, 190, 46, 7.8
+#: Longer tokens are cut.
+_MAX_TOKEN = 40
+
+
+def plot_tokens(
+    rows: Sequence[TokenRow],
+    path: Path,
+    caption: str,
+    columns: Sequence[str],
+    data: Iterable[Sequence[object]],
 ) -> None:
-    size = float(np.clip(4_000 / len(points), 6, 42))
-    marks = {"edgecolors": "white", "linewidths": 0.4 if size > 10 else 0}
-    marks["rasterized"] = len(points) > _MAX_VECTOR_POINTS
-    # Points are drawn in ten random turns, so that no condition covers all others.
-    turns = np.random.default_rng(0).integers(10, size=len(points))
-    for turn, i in itertools.product(range(10), range(n_labels)):
-        x, y = points[(labels == i) & (turns == turn)].T
-        colour, shape = _style_of(i)
-        axes.scatter(x, y, s=size, color=colour, marker=shape, alpha=0.85, **marks)
-    # Only distances are meaningful in a projection, so both axes have the same scale.
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.margins(0.08)
-    axes.set(xticks=[], yticks=[])
-    axes.spines[:].set(visible=True, color="#bbbbbb")
+    """Plot the tokens of sentences, shaded by their values (CSR, figures 5 to 7).
 
-
-def _legend(figure: Any, names: Sequence[str], marks: Literal["lines", "points", "areas"]) -> None:
-    """Put the legend below the panels, where it covers no data, and make room for it."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    labels = [wrap_text(name, 40) for name in names]
-    handles: list[Any] = []
-    for i in range(len(names)):
-        colour, shape = _style_of(i)
-        style = "-" if marks == "lines" else "none"
-        if marks == "areas":
-            handles.append(Patch(color=colour, alpha=0.5))
-        else:
-            line = Line2D([], [], color=colour, marker=shape, markersize=6, linestyle=style)
-            handles.append(line)
-    width, height = figure.get_size_inches()
-    # Use as many columns as fit into the width.
-    for columns in (4, 3, 2, 1):
-        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-        box = legend.get_window_extent()
-        if columns == 1 or box.width <= width * figure.dpi:
-            break
-        legend.remove()
-    figure.set_size_inches(width, height + box.height / figure.dpi)
-
-
-def _set_ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
-    """Put ticks at the x values that have room; if there are many, at round numbers."""
-    from matplotlib.ticker import NullLocator, StrMethodFormatter
-
-    if len(x) > _MAX_MARKS:
-        if not log_x:
-            axes.xaxis.set_major_formatter(StrMethodFormatter(_TICK))
-        return
-    positions = np.log(x) if log_x else x
-    inches = positions / (float(np.ptp(positions)) or 1.0) * 0.8 * axes.figure.get_size_inches()[0]
-    tick_indices: list[int] = []
-    for i in reversed(range(len(x))):
-        # Neighbouring ticks need half the width of both labels, and a space.
-        labels = [_TICK.format(x=x[j]) for j in (i, *tick_indices[-1:])]
-        room = (sum(map(len, labels)) / 2 + 1.5) * _CHARACTER_WIDTH
-        if not tick_indices or inches[tick_indices[-1]] - inches[i] >= room:
-            tick_indices.append(i)
-    axes.set_xticks(x[tick_indices])
-    axes.xaxis.set_major_formatter(StrMethodFormatter(_TICK))
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-_TICK = "{x:,.10g}"
-
-
-def wrap_text(text: str, width: int) -> str:
-    r"""Wrap a label into lines, without control characters and without mathematics.
-
-    Matplotlib reads text between two dollar signs as mathematics; ``\$`` is a literal dollar sign.
+    Args:
+        rows: the tokens of each sentence.
+        path: the .png, .svg or .pdf file to write.
+        caption: the text below the rows.
+        columns: the headings of the data, which are also written as CSV; see ``data_path``.
+        data: the data.
     """
-    lines = textwrap.wrap(escape_control_characters(text), width, break_on_hyphens=False)
-    return "\n".join(lines).replace("$", r"\$")
+    parts, top = ['<rect width="100%" height="100%" fill="white"/>'], 12.0
+    for row in rows:
+        labels = [*textwrap.wrap(row.title, 26), *textwrap.wrap(row.detail, 30)]
+        parts += [_svg_text(text, 12, top + 16 + 17 * i, 12) for i, text in enumerate(labels)]
+        tokens, bottom = _draw_tokens(row.tokens, top)
+        parts += tokens
+        top = max(bottom, top + 17 * len(labels) + 12) + 10
+    lines = textwrap.wrap(caption, 120)
+    parts += [_svg_text(line, 12, top + 16 + 17 * i, 12) for i, line in enumerate(lines)]
+    height = top + 17 * len(lines) + 16
+    size = f'width="{_WIDTH}" height="{height:g}" viewBox="0 0 {_WIDTH} {height:g}"'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
+    _write_svg(svg, path, columns, data)
+
+
+def _draw_tokens(tokens: Sequence[ShadedToken], top: float) -> tuple[list[str], float]:
+    """Return the tokens in lines that begin at ``top``, and the position below the last line."""
+    from rich.cells import cell_len
+
+    parts, x, line = [], float(_LABELS), top
+    for token in tokens:
+        text = token.text if len(token.text) <= _MAX_TOKEN else f"{token.text[:_MAX_TOKEN]}…"
+        text = escape_control_characters(text).replace("\n", "\\n")
+        width = max(_CHARACTER * cell_len(text), 5.4 * len(token.number)) + 10
+        x += 0 if token.continues else 5
+        if x + width > _WIDTH - 10 and x > _LABELS + 5:
+            x, line = _LABELS + 5, line + _LINE
+        colour = _COLOURS[0] if token.share >= 0 else _COLOURS[1]
+        opacity = min(abs(token.share), 1.0)
+        style = f'text-anchor="middle" fill="{"white" if opacity > 0.65 else "black"}"'
+        italic = ' font-style="italic"' if token.special else ""
+        box = f'x="{x:g}" y="{line:g}" width="{width:g}" height="{_LINE - 4}"'
+        parts += [
+            f'<rect {box} fill="{colour}" fill-opacity="{opacity:.3f}"/>',
+            _svg_text(text, x + width / 2, line + 18, 13, style + italic, "monospace"),
+            _svg_text(token.number, x + width / 2, line + 35, 9, style),
+        ]
+        x += width
+    return parts, line + _LINE
+
+
+def _svg_text(
+    text: str, x: float, y: float, size: int, style: str = "", font: str = "sans-serif"
+) -> str:
+    style = f'font-family="{font}" font-size="{size}" xml:space="preserve" {style}'
+    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(escape_control_characters(text))}</text>'

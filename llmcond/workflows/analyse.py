@@ -28,8 +28,7 @@ from llmcond.files import check_writable, write_json
 from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite_or_none
-from llmcond.report.analyses import plot_isotropy
-from llmcond.report.figures import has_matplotlib, plot_clusters
+from llmcond.report.figures import MISSING_LIBRARIES, can_draw, plot_clusters, plot_isotropy
 from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
@@ -127,8 +126,8 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
     can_write, sizes = check_folder_writable(run.folder), (options.conditions, options.sentences)
     out = Path(options.out) if options.out else run.folder / "analyses" if can_write else None
-    if out is not None and {"isotropy", "clusters"} & set(analyses) and not has_matplotlib():
-        log.info(f"no pictures: matplotlib is not installed ({install_command('plots')})")
+    if out is not None and {"isotropy", "clusters"} & set(analyses) and not can_draw():
+        log.info(f"no pictures: {MISSING_LIBRARIES} ({install_command('report')})")
         out = None
 
     def figure(name: str) -> Path | None:

@@ -165,7 +165,7 @@ class _OutputFiles:
 
         Raises:
             UserError: a file has another suffix, is an input or cannot be written, two options
-                name the same file, or matplotlib is not installed.
+                name the same file, or a library is not installed.
         """
         out, report, map_file = (
             None if file is None else Path(file)

@@ -96,7 +96,7 @@ def test_tables_say_whether_condition_is_subtracted(capsys, fitted, tmp_path):
 
 
 def test_clusters_before_a_head_are_those_of_sentences_without_their_condition(heads_run, tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("vl_convert")
     folder = shutil.copytree(heads_run, tmp_path / "run")
     name = "low"
     options = {"run": folder, "head": [name], "split": "train", "what": ["clusters"]}

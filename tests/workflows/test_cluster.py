@@ -547,7 +547,7 @@ def test_map_is_picture_with_data(module_run, tmp_path, name):
     )
     assert result.map == tmp_path / name
     content = (tmp_path / name).read_bytes()
-    assert content.startswith((b"\x89PNG", b"<?xml"))
+    assert content.startswith((b"\x89PNG", b"<svg"))
     rows = read_csv(tmp_path / "map-data.csv")
     assert list(rows[0]) == ["map", "x", "y", "cluster", "name", "text"]
     assert len(rows) == 2 * 51

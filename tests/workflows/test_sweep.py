@@ -29,7 +29,7 @@ from llmcond.encoders import EncoderOptions
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import RowCounts, SweptResult
 from llmcond.metrics import Estimate
-from llmcond.report import sweeps
+from llmcond.report import figures
 from llmcond.run_log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
@@ -592,9 +592,11 @@ def test_ended_sweep_stops_its_processes(folder, signal_number):
 def is_complete_image(path: Path) -> bool:
     if path.suffix.lower() == ".svg":
         return ET.parse(path).getroot().tag.endswith("svg")
-    from matplotlib.image import imread
+    from PIL import Image
 
-    picture, content = imread(path), path.read_bytes()
+    with Image.open(path) as image:
+        picture = np.asarray(image)
+    content = path.read_bytes()
     starts, ends = content.startswith(b"\x89PNG\r\n\x1a\n"), content.endswith(b"IEND\xaeB`\x82")
     return starts and ends and len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 2
 
@@ -621,7 +623,7 @@ def recorded_plots(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
         picture = {"path": path, "x": xlabel, "y": ylabel, "log": log_x, "band": band}
         plots.append(SimpleNamespace(lines=lines, **picture))
 
-    monkeypatch.setattr(sweeps, "plot_curve", plot_curve)
+    monkeypatch.setattr(figures, "plot_curve", plot_curve)
     return plots
 
 
@@ -649,7 +651,7 @@ def test_plot_shows_scores_with_intervals_by_setting(recorded_plots):
         make_row({"rank": 16, "bias": False}, None),
         make_row({"rank": 4, "bias": True}, 0.1, (0.1, 0.1), name="linear@p+c"),
     ]
-    sweeps.plot_settings(rows, Path("x.png"))
+    figures.plot_settings(rows, Path("x.png"))
     (picture,) = recorded_plots
     assert (picture.x, picture.y, picture.log) == ("rank", "Spearman x 100", False)
     assert (
@@ -684,19 +686,19 @@ def test_plot_shows_scores_with_intervals_by_setting(recorded_plots):
 )
 def test_caption_says_what_band_is(recorded_plots, seeds, interval, caption):
     rows = [replace(make_row({"rank": rank}, 0.5, interval), seeds=seeds) for rank in (4, 8)]
-    sweeps.plot_settings(rows, Path("x.png"))
+    figures.plot_settings(rows, Path("x.png"))
     assert recorded_plots[0].band == caption
 
 
 def test_wide_range_of_sizes_has_logarithmic_scale(recorded_plots):
     rows = [make_row({"dim": dim}, 0.5, dim=min(dim, 1_000)) for dim in (64, 512, 1_024)]
-    sweeps.plot_settings(rows, Path("x.png"))
+    figures.plot_settings(rows, Path("x.png"))
     # Sizes are capped at that of the embeddings.
     assert recorded_plots[0].lines["mlp@p"][0] == [64, 512, 1_000]
     assert recorded_plots[0].log
-    sweeps.plot_settings(rows[:2], Path("x.png"))
+    figures.plot_settings(rows[:2], Path("x.png"))
     assert not recorded_plots[1].log
-    sweeps.plot_settings([make_row({"margin": m}, 0.5) for m in (0, 1, 100)], Path("x.png"))
+    figures.plot_settings([make_row({"margin": m}, 0.5) for m in (0, 1, 100)], Path("x.png"))
     assert not recorded_plots[2].log
 
 
@@ -717,7 +719,7 @@ def test_wide_range_of_sizes_has_logarithmic_scale(recorded_plots):
     ],
 )
 def test_impossible_plot_is_reported(capsys, recorded_plots, rows, reason):
-    sweeps.plot_settings(rows, Path("x.png"))
+    figures.plot_settings(rows, Path("x.png"))
     assert not recorded_plots
     assert f"x.png was not written: {reason}" in capsys.readouterr().err
 
@@ -736,7 +738,7 @@ def test_learning_curves_end_at_shortest_seed(capsys, recorded_plots):
         make_row({"dim": 2}, 0.5, fits=[{}, {}]),
         make_row({"dim": 3}, 0.5, fits=[{"curve": make_curve(None), "steps_per_epoch": 7}]),
     ]
-    sweeps.plot_steps(rows, Path("x.png"))
+    figures.plot_steps(rows, Path("x.png"))
     (picture,) = recorded_plots
     assert (picture.x, picture.y, picture.log) == ("steps", "Spearman on dev x 100", False)
     assert picture.band == "line: mean over seeds; band: range over seeds"
@@ -745,7 +747,7 @@ def test_learning_curves_end_at_shortest_seed(capsys, recorded_plots):
     assert steps == [7, 14]
     np.testing.assert_allclose(scores, [[20, 30], [10, 20], [30, 50]])
     assert picture.lines["mlp@p dim=8"] == [[14], [40], [40], [40]]
-    sweeps.plot_steps(rows[2:], Path("y.png"))
+    figures.plot_steps(rows[2:], Path("y.png"))
     assert len(recorded_plots) == 1
     message = "y.png was not written: no head is trained in steps, or there is no dev split"
     assert message in capsys.readouterr().err

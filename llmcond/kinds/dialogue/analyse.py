@@ -25,7 +25,7 @@ from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.turns import ContextScore, inverse_lengths, query_vectors
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, estimates_json
-from llmcond.report.figures import Point, has_matplotlib, plot_curve
+from llmcond.report.figures import MISSING_LIBRARIES, Point, can_draw, plot_curve
 from llmcond.runs.predictors import AnyPredictor, resolve_heads_and_prompts, zero_shot_heads
 from llmcond.system import provenance
 from llmcond.workflows.analyse import AnalysisResult, check_folder_writable, choose_analyses
@@ -153,8 +153,8 @@ def _measure_turns(
 
 def _draw_turns(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the differences by turn (figure 8)."""
-    if not has_matplotlib():
-        log.info(f"no pictures: matplotlib is not installed ({install_command('plots')})")
+    if not can_draw():
+        log.info(f"no pictures: {MISSING_LIBRARIES} ({install_command('report')})")
         return
     series: dict[str, list[Point]] = {
         f"{row['name']}, {row['score']}": [

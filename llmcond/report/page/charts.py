@@ -61,6 +61,8 @@ def interval_chart(
     title: str,
     description: str,
     reference: float | None = None,
+    *,
+    legend: bool = False,
 ) -> dict[str, Any]:
     """Return a chart of values with intervals, one line per label, split if it has several values.
 
@@ -71,6 +73,7 @@ def interval_chart(
         title: the title of the axis.
         description: a description for screen readers.
         reference: the value of a dashed line; None to omit it.
+        legend: whether the chart has a legend, which the page draws itself.
     """
     counts = Counter(row["label"] for row in rows)
     # The values of a label are centred next to it, whether there is one or there are several.
@@ -95,7 +98,9 @@ def interval_chart(
     offset = alt.YOffset("place:Q", scale=alt.Scale(domain=[0, 1]))
     base = alt.Chart(alt.InlineData(values=placed)).encode(y=y, yOffset=offset, tooltip=tooltip)
     x = alt.X("value:Q", title=title, scale=alt.Scale(zero=False, nice=True)).axis(tickCount=8)
-    colour, shape = _series_encoding("series:N", series)
+    colour, shape = series_encoding("series:N", series)
+    if legend:
+        colour, shape = colour.legend(title=None), shape.legend(title=None)
     bars = (
         base.transform_filter("isValid(datum.low) && isValid(datum.high)")
         .mark_rule(strokeWidth=2, opacity=0.55, aria=False)
@@ -144,7 +149,7 @@ def calibration_chart() -> dict[str, Any]:
     def y(field: str) -> Any:
         return alt.Y(field, title="predicted similarity").scale(zero=False)
 
-    colour, shape = _series_encoding("series:N", ("A", "B"))
+    colour, shape = series_encoding("series:N", ("A", "B"))
     line = _chart_of("ends").mark_line(strokeDash=[4, 4], color=_MUTED, strokeWidth=1, aria=False)
     tooltip = [
         alt.Tooltip("name:N", title="system"),
@@ -172,7 +177,7 @@ def hits_chart() -> dict[str, Any]:
 
     The page's script supplies the dataset ``points`` (series A or B, name, k, share).
     """
-    colour, shape = _series_encoding("series:N", ("A", "B"))
+    colour, shape = series_encoding("series:N", ("A", "B"))
     tooltip = [
         alt.Tooltip("name:N", title="system"),
         alt.Tooltip("k:Q", title="among the first", format=",~f"),
@@ -222,7 +227,8 @@ def _chart_of(data: str) -> Any:
     return alt.Chart(alt.NamedData(name=data))
 
 
-def _series_encoding(field: str, names: Sequence[str]) -> tuple[Any, Any]:
+def series_encoding(field: str, names: Sequence[str]) -> tuple[Any, Any]:
+    """Return the encodings of series by their colours and marks, without a legend."""
     colours, shapes = zip(*(series_style(i) for i in range(len(names))), strict=True)
     domain = list(names)
     return (
