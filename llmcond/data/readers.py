@@ -82,8 +82,14 @@ def open_table(data: Any) -> MemoryTable:
     if hasattr(data, "with_format"):  # Hugging Face datasets, whose rows may be a selection
         is_sized = hasattr(data, "__len__")
         data = data.with_format("arrow")[:] if is_sized else list(data.with_format(None))
-    if hasattr(data, "isna") and hasattr(data, "columns"):
-        return _open_pandas(data)
+    if hasattr(data, "isna") and hasattr(data, "columns"):  # pandas
+        if data.columns.nlevels > 1:
+            raise UserError(
+                "the table has columns on several levels (MultiIndex). Give each column one name, "
+                'such as: table.columns = ["_".join(map(str, names)) for names in table.columns]'
+            )
+        names = list(map(str, data.columns))
+        return MemoryTable(names, len(data), lambda i: column_values(data.iloc[:, i]))
     table: Any = _import_arrow(data) if _is_arrow(data) else None
     if hasattr(table, "column_names"):
         names = list(table.column_names)
@@ -96,7 +102,9 @@ def open_table(data: Any) -> MemoryTable:
 
 def splits_of(data: Any) -> Mapping[Any, Any] | None:
     """Return data if it is a mapping from the names of splits to tables; None otherwise."""
-    is_split = isinstance(data, Mapping) and any(map(_is_table, data.values()))
+    is_split = isinstance(data, Mapping) and any(
+        hasattr(table, "columns") or hasattr(table, "column_names") for table in data.values()
+    )
     return data if is_split else None
 
 
@@ -171,16 +179,6 @@ def _open_mapping(data: Mapping[Any, Any]) -> MemoryTable:
     return MemoryTable(names, lengths[0] if lengths else 0, columns.__getitem__)
 
 
-def _open_pandas(frame: Any) -> MemoryTable:
-    if frame.columns.nlevels > 1:
-        raise UserError(
-            "the table has columns on several levels (MultiIndex). Give each column one name, such "
-            'as: table.columns = ["_".join(map(str, names)) for names in table.columns]'
-        )
-    names = list(map(str, frame.columns))
-    return MemoryTable(names, len(frame), lambda i: column_values(frame.iloc[:, i]))
-
-
 def _open_rows(rows: Sequence[Any]) -> MemoryTable:
     names: dict[str, Any] = {}
     for number, row in enumerate(rows, 1):
@@ -228,10 +226,6 @@ def _arrow_values(column: Any) -> list[Any]:
         raise UserError(
             f"{IN_MEMORY} are damaged, or contain values that cannot be read: {first_line(error)}"
         ) from error
-
-
-def _is_table(data: Any) -> bool:
-    return hasattr(data, "columns") or hasattr(data, "column_names")
 
 
 def _describe(value: object) -> str:
@@ -462,6 +456,7 @@ def _open_path(
     import fsspec
 
     name = os.fspath(data)
+    expected = TEXT_FILES if "" in suffixes else describe_sources(suffixes)
     try:
         if "://" in name:
             filesystem, path = fsspec.core.url_to_fs(name)
@@ -470,11 +465,13 @@ def _open_path(
             path = filesystem._strip_protocol(name)
         info = filesystem.info(path)
         if info["type"] != "directory":
-            _check_suffix(name, suffix_of(path), suffixes)
+            suffix = suffix_of(path)
+            if suffix not in suffixes:
+                raise UserError(f"{name} ends in {suffix or 'no suffix'}. Expected {expected}.")
             return Source(name, filesystem, [path], None, read=read)
         paths = sorted(str(file) for file in filesystem.find(path, maxdepth=2))
     except FileNotFoundError as error:
-        raise UserError(f"{name} does not exist. Expected {_expected(suffixes)}.") from error
+        raise UserError(f"{name} does not exist. Expected {expected}.") from error
     except (ValueError, ImportError) as error:
         raise UserError(f"{name} cannot be opened: {error}") from error
     except OSError as error:
@@ -487,17 +484,6 @@ def _open_path(
     splits = _find_splits(name, paths, [suffix for suffix in suffixes if suffix])
     files = [file for split_files in splits.values() for file in split_files]
     return Source(name, filesystem, files, splits, read=read)
-
-
-def _check_suffix(name: str, suffix: str, suffixes: Sequence[str]) -> None:
-    if suffix not in suffixes and "" in suffixes:
-        raise UserError(f"{name} ends in {suffix}. Expected {TEXT_FILES}.")
-    if suffix not in suffixes:
-        raise UserError(f"{name} is not {describe_files(suffixes)}.")
-
-
-def _expected(suffixes: Sequence[str]) -> str:
-    return TEXT_FILES if "" in suffixes else describe_sources(suffixes)
 
 
 def _unreachable_error(name: str, error: Exception) -> LlmcondError:

@@ -301,14 +301,11 @@ def _find_row(dataset: Dataset, split: str | None, number: int | None) -> tuple[
     splits_with_row = [name for name, matches in positions.items() if len(matches)]
     split_name = split or (splits_with_row[0] if splits_with_row else "train")
     if split_name not in splits_with_row:
-        hint = (
-            f" It is in {splits_with_row[0]}: --split {splits_with_row[0]}."
-            if splits_with_row
-            else ""
-        )
+        hints = [f" It is in {name}: --split {name}." for name in splits_with_row[:1]]
         raise UserError(
             f"there is no row {number} in the {split_name} split of {rows.file}, whose "
-            f"{len(rows):,} rows are numbered {rows.number.min()} to {rows.number.max()}.{hint}"
+            f"{len(rows):,} rows are numbered {rows.number.min()} to {rows.number.max()}."
+            f"{''.join(hints)}"
         )
     return split_name, int(positions[split_name][0])
 

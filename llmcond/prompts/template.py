@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from string import Formatter
 from types import MappingProxyType
@@ -65,34 +65,20 @@ class InputTemplate:
         return templates | {key: text for key, text in optional.items() if text is not None}
 
     @property
-    def digest_content(self) -> dict[Any, Any]:
-        """Everything that decides an input: the templates, and the settings of a router."""
-        if self.router is None:
-            return self.templates
-        return {**self.templates, **{key: getattr(self, key) for key in ROUTER_SETTINGS}}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as manifests record them; settings of a missing router are omitted."""
-        values = asdict(self)
-        if self.router is None:
-            for key in ("router", *ROUTER_SETTINGS):
-                del values[key]
-        return values
+    def router_settings(self) -> dict[str, Any]:
+        """The settings of the router, if there is one."""
+        names = () if self.router is None else ROUTER_SETTINGS
+        return {name: getattr(self, name) for name in names}
 
     @property
     def placeholders(self) -> set[str]:
         """The names of all placeholders in the templates."""
-        return self._find_names(self.templates)
+        return {n for t in self.templates.values() for _, n in _parse_template(t) if n is not None}
 
     @property
     def read_placeholders(self) -> set[str]:
         """The placeholders that the encoder reads together with the text, not in a router."""
-        return self._find_names({key: t for key, t in self.templates.items() if key != "router"})
-
-    @staticmethod
-    def _find_names(templates: Mapping[Any, str]) -> set[str]:
-        pieces = (piece for template in templates.values() for piece in _parse_template(template))
-        return {name for _, name in pieces if name is not None}
+        return replace(self, router=None).placeholders
 
     def render(
         self, sentence: str, condition: str, extra: Mapping[str, str] = MappingProxyType({})
@@ -119,11 +105,11 @@ class InputTemplate:
                 text += values[name] if name is not None else ""
             texts[key] = text
         router = texts.pop("router", None)
-        return EncoderInput(**texts, sentence=tuple(spans), router=self._make_router(router))
-
-    def _make_router(self, text: str | None) -> Router | None:
-        settings = {key: getattr(self, key) for key in ROUTER_SETTINGS}
-        return None if text is None else Router(text, **settings)
+        return EncoderInput(
+            **texts,
+            sentence=tuple(spans),
+            router=None if router is None else Router(router, **self.router_settings),
+        )
 
 
 @cache
@@ -200,7 +186,8 @@ class Prompt:
         if not self.plain and not self.control and not has_later_keys:
             return digest_text(*(text for part in parts for text in part.templates.values()))
         control = [self.control] if self.control and not self.plain else []
-        return digest_text(*control, *(json.dumps(part.digest_content) for part in parts))
+        contents = ({**part.templates, **part.router_settings} for part in parts)
+        return digest_text(*control, *map(json.dumps, contents))
 
     def obstacle(self, encoder: EncoderIdentity) -> str:
         """Return why an encoder does not support the template's inputs; empty if it does."""
@@ -232,12 +219,7 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""
-        parts = {"conditional": self.conditional, "unconditional": self.unconditional}
-        values = {**asdict(self), "digest": self.digest}
-        values |= {name: part.to_json() for name, part in parts.items()}
-        values["plain"] = self.plain.to_json() if self.plain else None
-        later_keys = ("control", "fields", "plain")  # older records lack these keys
-        return {key: value for key, value in values.items() if value or key not in later_keys}
+        return {**asdict(self), "digest": self.digest}
 
 
 def list_fields(prompts: Iterable[Prompt]) -> tuple[str, ...]:
@@ -285,7 +267,17 @@ def _check(prompt: Prompt, source: str) -> None:
         )
     conditional, unconditional = conditional & set(PLACEHOLDERS), unconditional & set(PLACEHOLDERS)
     if prompt.control == "left-out":
-        _check_left_out(prompt, conditional | unconditional, source)
+        if conditional | unconditional != {"sentence"}:
+            raise UserError(
+                f"{source}: control is 'left-out', but the template names "
+                f"{_list_names(conditional | unconditional)}. Both [conditional] and "
+                "[unconditional] must name only {sentence}."
+            )
+        if prompt.conditional != prompt.unconditional:
+            raise UserError(
+                f"{source}: control is 'left-out', so nothing is subtracted, and [unconditional] "
+                "must be the same as [conditional]. Copy it."
+            )
         return
     separate = conditional == {"sentence"} and unconditional == {"condition"}
     missing = [name for name in PLACEHOLDERS if name not in conditional]
@@ -302,25 +294,14 @@ def _check(prompt: Prompt, source: str) -> None:
             "nothing before the text."
         )
     if len(unconditional) != 1:
-        placeholder_list = " and ".join(f"{{{name}}}" for name in sorted(unconditional)) or "none"
         raise UserError(
-            f"{source}: [unconditional] names {placeholder_list}. It must name exactly one "
-            "placeholder, {sentence} or {condition}: the text whose embedding is subtracted."
+            f"{source}: [unconditional] names {_list_names(unconditional)}. It must name exactly "
+            "one placeholder, {sentence} or {condition}: the text whose embedding is subtracted."
         )
 
 
-def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None:
-    if placeholders != {"sentence"}:
-        placeholder_list = " and ".join(f"{{{name}}}" for name in sorted(placeholders)) or "none"
-        raise UserError(
-            f"{source}: control is 'left-out', but the template names {placeholder_list}. Both "
-            "[conditional] and [unconditional] must name only {sentence}."
-        )
-    if prompt.conditional != prompt.unconditional:
-        raise UserError(
-            f"{source}: control is 'left-out', so nothing is subtracted, and [unconditional] must "
-            "be the same as [conditional]. Copy it."
-        )
+def _list_names(placeholders: set[str]) -> str:
+    return " and ".join(f"{{{name}}}" for name in sorted(placeholders)) or "none"
 
 
 def _check_part(part: InputTemplate, source: str, known: Sequence[str]) -> set[str]:
@@ -331,7 +312,7 @@ def _check_part(part: InputTemplate, source: str, known: Sequence[str]) -> set[s
     if part.router is not None and not part.router.strip():
         raise UserError(f"{source} router is empty, so it could not weight tokens. Leave it out.")
     try:
-        part._make_router(part.router or "")
+        Router("", **{name: getattr(part, name) for name in ROUTER_SETTINGS})
     except UserError as error:
         raise UserError(f"{source} {error}") from error
     if part.instruction and part.context is not None:

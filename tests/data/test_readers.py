@@ -289,9 +289,9 @@ def test_single_split_of_a_folder_is_read(tmp_path: Path):
     ("name", "message"),
     [
         ("nowhere.csv", "does not exist. Expected a .csv, .tsv, .json, .jsonl, .parquet or .xlsx"),
-        ("rows.txt", "is not a .csv, .tsv, .json, .jsonl, .parquet or .xlsx file"),
-        ("rows", "is not a .csv"),
-        ("rows.zip", "is not a .csv"),
+        ("rows.txt", "ends in .txt. Expected a .csv, .tsv, .json, .jsonl, .parquet or .xlsx file"),
+        ("rows", "ends in no suffix. Expected a .csv"),
+        ("rows.zip", "ends in .zip. Expected a .csv"),
     ],
 )
 def test_unreadable_source_is_a_user_error(tmp_path: Path, name: str, message: str):
