@@ -180,9 +180,8 @@ class Journal:
                 values = dict(json.loads(line))
             except (TypeError, ValueError, RecursionError) as error:
                 raise LlmcondError(f"{source} was damaged. Remove the line.") from error
-            check_record(values, JournalLine, source, "Remove the line.")
-            tokens = values["tokens_in"], values["tokens_out"]
-            self._answers[values["key"]] = Answer(values["text"], *tokens, values["seconds"])
+            answer = check_record(values, JournalLine, source, "Remove the line.")
+            self._answers[answer.key] = answer
         if complete < len(text):  # A process was killed while it wrote the last line.
             os.truncate(self.path, complete)
 

@@ -18,10 +18,10 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args, overload
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack, get_args, overload
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -46,14 +46,13 @@ from llmcond.features.extract import COUNTED_FIRST, WINDOW
 from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
-from llmcond.files import check_format, read_json, write_json
 from llmcond.heads.guide import Guides, guide_file, load_guides, save_guide
 from llmcond.lance_io import check_not_forked
 from llmcond.log import log
 from llmcond.options import IndexPrecision, check_argument, check_folder, check_run
 from llmcond.prompts.template import InputTemplate
 from llmcond.quantization import CALIBRATED, MIN_CALIBRATION
-from llmcond.records import RECORD, check_record
+from llmcond.records import RECORD, read_record, write_record
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
 from llmcond.runs.languages import report_foreign_texts
@@ -209,7 +208,9 @@ class Index:
                 )
             search_model = SearchModel.find(**settings, device=device, truncate_dim=truncate_dim)
             # An index without any texts may still change its model.
-            _write_record(folder, search_model, precision or "float16")
+            arguments: Any = search_model.find_arguments
+            identity = search_model.identity
+            _IndexRecord(arguments, identity, precision or "float16", truncate_dim).write(folder)
             shutil.rmtree(folder / "guides", ignore_errors=True)
             index = cls(folder, search_model, precision or "float16")
         conditions = index._resolve_conditions(conditions)
@@ -243,16 +244,14 @@ class Index:
 
     @classmethod
     def _open(cls, folder: Path, device: str, settings: Mapping[str, Any]) -> Index:
-        record = read_json(folder / "index.json")
-        check_format(record, FORMAT, str(folder))
-        check_record(record, _IndexRecord, str(folder / "index.json"), "Build another index.")
-        model_args: dict[str, Any] = dict.fromkeys(get_args(_FindArgument))
-        model_args |= record["made_by"]
+        record = _IndexRecord.read(folder)
+        model_args: dict[Any, Any] = dict.fromkeys(get_args(_FindArgument))
+        model_args |= record.made_by
         if "run" in settings or "model" in settings:
             model_args |= {"run": None, "model": None, "revision": None}
         if "head" in settings:
             model_args["prompt"] = None
-        source = ", ".join(f"{key} {value}" for key, value in record["made_by"].items())
+        source = ", ".join(f"{key} {value}" for key, value in record.made_by.items())
         try:
             model = SearchModel.find(**{**model_args, **settings}, device=device)
         except UserError as error:
@@ -260,19 +259,19 @@ class Index:
                 raise
             advice = f"If the run was moved, name it: llmcond index --out {folder} --run DIR"
             raise UserError(f"{folder} was built with {source}: {error} {advice}") from error
-        differences = model.differences(record["identity"])
+        differences = model.differences(record.identity)
         if differences:
             raise UserError(
                 f"{folder} was built with {source}; the {'given' if settings else 'current'} model "
                 f"has another {' and another '.join(differences)}. Name the original model, or "
                 "build another index: llmcond index TEXTS --out DIR"
             )
-        precision = record["precision"]
-        model = replace(model, truncate_dim=record["truncate_dim"])
-        if model.find_arguments != record["made_by"]:  # the run has been moved
-            _write_record(folder, model, precision, record["conditions"], record["values"])
+        model = replace(model, truncate_dim=record.truncate_dim)
+        if model.find_arguments != record.made_by:  # the run has been moved
+            arguments: Any = model.find_arguments
+            replace(record, made_by=arguments).write(folder)
         model.guides.update(load_guides(folder / "guides"))
-        return cls(folder, model, precision)
+        return cls(folder, model, record.precision)
 
     def _check_form(self, form: Mapping[str, Any]) -> None:
         """Raise a UserError if a size or precision was given that is not that of this index."""
@@ -375,8 +374,7 @@ class Index:
 
     def _add(self, rows: IndexRows, conditions: Sequence[str] = ()) -> WriteCounts:
         with self._writing():
-            self._record_values(conditions)
-            conditions = self._record_conditions(conditions)
+            conditions = self._update_record(conditions)
             plan = rows.plan_update(self._version.table)
             if self.precision in CALIBRATED and len(rows) < MIN_CALIBRATION and not len(self):
                 raise UserError(
@@ -448,8 +446,7 @@ class Index:
         to_prepare = self._resolve_conditions(conditions)
         if any(isinstance(c, Condition) for c in to_prepare) or (to_prepare and self.encodes_pairs):
             with self._writing():
-                self._record_values(to_prepare)
-                self._record_conditions(to_prepare)
+                self._update_record(to_prepare)
                 self._complete(to_prepare)
         for condition in to_prepare:
             self._version.view(condition, save=True)
@@ -492,7 +489,7 @@ class Index:
         (condition,) = self._resolve_conditions(labelled.condition or "")
         guide = self._model.fit_guide(replace(labelled, condition=condition))
         with self._writing():
-            self._record_values([condition])
+            self._update_record([condition], prepare=False)
             save_guide(guide, condition, self.folder / "guides")
             self._remove_guide(condition, except_spelling=condition)
             self._model.guides[condition] = guide
@@ -561,34 +558,33 @@ class Index:
         try:
             newest = IndexVersion(TextTable(self.folder), self._views, self._model)
             if not any(
-                len(newest.find_missing(condition)) for condition in self._record_conditions(())
+                len(newest.find_missing(condition)) for condition in self._update_record(())
             ):
                 self._version = newest
         finally:
             self._writer.release()
 
-    def _record_conditions(self, conditions: Sequence[str]) -> list[str]:
-        """Record conditions that added texts are encoded under, and return all recorded ones."""
-        if not self.encodes_pairs:
-            return []
-        record = read_json(self.folder / "index.json")
-        recorded = list(record["conditions"])
-        merged = list(dict.fromkeys([*recorded, *conditions]))
-        if merged != recorded:
-            write_json(self.folder / "index.json", {**record, "conditions": merged})
-        return merged
+    def _update_record(self, conditions: Sequence[str], *, prepare: bool = True) -> list[str]:
+        """Record conditions, and return those that added texts are encoded under.
 
-    def _record_values(self, conditions: Sequence[str]) -> None:
-        """Record the values of each ``Condition``; one without values removes recorded values."""
+        Args:
+            conditions: the conditions. The values of each ``Condition`` are recorded; one without
+                values removes recorded values.
+            prepare: whether added texts are encoded under these conditions, if the model encodes
+                each text together with the condition.
+        """
+        record = _IndexRecord.read(self.folder)
         new_values = {c.text: [*c.values] for c in conditions if isinstance(c, Condition)}
         replaced = set(map(condition_key, new_values))
-        record = read_json(self.folder / "index.json")
-        values = {
-            text: v for text, v in record["values"].items() if condition_key(text) not in replaced
-        }
+        values = {t: v for t, v in record.values.items() if condition_key(t) not in replaced}
         values |= {text: v for text, v in new_values.items() if v}
-        if values != record["values"]:
-            write_json(self.folder / "index.json", {**record, "values": values})
+        prepared = list(record.conditions)
+        if prepare and self.encodes_pairs:
+            prepared = list(dict.fromkeys([*prepared, *conditions]))
+        updated = replace(record, conditions=prepared, values=values)
+        if updated != record:
+            updated.write(self.folder)
+        return prepared if self.encodes_pairs else []
 
     def _resolve_conditions(self, conditions: str | Iterable[str]) -> list[str]:
         """Return distinct conditions as the index knows them, with recorded values for texts alone.
@@ -596,9 +592,9 @@ class Index:
         A text that differs from a recorded condition only in case, Unicode form or spacing is
         replaced by the recorded one, whose vectors and guide it shares.
         """
-        record = read_json(self.folder / "index.json")
-        values = {condition_key(text): (text, v) for text, v in record["values"].items()}
-        known_texts = [*record["conditions"], *filter(None, self._model.guides)]
+        record = _IndexRecord.read(self.folder)
+        values = {condition_key(text): (text, v) for text, v in record.values.items()}
+        known_texts = [*record.conditions, *filter(None, self._model.guides)]
         known = {condition_key(text): text for text in known_texts}
 
         def resolve(condition: str) -> str:
@@ -823,29 +819,20 @@ class _IndexRecord:
 
     made_by: Mapping[_FindArgument, str]
     identity: Mapping[str, Any]
-    conditions: Sequence[str]
-    values: Mapping[str, Sequence[str]]
-    precision: IndexPrecision
-    truncate_dim: int | None
+    precision: IndexPrecision = "float16"
+    truncate_dim: int | None = None
+    conditions: Sequence[str] = ()
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    format: int = FORMAT
 
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the record of a folder."""
+        return read_record(folder / "index.json", cls, "Build another index.", newest=FORMAT)
 
-def _write_record(
-    folder: Path,
-    model: SearchModel,
-    precision: IndexPrecision,
-    conditions: Sequence[str] = (),
-    values: Mapping[str, Sequence[str]] | None = None,
-) -> None:
-    record = {
-        "format": FORMAT,
-        "made_by": model.find_arguments,
-        "identity": model.identity,
-        "conditions": [*conditions],
-        "values": dict(values or {}),
-        "precision": precision,
-        "truncate_dim": model.truncate_dim,
-    }
-    write_json(folder / "index.json", record)
+    def write(self, folder: Path) -> None:
+        """Write the record into a folder."""
+        write_record(folder / "index.json", self)
 
 
 class _Pairs(Sequence[tuple[str, str]]):

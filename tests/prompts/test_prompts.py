@@ -155,11 +155,6 @@ def test_only_a_context_changes_the_digest():
     assert plain.digest != empty.digest
     restored = prompt_from_json(plain.to_json(), "run.json")
     assert restored.digest == plain.digest
-    # Records had no context before contexts were introduced.
-    old_record = json.loads(json.dumps(plain.to_json()))
-    for part in ("conditional", "unconditional"):
-        del old_record[part]["context"]
-    assert prompt_from_json(old_record, "run.json") == plain
 
 
 def test_instruction_and_context_exclude_each_other(tmp_path: Path):
@@ -471,13 +466,11 @@ def test_control_may_have_a_context_or_an_instruction(tmp_path: Path):
 
 
 def test_only_a_control_changes_the_digest():
-    # Runs from before controls were introduced have recorded these digests.
     assert load_prompt("concat-sent-cond").digest == "e0f2ba61c6d7b327559b7947fc3474f3"
     assert load_prompt("pair-cond").digest == "2a78c9f6453f0b131d14efbd8ad22cee"
     plain = replace(SHUFFLED, control=None)
     assert plain.digest == load_prompt("concat-sent-cond").digest
     assert len({plain.digest, SHUFFLED.digest, replace(SHUFFLED, control="left-out").digest}) == 3
-    assert "control" not in plain.to_json()
     assert prompt_from_json(plain.to_json(), "run.json").control is None
     assert prompt_from_json(SHUFFLED.to_json(), "run.json") == SHUFFLED
     changed = {**SHUFFLED.to_json(), "control": None}
@@ -753,14 +746,6 @@ def test_router_settings_change_the_digest(tmp_path: Path):
         for changes in ({}, {"temperature": 0.2}, {"centre": "true"}, {"router": '"{condition}."'})
     }
     assert len(digests) == 4
-
-
-def test_records_of_prompts_without_router_are_unchanged():
-    assert set(load_prompt("pair-cond").to_json()["conditional"]) == {
-        "text",
-        "instruction",
-        "context",
-    }
 
 
 @pytest.mark.parametrize(
