@@ -2,7 +2,6 @@
 
     python scripts/prose.py                       # print every count and its limit
     python scripts/prose.py --list words          # print every place that a count includes
-    python scripts/prose.py --against 100d9ab     # compare with a git revision, as a Markdown table
     python scripts/prose.py --check               # exit with 1 if a count exceeds its limit
 
 `scripts/test` runs the check. The limits only ever go down: lower them when you improve the text.
@@ -22,8 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
-
-from house import extracted_revision
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 #: A place in a file, and what is there.
@@ -204,7 +201,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to read")
     parser.add_argument("--list", choices=LIMITS, help="count whose findings are printed")
-    parser.add_argument("--against", metavar="REV", help="git revision to compare with")
     parser.add_argument("--check", action="store_true", help="fail if a count exceeds its limit")
     options = parser.parse_args(arguments)
     findings = measure(options.root.resolve())
@@ -213,13 +209,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{place}: {text}")
         summary = Counter(text.lower() for _, text in findings[options.list]).most_common(30)
         print(", ".join(f"{text} {n}" for text, n in summary if n > 1), file=sys.stderr)
-        return 0
-    if options.against:
-        with extracted_revision(ROOT, options.against) as folder:
-            before = {name: len(items) for name, items in measure(folder).items()}
-        print(f"| | {options.against} | now |\n|---|---|---|")
-        for name, meaning in MEANING.items():
-            print(f"| {meaning} | {before[name]:,} | {len(findings[name]):,} |")
         return 0
     too_many = False
     for name, meaning in MEANING.items():

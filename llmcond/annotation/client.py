@@ -18,8 +18,13 @@ import httpx2
 import openai
 from typing_extensions import override
 
-from llmcond.annotation.questions import API_KEY_VARIABLE, Answer, ChatSettings, read_api_key
-from llmcond.annotation.template import QuestionTemplate
+from llmcond.annotation.template import (
+    API_KEY_VARIABLE,
+    Answer,
+    ChatSettings,
+    QuestionTemplate,
+    read_api_key,
+)
 from llmcond.errors import LlmcondError, UserError, did_you_mean, format_list, shortened_repr
 from llmcond.log import log
 

@@ -11,15 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
-from urllib.parse import urlsplit
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llmcond.annotation.template import QuestionTemplate
+from llmcond.annotation.template import Answer, ChatSettings, QuestionTemplate
 from llmcond.errors import LlmcondError, UserError, install_command, shortened_repr
 from llmcond.files import digest_text
-from llmcond.log import log
 from llmcond.progress import CountBar
 from llmcond.records import RECORD, check_record
 
@@ -28,104 +26,12 @@ if TYPE_CHECKING:
 
     from llmcond.annotation.client import ChatClient
 
-API_KEY_VARIABLE = "OPENAI_API_KEY"
 #: Number of attempts for a question whose answers cannot be parsed, each with another seed.
 ATTEMPTS = 3
 #: Number of candidates for the second sentence in each question.
 N_CANDIDATES = 8
 #: Number of rows per proposal: one condition of high similarity and one of low similarity.
 _ROWS = 2
-_LOCAL = ("localhost", "127.0.0.1", "::1")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer of a model.
-
-    Attributes:
-        text: text of the answer, unchanged; empty if there was none.
-        tokens_in, tokens_out: numbers of tokens that the server counted; None if it did not.
-        seconds: time from the question to the answer, including retries.
-    """
-
-    text: str
-    tokens_in: int | None
-    tokens_out: int | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ChatSettings:
-    """Settings of the server, the model and the requests.
-
-    Attributes:
-        endpoint: address of the server, such as ``http://localhost:8000/v1``.
-        model: name of the model on the server.
-        request: other fields of every request, such as ``temperature``.
-        timeout: seconds after which a request is cancelled and retried.
-        retries: number of retries per request.
-        per_minute: largest number of requests per minute, including retries; None: no limit.
-    """
-
-    endpoint: str
-    model: str
-    request: Mapping[str, Any]
-    timeout: float = 60.0
-    retries: int = 6
-    per_minute: float | None = None
-
-    def check(self) -> None:
-        """Check the settings before any request.
-
-        Raises:
-            UserError: a setting is invalid.
-        """
-        try:
-            parts = urlsplit(self.endpoint if _is_printable(self.endpoint) else "")
-            secret = parts.username is not None or parts.password is not None or bool(parts.query)
-            _ = parts.port  # a number that is no port raises an error
-        except ValueError:
-            parts, secret = urlsplit(""), False
-        if secret:
-            raise UserError(
-                "--endpoint contains a user name, a password or a query, which messages would "
-                f"show. Leave them out; the key is read from {API_KEY_VARIABLE}."
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(
-                f"--endpoint is {shortened_repr(self.endpoint)}; expected an address such as "
-                "http://localhost:8000/v1."
-            )
-        reserved = {"model", "messages", "seed", "response_format", "stream", "n"}
-        conflicts = reserved & set(self.request)
-        if conflicts:
-            raise UserError(
-                f"--request has {sorted(conflicts)[0]!r}, which llmcond sets itself. Leave it out."
-            )
-        try:
-            json.dumps(self.request, allow_nan=False, ensure_ascii=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"--request cannot be sent as JSON: {error}. Correct it.") from None
-        key = read_api_key()
-        if not (key.isascii() and _is_printable(key)):
-            raise UserError(
-                f"{API_KEY_VARIABLE} is no key, because an HTTP header cannot contain it: it has a "
-                "space, a line break or a character outside of ASCII. Copy the key again."
-            )
-        if parts.scheme == "http" and parts.hostname not in _LOCAL and key:
-            log.warning(
-                f"{API_KEY_VARIABLE} is sent to {parts.hostname} unencrypted; use https to "
-                "protect it."
-            )
-
-
-def read_api_key() -> str:
-    """Return the key in the environment; empty if there is none."""
-    return os.environ.get(API_KEY_VARIABLE, "").strip()
-
-
-def _is_printable(text: str) -> bool:
-    return text.isprintable() and " " not in text
 
 
 @dataclass(frozen=True, slots=True)

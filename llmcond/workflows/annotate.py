@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from llmcond.annotation.questions import (
-    ChatSettings,
     Journal,
     Prices,
     Question,
@@ -23,6 +22,7 @@ from llmcond.annotation.questions import (
 )
 from llmcond.annotation.template import (
     SCALE,
+    ChatSettings,
     QuestionTemplate,
     load_template,
     parse_proposal,

@@ -62,7 +62,6 @@ PEER_LIBRARIES = {"bench_serve": "sentence_transformers"}
 OTHER_SCRIPTS = {
     *(
         "fuzz",
-        "house",
         "make_docs",
         "notebooks",
         "prose",

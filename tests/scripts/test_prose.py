@@ -1,6 +1,5 @@
 """Counts of wording that is hard to read, on a small checkout."""
 
-import subprocess
 from importlib import import_module
 
 import pytest
@@ -99,15 +98,3 @@ def test_check_fails_for_each_count_above_limit(prose, checkout, capsys, monkeyp
 def test_findings_are_listed(prose, checkout, capsys):
     assert prose.main(["--root", str(checkout), "--list", "names"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "llmcond/a.py:5: _kept"
-
-
-def test_comparison_shows_before_and_after(prose, checkout, capsys, monkeypatch):
-    git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x@x"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *command], check=True)
-    (checkout / "tests" / "d.py").unlink()
-    monkeypatch.setattr(prose, "ROOT", checkout)
-    assert prose.main(["--root", str(checkout), "--against", "HEAD"]) == 0
-    assert "| identifiers of tests/ that contain a listed word | 1 | 0 |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"git archive failed: .*no-such-revision"):
-        prose.main(["--against", "no-such-revision"])
