@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path, PurePath
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
@@ -25,7 +25,6 @@ from typing import (
     get_type_hints,
 )
 
-from llmcond.deprecation import warn_renamed
 from llmcond.errors import UserError, did_you_mean, list_legal_values, shortened_repr
 from llmcond.text import check_string
 
@@ -443,7 +442,6 @@ def public_function(
     module: str,
     doc: str,
     signature: inspect.Signature,
-    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[P, R]:
     """Return a callable as a public function of a module, with that name in errors and pickles.
 
@@ -454,15 +452,9 @@ def public_function(
         doc: docstring of the function.
         signature: signature of the function. Arguments that it lacks raise a TypeError that
             suggests the nearest names.
-        renamed: current name of each former name of an argument, which is accepted with a
-            DeprecationWarning.
     """
 
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
-        for old, new in renamed.items():
-            if old in kwargs and new not in kwargs:
-                warn_renamed(f"{name}({old}=...)", f"{name}({new}=...)")
-                kwargs[new] = kwargs.pop(old)
         _check_arguments(name, signature, args, kwargs)
         return call(*args, **kwargs)
 

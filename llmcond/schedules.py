@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 
 
-def learning_rate_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
+def learning_rate_factor(step: int, steps: int, warmup: float, schedule: str = "linear") -> float:
     """Return the factor of the learning rate at a step.
 
     Args:
         step: the step, from 0.
         steps: total number of steps.
         warmup: share of the steps in which the factor rises linearly from 0.
-        schedule: course after the warm-up: ``linear`` or ``cosine`` decay to 0, or ``constant``.
+        schedule: course after the warm-up: ``linear`` decay to 0, or ``constant``.
     """
     warmup_steps = math.ceil(warmup * steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if schedule == "constant":
         return 1.0
-    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return 1 - (step - warmup_steps) / max(1, steps - warmup_steps)

@@ -191,7 +191,7 @@ def data_input(chance: Random, base: Base, work: Path) -> list[str]:
             ["prompts", "show", "pair-cond", "--data", str(path)],
             ["extract", "--model", str(base.folder / "model"), "--data", str(path)],
             ["evaluate", "--data", str(path), "--run", str(base.copy("run", work))],
-            ["embed", str(path), "--sentence", "sentence1", "--out", embedded, "--run", run],
+            ["embed", str(path), "--text", "sentence1", "--out", embedded, "--run", run],
         ]
     )
 

@@ -485,7 +485,7 @@ RECORD: Final = "_llmcond.json"
 def embed_command(source: Path, out: Path, run: Path) -> list[str]:
     """Return the command that embeds a folder of texts."""
     model = ["--run", str(run), "--head", "linear", "--condition-text", CONDITIONS[0]]
-    return ["embed", str(source), "--out", str(out), "--sentence", "text", *model, "--json"]
+    return ["embed", str(source), "--out", str(out), "--text", "text", *model, "--json"]
 
 
 def damage_record(chance: Random, record: Path) -> None:

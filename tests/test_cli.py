@@ -645,7 +645,7 @@ def test_invalid_fit_options_are_rejected(capsys, run_copy, arguments, expected)
             "Name the column of the texts: --text COL.",
         ),
         (["embed", "texts.csv", "--out", "x.txt"], ".parquet or .csv or .npy"),
-        (["embed", "texts.csv", "--out", "no/v.npy", "--sentence", "x"], "no column 'x'"),
+        (["embed", "texts.csv", "--out", "no/v.npy", "--text", "x"], "no column 'x'"),
         (
             ["embed", "t.parquet", "--out", "t.parquet", "--condition-text", "c"],
             "is an input of the same command",

@@ -5,9 +5,6 @@ import sys
 
 import pytest
 
-import llmcond
-import llmcond.heads
-
 LARGE = ("torch", "transformers", "peft", "lance", "pyarrow", "pandas", "scipy", "sklearn")
 #: Modules for search and clustering may import these smaller libraries.
 STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
@@ -123,14 +120,6 @@ def test_heads_of_rated_pairs_import_no_other_kind():
     others = {module.partition(":")[0] for module in FAMILIES.values() if "kinds" in module}
     assert others
     assert list_loaded(code, sorted(others)) == []
-
-
-def test_deprecated_names_warn_and_still_work():
-    with pytest.warns(DeprecationWarning, match=r"llmcond\.Talk is now llmcond\.DialogueState"):
-        assert llmcond.Talk is llmcond.DialogueState
-    with pytest.warns(DeprecationWarning, match="SharedRows"):
-        assert llmcond.heads.Gathered is llmcond.heads.SharedRows
-    assert "Talk" not in dir(llmcond)
 
 
 #: Mistakes that are reported before PyTorch is imported, with what the error says.

@@ -97,7 +97,7 @@ class _Executes(Protocol[R_co]):
         ...
 
 
-def as_function(command: Callable[P, _Executes[R]], **renamed: str) -> Callable[P, R]:
+def as_function(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
     """Return a function that runs a command; its keyword arguments have the names of the flags.
 
     The function's docstring consists of the docstring of the command's class, the help texts of its
@@ -105,7 +105,6 @@ def as_function(command: Callable[P, _Executes[R]], **renamed: str) -> Callable[
 
     Args:
         command: class of the command.
-        renamed: current name of each former name of an argument.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,9 +132,7 @@ def as_function(command: Callable[P, _Executes[R]], **renamed: str) -> Callable[
         ],
         return_annotation=described.execute.__annotations__["return"],
     )
-    return public_function(
-        call, words.lstrip("_"), described.__module__, doc.rstrip(), signature, renamed
-    )
+    return public_function(call, words.lstrip("_"), described.__module__, doc.rstrip(), signature)
 
 
 # -- fields as flags ---------------------------------------------------------------------------

@@ -63,4 +63,4 @@ class Embed(EmbedOptions, Command):
         return embed_file(self)
 
 
-embed = as_function(Embed, source="texts")
+embed = as_function(Embed)

@@ -547,7 +547,7 @@ def _find_missing(column: Any) -> Any:
 
 
 def _check_texts(where: str, schema: pa.Schema, texts: Sequence[str]) -> None:
-    advice = "Name the columns to read: --sentence, --condition."
+    advice = "Name the columns to read: --text, --condition."
     check_columns(where, schema.names, texts, advice)
     for name in texts:
         column_type = schema.field(name).type
@@ -557,7 +557,7 @@ def _check_texts(where: str, schema: pa.Schema, texts: Sequence[str]) -> None:
             raise UserError(
                 f"{where} has the column {shortened_repr(name)} of the type {column_type}; "
                 "expected texts. "
-                "Name another column (--sentence, --condition), or save it as text."
+                "Name another column (--text, --condition), or save it as text."
             )
 
 

@@ -478,6 +478,8 @@ SHAPES = ((2, 3), (3, 3), (3, 4), (4, 3), (4, 2), (6, 2))
 _CANDIDATES = 12
 #: Minimum and maximum number of example values in a condition.
 _EXAMPLES = 2, 5
+#: The temperature of the contrastive loss of texts with attributes.
+_TEMPERATURE = 0.07
 
 
 @dataclass(frozen=True, slots=True)
@@ -657,9 +659,8 @@ class AspectModel(BiEncoderModel):
             embeddings, _ = self.head(*extra.batch(positions, used, vectors.float())).chunk(2)
             labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
             group, value = labels.to(embeddings.device)
-            temperature = self._groups.settings.aspects_temperature
             contrast = average_truncations(
-                lambda vectors: supervised_contrast(vectors, group, value, temperature),
+                lambda vectors: supervised_contrast(vectors, group, value, _TEMPERATURE),
                 self.plan.objective.matryoshka,
                 embeddings,
             )

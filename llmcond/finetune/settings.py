@@ -67,8 +67,7 @@ class TuneSettings:
         weight_decay: decoupled weight decay of the encoder's matrices, in AdamW.
         batch_size: rated rows per step, over all processes and accumulated parts.
         epochs: maximum number of epochs.
-        warmup: share of the steps in which the learning rate rises from 0.
-        schedule: how the learning rate changes after the warmup.
+        warmup: share of the steps in which the learning rate rises from 0, before it falls to 0.
         max_grad_norm: norm to which all gradients together are clipped; 0: no clipping, as in the
             released code of C-STS and Hyper-CL.
         gradient_accumulation_steps: number of parts in which the rows of a step are computed, one
@@ -114,11 +113,6 @@ class TuneSettings:
     warmup: Share = option(
         0.06, help="share of the steps in which learning rates rise from 0", metavar="SHARE"
     )
-    schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear",
-        help="learning-rate schedule after the warmup: linear, cosine or constant",
-        metavar="NAME",
-    )
     max_grad_norm: Annotated[float, Ge(0), Le(_LARGEST)] = option(
         1.0, help="norm to which gradients are clipped; 0: no clipping", metavar="NORM"
     )
@@ -146,7 +140,7 @@ class TuneSettings:
 
     def learning_rate_factor(self, step: int, steps: int) -> float:
         """Return the factor of learning rates at a step; ``steps`` is the total number of steps."""
-        return learning_rate_factor(step, steps, self.warmup, self.schedule)
+        return learning_rate_factor(step, steps, self.warmup)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as training records store them."""
@@ -218,7 +212,6 @@ class AspectSettings:
         aspects: folder with one file NAME.json per set (see ``llmcond.data.aspects``).
         aspects_weight: weight of the contrastive loss; that of the squared error of ratings is 1.
         aspects_texts: texts per step; the last group may exceed this number.
-        aspects_temperature: temperature of the contrastive loss.
         aspects_values: share of the groups whose condition names two to five example values.
     """
 
@@ -234,9 +227,6 @@ class AspectSettings:
     )
     aspects_texts: Annotated[int, Ge(4), Le(_LARGEST)] = option(
         96, help="texts per step, in groups of 6 to 12 under one condition", metavar="N", **_ASPECTS
-    )
-    aspects_temperature: Annotated[float, Ge(1e-3), Le(_LARGEST)] = option(
-        0.07, help="temperature of the contrastive loss", metavar="T", **_ASPECTS
     )
     aspects_values: Annotated[float, Ge(0), Le(1)] = option(
         0.4,

@@ -5,6 +5,4 @@ The public names are listed in ``__init__.pyi``; those that need torch are impor
 
 from llmcond.lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach_stub(
-    __name__, __file__, {"Concatenated": "ConcatenatedMatrix", "Gathered": "SharedRows"}
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -19,7 +19,6 @@ from torch.nn.functional import normalize
 from typing_extensions import override
 
 from llmcond.arrays import Array, MatrixLike
-from llmcond.deprecation import renamed_methods
 from llmcond.heads.numpy_heads import DenseLayer
 from llmcond.heads.pairs import FitReport, PairArrays
 from llmcond.heads.settings import Activation
@@ -57,7 +56,6 @@ class Batch(NamedTuple):
         return Batch(*moved)  # type: ignore[arg-type]
 
 
-@renamed_methods(finished="freeze")
 class HeadModule(nn.Module):
     """Base class of heads, which map features of sentences, and of conditions, to embeddings.
 

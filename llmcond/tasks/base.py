@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from llmcond import plugins
 from llmcond.data.datasets import DataOptions
-from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError
 from llmcond.metrics import Metric, choose_metrics
 
@@ -53,13 +52,6 @@ class Data(Protocol):
 D = TypeVar("D", bound=Data)
 
 
-@renamed_methods(
-    counted="count_examples",
-    with_others="add_external_data",
-    refuse_leaks_option="reject_leaks_option",
-    refuse_column_options="reject_column_options",
-    refuse_rated_options="reject_rated_options",
-)
 class AnyTask(ABC, Generic[D]):
     """Base class of all tasks.
 

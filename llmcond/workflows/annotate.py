@@ -190,7 +190,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
 
 def _propose(options: AnnotateOptions) -> list[Question]:
     """Return the questions that ask the model to pair texts."""
-    template = load_template(options.propose_prompt, "propose")
+    template = load_template("propose", "propose")
     texts = read_collection(options.data, options.text, read=options.read_options()).texts
     questions = []
     for sentence, candidates in build_offers(texts, options.propose or 0, options.seed):

@@ -180,7 +180,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     out, keep, read = Path(options.out), options.keep, options.read_options()
     run_folder = options.resolve_folder()
     check_output(out, EMBEDDING_SUFFIXES, [run_folder / "rows.parquet"])
-    source = open_collection(options.texts, read, options.text_column)
+    source = open_collection(options.texts, read, options.text)
     columns = find_vector_columns(options, source)
     names = {column.name: column.condition for column in columns}
     conflicts = sorted({"sentence", "condition", *names} & set(keep))
@@ -194,12 +194,12 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         device=options.device,
         truncate_dim=options.truncate_dim,
     )
-    texts, conditions = _read_texts(source, options.text_column, columns, keep)
+    texts, conditions = _read_texts(source, options.text, columns, keep)
     report_foreign_texts(texts.sentences, embeddings.encoder.resolved.checkpoint)
     n = len(texts.sentences)
     if options.guide is not None:
         distinct = list(dict.fromkeys(chain.from_iterable(conditions)))
-        for labelled in read_guide(options.guide, options.text_column, distinct, read=read):
+        for labelled in read_guide(options.guide, options.text, distinct, read=read):
             embeddings.fit_guide(labelled)
     rows = [list(zip(texts.sentences, column, strict=True)) for column in conditions]
     ranges = None

@@ -304,7 +304,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             that have changed since.
         DiskFullError: the disk is full; the units written so far are kept.
     """
-    out, guide, text = str(options.out), options.guide, options.text_column
+    out, guide, text = str(options.out), options.guide, options.text
     keep, cluster = options.keep, options.cluster()
     model = _find_model(options)
     reading = options.read_options()

@@ -137,7 +137,7 @@ def test_read_only_run_can_be_used(read_only, tmp_path, write_rows, small_rows):
             ("analyse --json", "no analyses.json is written, nor pictures"),
             (f"evaluate --data {data} --json", "are not saved: cannot write"),
             (
-                f"embed {data} --sentence sentence1 --out {tmp_path / 'v.npy'} --json",
+                f"embed {data} --text sentence1 --out {tmp_path / 'v.npy'} --json",
                 "are not saved: cannot write",
             ),
         ]

@@ -304,7 +304,7 @@ NEEDS_EMBEDDINGS = {
     "sweep": "--head linear",
     "compare-prompts": "--model {model}",
     "analyse": "",
-    "embed": "{data} --out {folder}/x.parquet --sentence sentence1",
+    "embed": "{data} --out {folder}/x.parquet --text sentence1",
     "heads": "",
     "push": "ada/cross",
 }

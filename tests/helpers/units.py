@@ -29,7 +29,7 @@ def text_table(start, stop):
 
 
 def embed_command(out, run_folder, *others, source="src"):
-    columns = ("--sentence", "text", "--condition", "topic")
+    columns = ("--text", "text", "--condition", "topic")
     return ("embed", source, "--out", out, "--run", run_folder, *columns, *others)
 
 

@@ -404,7 +404,6 @@ def test_seeds_of_ensembles_do_not_overlap(plan):
         (["--vary", "learning_rate=1e-3,1000"], "it must be at most 100"),
         (["--vary", "rank=2,two"], "--rank is 'two'; expected a whole number"),
         (["--vary", "encoder_dropout=no"], "encoder_dropout is 'no'; expected true or false."),
-        (["--vary", "schedule=linear,cosin"], "Did you mean 'cosine'"),
         (["--vary", "temperature=1.5,-1"], "--vary temperature=-1: 'temperature' is -1.0"),
         (["--vary", "epochs=1,2"], "epochs is both varied and set. Give it once."),
         (["--vary", "mse=1,2", "--set", "mse=1"], "mse is both varied and set. Give it once."),

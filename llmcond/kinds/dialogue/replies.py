@@ -15,7 +15,6 @@ from safetensors.numpy import save as save_tensors
 
 from llmcond.arrays import Array
 from llmcond.bundled import DEFAULT_RUN
-from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.kinds.dialogue.examples import resolve_head
@@ -203,7 +202,6 @@ class DialogueState:
         return f"DialogueState({', '.join(map(repr, self.turns))})"
 
 
-@renamed_methods(follow="add_turns")
 class DialogueModel:
     """Ranks candidates for the next turn of a dialogue.
 

@@ -72,7 +72,6 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
         "dataset, also by URI; if interrupted, the same command resumes a FOLDER",
     )
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
-    sentence: str | None = option(None, metavar="COL", help="alias of --text")
     condition: Sequence[str] = option(
         (),
         metavar="COL_OR_TEXT",
@@ -103,10 +102,8 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
     )
 
     def __post_init__(self) -> None:
-        """Also check the output, and that --text and --sentence do not name two columns."""
+        """Also check the output."""
         super().__post_init__()
-        if None not in (self.text, self.sentence) and self.text != self.sentence:
-            raise UserError("--text and --sentence name two columns; give one of them.")
         out = Path(self.out)
         if not self.is_streamed:
             check_output(out, EMBEDDING_SUFFIXES, [self.texts, self.guide])
@@ -135,11 +132,6 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
             return False
         named_so = ending in ("", ".lance") or name.endswith("/") or "://" in name
         return named_so or is_folder(Path(name))
-
-    @property
-    def text_column(self) -> str | None:
-        """Name of the column of texts; None if neither --text nor --sentence names one."""
-        return self.text or self.sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,12 +334,6 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
         group=_PROPOSE,
         help="number of rows for which the model first proposes the sentence pair and condition, "
         "and which it then rates",
-    )
-    propose_prompt: str = option(
-        "propose",
-        metavar="NAME_OR_FILE",
-        group=_PROPOSE,
-        help="prompt that asks for pairs and conditions: propose, or a .toml file",
     )
     text: str | None = option(
         None,
