@@ -33,11 +33,9 @@ from llmcond.encoders.encoder import load_encoder as load_encoder
 from llmcond.encoders.spec import EncoderInput as EncoderInput
 from llmcond.errors import LlmcondError as LlmcondError
 from llmcond.errors import UserError as UserError
-from llmcond.evaluation.results import ComparedResult as ComparedResult
 from llmcond.evaluation.results import Result as Result
 from llmcond.evaluation.results import Results as Results
-from llmcond.evaluation.results import SweptResult as SweptResult
-from llmcond.evaluation.results import SystemResult as SystemResult
+from llmcond.evaluation.results import Subset as Subset
 from llmcond.exporting.result import ExportResult as ExportResult
 from llmcond.heads.estimator import Head as Head
 from llmcond.integrations.sentence_transformers import (

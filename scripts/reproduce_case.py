@@ -41,7 +41,7 @@ from reproduce import (
 
 from llmcond.commands.analyse import analyse
 from llmcond.errors import LlmcondError
-from llmcond.evaluation.results import SweptResult
+from llmcond.evaluation.results import Result
 from llmcond.heads.pairs import score_key
 from llmcond.report.figures import can_draw, data_path, plot_steps
 from llmcond.workflows.options.fitting import SweepOptions
@@ -482,7 +482,7 @@ def figure_3(work: Work) -> Section:
     return Section("Figure 3", "training curves", about, ["features", "head"], measures, rows)
 
 
-def train_curves(work: Work, encoder: PooledEncoder, prompt: str) -> Sequence[SweptResult] | str:
+def train_curves(work: Work, encoder: PooledEncoder, prompt: str) -> Sequence[Result] | str:
     """Fit the supervised heads with curves on the scored split, or return why that fails."""
     options = SweepOptions(
         run=encoder.run,
@@ -501,7 +501,7 @@ def train_curves(work: Work, encoder: PooledEncoder, prompt: str) -> Sequence[Sw
         return failure_reason(error)
 
 
-def describe_curve(result: SweptResult, split: str) -> dict[str, Value]:
+def describe_curve(result: Result, split: str) -> dict[str, Value]:
     """Return the highest and the last score of the curves of a result, over seeds."""
     key = score_key(split, result.primary.name)
     scores = [[epoch[key] or 0.0 for epoch in fit["curve"]] for fit in result.fits]

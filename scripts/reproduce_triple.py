@@ -43,7 +43,7 @@ from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.ranking_results import DialogueResult, PlanResult
+from llmcond.evaluation.results import Result
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import read_dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
@@ -160,7 +160,7 @@ class Encoder:
     name: str
     options: argparse.Namespace
     reason: str = ""
-    _results: dict[str, Mapping[str, Sequence[DialogueResult]] | str] = field(default_factory=dict)
+    _results: dict[str, Mapping[str, Sequence[Result]] | str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -221,7 +221,7 @@ class Encoder:
             for seed, start_name in zip(self.seeds, starts, strict=True)
         ]
 
-    def results(self, key: str) -> Mapping[str, Sequence[DialogueResult]] | str:
+    def results(self, key: str) -> Mapping[str, Sequence[Result]] | str:
         """Return the results of a head by score, one per seed; or why there are none."""
         if key not in self._results:
             try:
@@ -230,14 +230,15 @@ class Encoder:
                 self._results[key] = failure_reason(error)
         return self._results[key]
 
-    def _evaluate(self, key: str) -> Mapping[str, Sequence[DialogueResult]]:
+    def _evaluate(self, key: str) -> Mapping[str, Sequence[Result]]:
         names = ["none"] if key == "none" else self.fit(key)
         results: list[Any] = list(
             evaluate(run=self.folder, head=names, score=SCORES[key], device=self.options.device)
         )
         fitted = [result for result in results if (result.head == "none") == (key == "none")]
         return {
-            score: [result for result in fitted if result.score == score] for score in SCORES[key]
+            score: [result for result in fitted if result.about["score"] == score]
+            for score in SCORES[key]
         }
 
     def figures(self, key: str, score: str) -> Mapping[str, Value] | str:
@@ -254,7 +255,7 @@ class Encoder:
                     **{name: to_value(estimate) for name, estimate in result.metrics.items()},
                     **{
                         history: to_value(subset.metrics["average_rank"])
-                        for history, subset in result.by_history.items()
+                        for history, subset in result.subsets["by_history"].items()
                     },
                 }
                 for result in results[score]
@@ -383,11 +384,7 @@ def _plan(
         )
     except LlmcondError as error:
         return failure_reason(error)
-    plans = [
-        result
-        for result in results
-        if isinstance(result, PlanResult) and result.goal and result.head != "none"
-    ]
+    plans = [result for result in results if result.about.get("goal") and result.head != "none"]
     return average(
         [{name: to_value(value) for name, value in row.metrics.items()} for row in plans]
     )

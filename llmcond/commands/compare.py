@@ -28,7 +28,7 @@ class Compare(CompareSystemsOptions, Command):
         """Compare the systems.
 
         Returns:
-            A ``SystemComparison`` with one ``SystemResult`` for each system: its metrics, and their
+            A ``SystemComparison`` with one ``Result`` for each system: its metrics, and their
             difference to the baseline with a confidence interval.
 
         Raises:
@@ -65,7 +65,7 @@ class Compare(CompareSystemsOptions, Command):
 
         print_sentences(systems_summary(result.results, result.baseline), form)
         systems_table(result.results, result.baseline).print(form)
-        if any(system.subsets for system in result.results):
+        if result.results[0].subsets["subsets"]:
             subset_differences_table(result.results, result.baseline).print(form)
 
 

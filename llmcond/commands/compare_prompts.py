@@ -27,7 +27,7 @@ class ComparePrompts(ComparePromptsOptions, Command):
         """Compare the prompts.
 
         Returns:
-            A ``Comparison`` with one ``ComparedResult`` for each prompt, head and subtraction: its
+            A ``Comparison`` with one ``Result`` for each prompt, head and subtraction: its
             metrics, and their difference to the baseline with a confidence interval.
 
         Raises:

@@ -9,7 +9,7 @@ from llmcond.commands.base import REUSES_VECTORS, Command, as_function
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 if TYPE_CHECKING:
-    from llmcond.evaluation.results import Result, Results
+    from llmcond.evaluation.results import Results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Evaluate(EvaluateOptions, Command):
     formats = True
     if_interrupted = REUSES_VECTORS
 
-    def execute(self) -> Results[Result]:
+    def execute(self) -> Results:
         """Score the heads.
 
         Returns:
@@ -47,7 +47,7 @@ class Evaluate(EvaluateOptions, Command):
 
         return evaluate(self)
 
-    def show(self, result: Results[Result], form: str) -> None:
+    def show(self, result: Results, form: str) -> None:
         """Print a table."""
         from llmcond.report.tables import results_table
 

@@ -11,22 +11,8 @@ from numpy.typing import NDArray
 
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
+from llmcond.evaluation.results import Subset
 from llmcond.metrics import Estimate, Floats, Metric
-
-
-@dataclass(frozen=True, slots=True)
-class Subset:
-    """The score on a subset of rows.
-
-    Attributes:
-        n: The number of rows.
-        n_conditions: The number of their distinct conditions.
-        score: The score with its 95 % interval; NaN if there are no rows.
-    """
-
-    n: int
-    n_conditions: int
-    score: Estimate
 
 
 def seen_unseen(
@@ -73,7 +59,9 @@ def seen_unseen(
             )
             score = resampled.estimates(0)[metric.name]
         distinct = {text for text, is_in_part in zip(condition, rows, strict=True) if is_in_part}
-        subsets[name] = Subset(int(rows.sum()), len(distinct), score)
+        subsets[name] = Subset(
+            int(rows.sum()), {metric.name: score}, {"n_conditions": len(distinct)}
+        )
     return subsets
 
 

@@ -8,7 +8,7 @@ ranks by scores of any other kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
 from llmcond.data.rows import KnownAnswers
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
-from llmcond.metrics import RANKING_NAMES, Estimate, Floats, Metric, choose_metrics, estimates_json
+from llmcond.evaluation.results import Subset
+from llmcond.metrics import RANKING_NAMES, Estimate, Floats, Metric, choose_metrics
 from llmcond.options import Ties
 
 Numbers = NDArray[np.integer[Any]]
@@ -354,23 +355,6 @@ def _check_finite(vectors: Array, rows: Positions, what: str) -> None:
 # -- figures -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class QuerySubset:
-    """The figures of a subset of queries.
-
-    Attributes:
-        n: The number of queries.
-        metrics: The metrics by name with 95 % intervals; NaN if there are no queries.
-    """
-
-    n: int
-    metrics: Mapping[str, Estimate]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON output of ``evaluate``."""
-        return {"n": self.n, **estimates_json(self.metrics)}
-
-
 def score_rankings(
     systems: Sequence[Floats],
     group: Numbers,
@@ -379,7 +363,7 @@ def score_rankings(
     mask: NDArray[np.bool_] | None = None,
     stratum: NDArray[Any] | None = None,
     crossed: Sequence[Numbers] = (),
-) -> list[QuerySubset]:
+) -> list[Subset]:
     """Compute the figures of each system, on the same bootstrap samples of groups of queries.
 
     Args:
@@ -397,9 +381,7 @@ def score_rankings(
     stratum = np.zeros(len(group)) if stratum is None else stratum
     metrics = choose_metrics(RANKING_NAMES) if metrics is None else metrics
     if not mask.any():
-        return [
-            QuerySubset(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in systems
-        ]
+        return [Subset(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in systems]
     selected_ranks, strata = (
         [system[:, mask] for system in systems],
         np.asarray(stratum[mask], float),
@@ -408,4 +390,4 @@ def score_rankings(
     resampled = bootstrap_metrics(
         selected_ranks, strata, group[mask], metrics, resamples, crossed=clusters
     )
-    return [QuerySubset(int(mask.sum()), resampled.estimates(i)) for i in range(len(systems))]
+    return [Subset(int(mask.sum()), resampled.estimates(i)) for i in range(len(systems))]

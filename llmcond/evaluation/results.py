@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.rows import Rows
+from llmcond.data.rows import QueryRows, Rows
 from llmcond.display import Displayed, make_frame
 from llmcond.errors import UserError
-from llmcond.evaluation.conditions import Subset
 from llmcond.evaluation.paired import (
     RESAMPLES,
     BootstrapMetrics,
     PairedDifference,
     bootstrap_metrics,
+    paired_differences,
 )
 from llmcond.metrics import (
     DEFAULT_METRICS,
     Estimate,
+    Floats,
     Metric,
     comparisons,
     estimates_json,
@@ -168,6 +169,37 @@ class RowCounts:
         return {"n": self.n} if self.unit else counts
 
 
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """The figures of a system on a subset of rows or queries.
+
+    Attributes:
+        n: The number of rows or queries.
+        metrics: The metrics by name with 95 % intervals; NaN if there are no rows.
+        about: Further numbers of the subset, such as ``n_pairs``, by name.
+        difference: The difference to the baseline in the first metric, not corrected; None if it is
+            not compared.
+    """
+
+    n: int
+    metrics: Mapping[str, Estimate]
+    about: Mapping[str, int] = field(default_factory=dict)
+    difference: PairedDifference | None = None
+
+    @property
+    def main(self) -> Estimate:
+        """The figure of the first metric."""
+        return next(iter(self.metrics.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON of the figures."""
+        return {"n": self.n, **self.about, **estimates_json(self.metrics)}
+
+
+#: The kinds of subsets whose figures lie at the top level of a result's JSON.
+_TOP_LEVEL = ("conditions", "sentences", "parts")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Displayed):
     """The scores of one system, a fitted head or zero-shot, on the rows of a split.
@@ -180,12 +212,17 @@ class Result(Displayed):
         split: The name of the scored split.
         counts: The numbers of rows.
         metrics: The metrics by name with 95 % intervals, the main metric first.
-        by_condition: The score on rows whose condition occurs in training (``seen``), and on the
-            other rows (``unseen``). Only for fitted heads, and only if both occur.
-        new_sentences: The score on rows that share no sentence with the training rows; None if no
-            row shares a sentence with them.
-        shared_sentences: The score on the other rows, which share a sentence with the training
-            rows; None if ``new_sentences`` is.
+        about: Further facts about the system by their names in JSON: ``settings`` of a sweep;
+            ``control`` of compared prompts; ``heads`` (the run and the name of each head) and
+            ``encoder`` of compared systems; ``ties``, ``score`` and others of rankings.
+        variant: The kind and the name of the variant, if a head and prompt have several results.
+        subsets: The figures of subsets of rows or queries, by the kind of subset and by its name.
+            ``conditions``: ``seen`` and ``unseen`` in training. ``sentences``: rows that share no
+            sentence with the training rows (``unseen_sentences``), and the others
+            (``shared_sentences``). ``parts``, ``by_category``, ``by_relation``, ``by_history`` and
+            ``cells`` of rankings. ``subsets`` of compared systems.
+        difference: The difference to the baseline by metric; None if it is not compared.
+        against: The name of the baseline's result; None if it is not compared.
         held_out: The score on dev if the epoch is chosen on nine tenths of dev, and the remaining
             tenth is predicted; None if dev is not scored, or did not choose the epoch.
         seed_sd: The standard deviation over seeds by metric; None for a single seed.
@@ -211,9 +248,11 @@ class Result(Displayed):
     split: str
     counts: RowCounts = RowCounts()
     metrics: Mapping[str, Estimate] = field(default_factory=dict)
-    by_condition: Mapping[str, Subset] = field(default_factory=dict)
-    new_sentences: Result | None = None
-    shared_sentences: Result | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    variant: tuple[str, str] = ("", "")
+    subsets: Mapping[str, Mapping[str, Subset]] = field(default_factory=dict)
+    difference: Mapping[str, PairedDifference] | None = None
+    against: str | None = None
     held_out: Estimate | None = None
     seed_sd: Mapping[str, float | None] = field(default_factory=dict)
     dim: int | None = None
@@ -244,77 +283,70 @@ class Result(Displayed):
         """The figure of the primary metric."""
         return self.metrics[self.primary.name]
 
-    def identity_json(self) -> dict[str, Any]:
-        """Return the JSON of the fields that identify the result, with the counts of rows.
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings that a sweep varies, with their values; empty for other results."""
+        settings: Mapping[str, Any] = self.about.get("settings", {})
+        return settings
 
-        Returns:
-            ``name``, ``head``, ``prompt``, ``subtract``, ``split``, ``task``, the counts, ``dim``.
-        """
-        values = {
-            key: getattr(self, key) for key in ("name", "head", "prompt", "subtract", "split")
-        }
-        return {**values, "task": self.task, **self.counts.to_json(), "dim": self.dim}
-
-    def metrics_json(self) -> dict[str, Any]:
-        """Return the JSON of the metrics.
-
-        Returns:
-            For each metric its value, its interval (``METRIC_ci``) and its standard deviation over
-            seeds (``METRIC_sd``).
-        """
-        figures: dict[str, Any] = {}
-        for name, estimate in self.metrics.items():
-            figures |= estimates_json({name: estimate})
-            figures[f"{name}_sd"] = finite_or_none(self.seed_sd.get(name))
-        return figures
-
-    def scored_json(self, **about: Any) -> dict[str, Any]:
-        """Return the JSON of the result of a single fit.
+    def part(self, kind: str, name: str) -> Subset | None:
+        """Return the figures of a subset; None if the result has no such subset.
 
         Args:
-            **about: Further values to include after the identity.
-
-        Returns:
-            The identity, ``about``, the metrics with intervals, ``seed`` and ``selected_on``.
+            kind: The kind of subset.
+            name: The name of the subset.
         """
-        return {
-            **self.identity_json(),
-            **about,
-            **estimates_json(self.metrics),
-            "seed": self.seeds[0] if self.seeds else None,
-            "selected_on": self.fits[0].get("selected_on") if self.fits else None,
-        }
+        return self.subsets.get(kind, {}).get(name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON output of ``evaluate`` for this result.
+        """Return the JSON of the result.
 
         Returns:
-            The identity, metrics with intervals, the seed, and the scores by condition and on new
-            sentences if there are any.
+            ``name``, ``head``, ``prompt``, ``subtract``, ``split``, ``task``, the counts, ``dim``,
+            and what ``about`` holds; for each metric its value and its interval (``METRIC_ci``);
+            the held-out score; the subsets. Of ``evaluate`` also ``seed`` and ``selected_on``, of
+            sweeps and comparisons each metric's standard deviation over seeds (``METRIC_sd``) and
+            ``seeds``, of comparisons also ``difference`` and ``against``.
         """
-        return {
-            **self.scored_json(),
-            **self._held_out_json(),
-            **{
-                name: {"n": part.n, self.primary.name: finite_or_none(part.score.value)}
-                for name, part in self.by_condition.items()
-            },
-            **self._new_sentences_json(),
+        identity = ("name", "head", "prompt", "subtract", "split", "task")
+        values: dict[str, Any] = {
+            **{key: getattr(self, key) for key in identity},
+            **self.counts.to_json(),
+            "dim": self.dim,
+            **self.about,
+            **estimates_json(self.metrics),
         }
-
-    def _new_sentences_json(self) -> dict[str, Any]:
-        parts = {"unseen": self.new_sentences, "shared": self.shared_sentences}
-        values: dict[str, Any] = {}
-        for name, part in parts.items():
-            if part is not None:
-                figures = {"n_pairs": part.counts.n_pairs, **estimates_json(part.metrics)}
-                values |= {f"n_{name}_sentences": part.counts.n, f"{name}_sentences": figures}
+        if self.held_out is not None:
+            values |= estimates_json({f"held_out_{self.primary.name}": self.held_out})
+        is_compared = "control" in self.about
+        if is_compared or "settings" in self.about:
+            deviations = {name: self.seed_sd.get(name) for name in self.metrics}
+            values |= {f"{name}_sd": finite_or_none(sd) for name, sd in deviations.items()}
+            values["seeds"] = list(self.seeds)
+        else:
+            values["seed"] = self.seeds[0] if self.seeds else None
+            values["selected_on"] = self.fits[0].get("selected_on") if self.fits else None
+        if is_compared:
+            values |= {"difference": None, "against": self.against}
+            if self.difference is not None:
+                compared = self.difference.items()
+                values["difference"] = {name: difference_json(part) for name, part in compared}
+        for kind, parts in self.subsets.items():
+            figures = {name: part.to_json() for name, part in parts.items()}
+            if kind == "conditions":
+                main = self.primary.name
+                figures = {
+                    name: {"n": part["n"], main: part[main]} for name, part in figures.items()
+                }
+            if kind == "sentences":
+                values |= {f"n_{name}": part.pop("n") for name, part in figures.items()}
+            if kind == "subsets":
+                for name, part in parts.items():
+                    figures[name]["difference"] = part.difference and difference_json(
+                        part.difference
+                    )
+            values |= figures if kind in _TOP_LEVEL else {kind: figures}
         return values
-
-    def _held_out_json(self) -> dict[str, Any]:
-        if self.held_out is None:
-            return {}
-        return estimates_json({f"held_out_{self.primary.name}": self.held_out})
 
 
 def difference_json(difference: PairedDifference) -> dict[str, Any]:
@@ -323,171 +355,6 @@ def difference_json(difference: PairedDifference) -> dict[str, Any]:
         key: finite_or_none(value) if isinstance(value, float) else value
         for key, value in asdict(difference).items()
     }
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedSubset:
-    """The primary metric of a system on a subset of rows or queries.
-
-    Attributes:
-        n: The number of rows or queries.
-        main: The figure with its interval.
-        difference: The difference to the baseline; None for the baseline.
-    """
-
-    n: int
-    main: Estimate
-    difference: PairedDifference | None
-
-    def to_json(self, metric: Metric) -> dict[str, Any]:
-        """Return the JSON value in the output of ``compare``."""
-        difference = self.difference and difference_json(self.difference)
-        return {"n": self.n, **estimates_json({metric.name: self.main}), "difference": difference}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedResult(Result):
-    """A result that is compared with the result of a baseline.
-
-    It has the attributes of ``Result``, and:
-
-    Attributes:
-        control: The kind of control of its prompt; empty if the prompt is not a control.
-        difference: The difference to the baseline by metric; None if it is not compared.
-        against: The name of the baseline's result; None if it is not compared.
-
-    Examples:
-        >>> from llmcond import ComparedResult, Estimate, Result
-        >>> result = Result(
-        ...     name="none@cond", head="none", prompts=("cond",), subtract=True, split="dev",
-        ...     metrics={"spearman": Estimate(0.25)},
-        ... )
-        >>> compared = ComparedResult.of(result)
-        >>> compared.main.value, compared.difference
-        (0.25, None)
-    """
-
-    control: str = ""
-    difference: Mapping[str, PairedDifference] | None = None
-    against: str | None = None
-
-    @classmethod
-    def of(cls, result: Result) -> ComparedResult:
-        """Convert a result to one that is not compared with a baseline.
-
-        Args:
-            result: The result.
-
-        Returns:
-            The result with the same fields, and without a difference.
-        """
-        return cls(
-            **{
-                result_field.name: getattr(result, result_field.name)
-                for result_field in fields(Result)
-            }
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON output of ``compare-prompts`` for this result.
-
-        Returns:
-            The identity, metrics with intervals and deviations, the seeds, and the difference.
-        """
-        differences = {
-            name: difference_json(difference)
-            for name, difference in (self.difference or {}).items()
-        }
-        return {
-            **self.identity_json(),
-            **self.metrics_json(),
-            "seeds": list(self.seeds),
-            "control": self.control,
-            "difference": None if self.difference is None else differences,
-            "against": self.against,
-            **self._new_sentences_json(),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SystemResult(ComparedResult):
-    """A result of one of several systems, which may come from different runs.
-
-    It has the attributes of ``ComparedResult``, and:
-
-    Attributes:
-        heads: The run and the name of each head that the system consists of, one for each seed.
-        encoder: The name of the encoder.
-        subsets: The figures of subsets of rows or queries, by the name of the subset: the number of
-            rows, the primary metric, and its difference to the baseline (not corrected).
-
-    Examples:
-        >>> from llmcond import Estimate, SystemResult
-        >>> result = SystemResult(
-        ...     name="runs/a:mlp@routed", head="mlp", prompts=("routed",), subtract=True,
-        ...     split="dev", metrics={"spearman": Estimate(0.6)},
-        ...     heads=(("runs/a", "mlp@routed"),), encoder="minilm",
-        ... )
-        >>> result.title
-        'runs/a:mlp@routed'
-    """
-
-    heads: tuple[tuple[str, str], ...] = ()
-    encoder: str = ""
-    subsets: Mapping[str, ComparedSubset] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON output of ``compare`` for this result.
-
-        Returns:
-            The JSON of a compared result, the heads, the encoder and the subsets.
-        """
-        return {
-            **ComparedResult.to_json(self),
-            "heads": [{"run": run, "head": head} for run, head in self.heads],
-            "encoder": self.encoder,
-            "subsets": {name: part.to_json(self.primary) for name, part in self.subsets.items()},
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweptResult(Result):
-    """The result of one point of a grid, as means over seeds.
-
-    It has the attributes of ``Result``, and:
-
-    Attributes:
-        settings: The settings that the grid varies, with their values at this point.
-
-    Examples:
-        >>> from llmcond import Estimate, SweptResult
-        >>> result = SweptResult(
-        ...     name="linear@routed", head="linear", prompts=("routed",), subtract=True,
-        ...     split="dev", metrics={"spearman": Estimate(0.5)}, settings={"dropout": 0.1},
-        ... )
-        >>> result.settings["dropout"], result.main.value
-        (0.1, 0.5)
-    """
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON output of ``sweep`` for this result.
-
-        Returns:
-            The identity, metrics with intervals and deviations, the settings and seeds, and the
-            best epoch, the curve and the number of steps of the fits.
-        """
-        return {
-            **self.identity_json(),
-            **self.metrics_json(),
-            **self._held_out_json(),
-            "settings": dict(self.settings),
-            "seeds": list(self.seeds),
-            "best_epochs": [fit.get("best_epoch") for fit in self.fits],
-            "curves": [fit.get("curve") for fit in self.fits],
-            "steps_per_epoch": self.fits[0].get("steps_per_epoch"),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,12 +385,8 @@ def default_name(recipe: str, prompts: Sequence[str], plain: bool) -> str:
     return f"{recipe}@{'+'.join(prompts)}" + ("+c" if plain else "")
 
 
-R_co = TypeVar("R_co", bound=Result, covariant=True)
-R = TypeVar("R", bound=Result)
-
-
 @dataclass(frozen=True)
-class Results(Displayed, Sequence[R_co], Generic[R_co]):
+class Results(Displayed, Sequence[Result]):
     """The results of several systems on the same rows, as a sequence.
 
     Attributes:
@@ -545,18 +408,18 @@ class Results(Displayed, Sequence[R_co], Generic[R_co]):
         (2,)
     """
 
-    rows: tuple[R_co, ...]
+    rows: tuple[Result, ...]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @overload
-    def __getitem__(self, index: int) -> R_co: ...
+    def __getitem__(self, index: int) -> Result: ...
 
     @overload
-    def __getitem__(self, index: slice) -> tuple[R_co, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[Result, ...]: ...
 
-    def __getitem__(self, index: int | slice) -> R_co | tuple[R_co, ...]:
+    def __getitem__(self, index: int | slice) -> Result | tuple[Result, ...]:
         return self.rows[index]
 
     def to_json(self) -> dict[str, Any]:
@@ -612,8 +475,7 @@ def _table_row(result: Result) -> dict[str, Any]:
 def _difference_cells(result: Result) -> dict[str, Any]:
     """Return the difference of a compared result to the baseline; nothing for other results."""
     metric = result.primary
-    differences = result.difference if isinstance(result, ComparedResult) else None
-    difference = (differences or {}).get(metric.name)
+    difference = (result.difference or {}).get(metric.name)
     if difference is None:
         return {}
     interval = f"[{metric.format(difference.low)}, {metric.format(difference.high)}]"
@@ -625,7 +487,20 @@ def _difference_cells(result: Result) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class FittedResults(Displayed, Generic[R_co]):
+class RankedResults(Results):
+    """Results of rankings, with the ranks that they are computed from.
+
+    Attributes:
+        ranks: For each result, the ranks, (m,), of the queries' right answers.
+        queries: The m queries.
+    """
+
+    ranks: Sequence[Floats]
+    queries: QueryRows
+
+
+@dataclass(frozen=True)
+class FittedResults(Displayed):
     """The results of systems, some of which were fitted for this comparison.
 
     Attributes:
@@ -633,7 +508,7 @@ class FittedResults(Displayed, Generic[R_co]):
         failures: One line for each fit that failed. The result lacks this seed.
     """
 
-    results: Results[R_co]
+    results: Results
     failures: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -648,10 +523,10 @@ class FittedResults(Displayed, Generic[R_co]):
         return {**self.results._displayed(), "failures": ", ".join(self.failures)}
 
 
-def best_first(results: Iterable[R]) -> Results[R]:
+def best_first(results: Iterable[Result]) -> Results:
     """Sort results by their primary metric, best first and undefined ones last."""
 
-    def key(result: R) -> float:
+    def key(result: Result) -> float:
         value = result.main.value
         if math.isnan(value):
             return math.inf
@@ -660,16 +535,18 @@ def best_first(results: Iterable[R]) -> Results[R]:
     return Results(tuple(sorted(results, key=key)))
 
 
-_RESERVED = {field.name for kind in (SystemResult, SweptResult) for field in fields(kind)}
+_RESERVED = {field.name for field in fields(Result)} | {
+    "n", "seed", "prompt", "settings", "control", "heads", "encoder"
+}  # fmt: skip
 
 
 def score_results(
-    results: Sequence[R],
+    results: Sequence[Result],
     similarity: Sequence[NDArray[np.floating]],
     rows: Scored,
     metrics: Sequence[Metric] = DEFAULT_METRICS,
     resamples: int = RESAMPLES,
-) -> list[R]:
+) -> list[Result]:
     """Add the figures on rows to results that have none.
 
     ``similarity`` holds, for each result, the (seeds, n) predictions of all rows, including unrated
@@ -698,7 +575,7 @@ def bootstrap_results(
     Arguments and errors are those of ``score_results``.
     """
     for metric in metrics:
-        if metric.name in _RESERVED | {"n", "seed", "prompt"}:
+        if metric.name in _RESERVED:
             raise UserError(
                 f"a metric cannot be called {metric.name}, because results have a column of this "
                 "name. Choose another name."
@@ -715,10 +592,53 @@ def bootstrap_results(
     )
 
 
-def add_metrics(results: Sequence[R], draws: BootstrapMetrics, rows: Scored) -> list[R]:
+def add_metrics(results: Sequence[Result], draws: BootstrapMetrics, rows: Scored) -> list[Result]:
     """Add the figures that ``bootstrap_results`` computed on rows to results."""
     counts = RowCounts.of(rows)
     return [
         replace(result, counts=counts, metrics=draws.estimates(i), seed_sd=draws.deviations(i))
         for i, result in enumerate(results)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSystem:
+    """A prompt under one head, to be compared with the baseline prompt under the same head.
+
+    Attributes:
+        group: The key that it shares with the prompts that it is compared with.
+        result: Its result without figures.
+        similarity: (seeds, n) predictions of all rows.
+    """
+
+    group: tuple[str, bool]
+    result: Result
+    similarity: NDArray[np.float32]
+
+
+def compare_with_baseline(
+    systems: Sequence[ComparedSystem],
+    baseline: str,
+    rows: Scored,
+    metrics: Sequence[Metric] = DEFAULT_METRICS,
+) -> Results:
+    """Compute the figures of each system and its difference to the baseline, best first.
+
+    Holm's correction covers the differences of all groups. Controls form another family.
+    """
+    results = [system.result for system in systems]
+    draws = bootstrap_results(results, [system.similarity for system in systems], rows, metrics)
+    groups: dict[int, list[int]] = {}
+    for group in dict.fromkeys(system.group for system in systems):
+        members = [i for i, system in enumerate(systems) if system.group == group]
+        base = next((i for i in members if results[i].prompt == baseline), None)
+        if base is not None:
+            groups[base] = [i for i in members if i != base]
+    tested = [metric for metric in metrics if not metric.secondary]
+    controls = [i for i, result in enumerate(results) if result.about.get("control")]
+    compared = paired_differences(draws, groups, tested, controls)
+    against = {i: results[base].name for base, others in groups.items() for i in others}
+    return best_first(
+        replace(result, difference=compared.get(i), against=against.get(i))
+        for i, result in enumerate(add_metrics(results, draws, rows))
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -47,7 +47,7 @@ class Rated(Kind):
         return RatedExamples(run)
 
     @override
-    def evaluate(self, run: Run, options: EvaluateOptions) -> Results[Any]:
+    def evaluate(self, run: Run, options: EvaluateOptions) -> Results:
         from llmcond.workflows.evaluate import evaluate_pairs
 
         return evaluate_pairs(run, options)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError, escape_control_characters, install_command
-from llmcond.evaluation.results import ComparedResult, Result, SweptResult
+from llmcond.evaluation.results import Result
 from llmcond.files import FIGURE_SUFFIXES, check_output, replace_atomically, suffix, write_csv
 from llmcond.heads.pairs import score_key
 from llmcond.log import log
@@ -506,7 +506,7 @@ def check_plots(plot: str | Path | None, plot_steps: str | Path | None) -> None:
 
 
 def write_plots(
-    results: Sequence[SweptResult],
+    results: Sequence[Result],
     plot: str | Path | None,
     steps: str | Path | None,
     split: str = "dev",
@@ -518,7 +518,7 @@ def write_plots(
         plot_steps(results, Path(steps), split)
 
 
-def plot_settings(results: Sequence[SweptResult], path: Path) -> None:
+def plot_settings(results: Sequence[Result], path: Path) -> None:
     """Plot the primary metric against the first setting with several numbers (CASE, figure 4).
 
     There is one line for each head, prompt and value of the other settings, with its interval.
@@ -563,7 +563,7 @@ def _line_name(result: Result, settings: Mapping[str, Any]) -> str:
     return f"{result.name} {settings_text(settings)}".rstrip()
 
 
-def _find_numeric_setting(results: Sequence[SweptResult]) -> str | None:
+def _find_numeric_setting(results: Sequence[Result]) -> str | None:
     for key in results[0].settings:
         values = {result.settings.get(key) for result in results}
         if len(values) > 1 and all(
@@ -573,9 +573,7 @@ def _find_numeric_setting(results: Sequence[SweptResult]) -> str | None:
     return None
 
 
-def plot_steps(
-    results: Sequence[SweptResult] | Sequence[ComparedResult], path: Path, split: str = "dev"
-) -> None:
+def plot_steps(results: Sequence[Result], path: Path, split: str = "dev") -> None:
     """Plot the score on a split against training steps, with the range over seeds (CASE, figure 3).
 
     The learning curves of the fits must have the scores on this split.
@@ -591,7 +589,7 @@ def plot_steps(
                 steps = epoch_logs[0].get("step") or (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
                 mean, low, high = (result.primary.factor * figure for figure in figures)
-                settings = result.settings if isinstance(result, SweptResult) else {}
+                settings = result.settings
                 line = series.setdefault(_line_name(result, settings), [])
                 line.append((steps, mean, low, high))
     if not series:
@@ -605,7 +603,7 @@ def plot_steps(
 # -- comparisons and analyses ------------------------------------------------------------------
 
 
-def plot_scores(results: Sequence[ComparedResult], path: Path) -> None:
+def plot_scores(results: Sequence[Result], path: Path) -> None:
     """Plot the primary metric of each result with its interval."""
     metric = results[0].primary
     over = "rows and seeds" if any(len(result.seeds) > 1 for result in results) else "rows"
@@ -615,7 +613,7 @@ def plot_scores(results: Sequence[ComparedResult], path: Path) -> None:
     _plot_results(rows, path, axis_label(metric), bar, note)
 
 
-def plot_differences(results: Sequence[ComparedResult], path: Path) -> None:
+def plot_differences(results: Sequence[Result], path: Path) -> None:
     """Plot the difference of each result to the baseline with its interval."""
     metric = results[0].primary
     rows = [
@@ -631,7 +629,7 @@ def plot_differences(results: Sequence[ComparedResult], path: Path) -> None:
     _plot_results(rows, path, label, bar, reference=0.0)
 
 
-def _interval(metric: Metric, result: ComparedResult, figures: Sequence[float]) -> Interval:
+def _interval(metric: Metric, result: Result, figures: Sequence[float]) -> Interval:
     shown = (metric.in_display_unit(figure) for figure in figures)
     value, low, high = (math.nan if figure is None else figure for figure in shown)
     label = f"{result.prompt}{' - c' if result.subtract else ''}"

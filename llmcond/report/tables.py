@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from llmcond.display import Column, Table, line_limit, print_sentences
 from llmcond.errors import escape_control_characters, format_count
 from llmcond.evaluation.dev_gain import CrossValidatedGain
 from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
-from llmcond.evaluation.ranking import QuerySubset
-from llmcond.evaluation.ranking_results import DialogueResult, PlanResult, QueryResult, RankedResult
 from llmcond.evaluation.results import (
-    ComparedResult,
     Result,
     SettingsChoice,
-    SweptResult,
-    SystemResult,
+    Subset,
 )
 from llmcond.files import format_bytes
 from llmcond.metrics import METRICS, Estimate, Metric, finite_or_none, format_number, get_metric
@@ -145,9 +141,10 @@ def interval_notes(results: Sequence[Result]) -> str:
 
 def sentences_text(result: Result) -> str:
     """Say how many rows share a sentence with the training data; empty if that is not scored."""
-    if result.new_sentences is None:
+    new = result.part("sentences", "unseen_sentences")
+    if new is None:
         return ""
-    n, n_new = result.counts.n, result.new_sentences.counts.n
+    n, n_new = result.counts.n, new.n
     return f"{n - n_new:,} rows share a sentence with training, {n_new:,} do not. "
 
 
@@ -177,24 +174,29 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     The note says what all results have in common: the rows scored, dropped and tied.
     """
     first, primary = results[0], results[0].primary
-    if isinstance(first, QueryResult):
-        return _rankings_table(cast(Sequence[QueryResult], results), run)
+    if "ties" in first.about:
+        return _rankings_table(results, run)
     metrics = [get_metric(name) for name in first.metrics]
     columns = _identity_columns(results, [result.title for result in results])
     columns += _estimate_columns(metrics, results)
     if any(result.held_out for result in results):
         columns.append(Column(f"{primary.heading}, held-out", _held_out(results), "figures"))
-    if any(result.by_condition for result in results):
+    if any("conditions" in result.subsets for result in results):
         scores = [
-            " / ".join(primary.format(part.score.value) for part in result.by_condition.values())
+            " / ".join(
+                primary.format(part.main.value)
+                for part in result.subsets.get("conditions", {}).values()
+            )
             for result in results
         ]
         heading = f"{primary.heading} by condition: seen / unseen"
         columns.append(Column(heading, scores, "figures"))
     columns += _new_sentences_columns(results)
-    if first.new_sentences is not None:
+    if "sentences" in first.subsets:
         shared = [
-            estimate_text(primary, part.main) if (part := result.shared_sentences) else ""
+            estimate_text(primary, part.main)
+            if (part := result.part("sentences", "shared_sentences"))
+            else ""
             for result in results
         ]
         columns.append(Column("shared sentences", shared, "figures"))
@@ -205,10 +207,10 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     )
 
 
-def _rankings_table(results: Sequence[QueryResult], run: object) -> Table:
+def _rankings_table(results: Sequence[Result], run: object) -> Table:
     first, primary = results[0], results[0].primary
     description, further = _describe_ranking(first)
-    subtracts = isinstance(first, RankedResult)
+    subtracts = "neighbours" in first.about
     metrics = _main_metrics(first)
     # The results of one system have a common prefix; the variant column distinguishes them.
     names = [r.name if subtracts else r.name.partition(" ")[0] for r in results]
@@ -227,37 +229,38 @@ def _rankings_table(results: Sequence[QueryResult], run: object) -> Table:
     return Table(columns, f"{note}{interval_notes(results)}")
 
 
-def _describe_ranking(first: QueryResult) -> tuple[str, Mapping[str, Callable[[Any], str]]]:
+def _describe_ranking(first: Result) -> tuple[str, Mapping[str, Callable[[Any], str]]]:
     """Return how the queries were ranked, for the note, and the columns after the metrics."""
     primary = first.primary
 
-    def join_scores(parts: Mapping[str, QuerySubset], names: Sequence[str]) -> str:
+    def join_scores(parts: Mapping[str, Subset], names: Sequence[str]) -> str:
         return " / ".join(primary.format(parts[name].metrics[primary.name].value) for name in names)
 
-    if isinstance(first, DialogueResult):
-        histories = list(first.by_history)
+    about, ties = first.about, f"tied ranks: {first.about['ties']}."
+    if "by_history" in first.subsets:
+        histories = list(first.subsets["by_history"])
         ends = list(dict.fromkeys((histories[0], histories[-1])))
-        description = f" after {' to '.join(ends)} turns, candidates: {first.candidates}"
-        return f"{description}, tied ranks: {first.ties}.", {
-            "median rank": lambda result: f"{result.median_rank:.0f}",
+        return f" after {' to '.join(ends)} turns, candidates: {about['candidates']}, {ties}", {
+            "median rank": lambda result: f"{result.about['median_rank']:.0f}",
             f"{primary.heading} after {' / '.join(ends)}": lambda result: join_scores(
-                result.by_history, ends
+                result.subsets["by_history"], ends
             ),
         }
-    if isinstance(first, PlanResult):
-        cells = f"Means over {len(first.cells)} pairs of turns before + turns to the goal."
-        return f", candidates: {first.plan}, tied ranks: {first.ties}. {cells}", {}
-    subsets = cast(RankedResult, first).parts
-    return f", filtered, tied ranks: {first.ties}.", {
+    if "cells" in first.subsets:
+        n_cells = len(first.subsets["cells"])
+        cells = f"Means over {n_cells} pairs of turns before + turns to the goal."
+        return f", candidates: {about['plan']}, {ties} {cells}", {}
+    subsets = first.subsets.get("parts", {})
+    return f", filtered, {ties}", {
         f"{primary.heading}: {' / '.join(pair)}": lambda result, pair=pair: join_scores(
-            result.parts, pair
+            result.subsets["parts"], pair
         )
         for pair in _SUBSET_PAIRS
         if all(name in subsets for name in pair)
     }
 
 
-def sweep_table(results: Sequence[SweptResult], run: object) -> Table:
+def sweep_table(results: Sequence[Result], run: object) -> Table:
     """Return a table of a sweep's results, with one row per combination of settings."""
     first, primary = results[0], results[0].primary
     metrics = _main_metrics(first)
@@ -296,7 +299,7 @@ def choice_sentence(choice: SettingsChoice) -> str:
 
 
 def comparison_table(
-    results: Sequence[ComparedResult], baseline: str, run: object, *, bars: bool = True
+    results: Sequence[Result], baseline: str, run: object, *, bars: bool = True
 ) -> Table:
     """Return the table of a comparison, with one row per prompt, head and subtraction.
 
@@ -308,7 +311,7 @@ def comparison_table(
     """
     first, primary = results[0], results[0].primary
     metrics = _main_metrics(first)
-    remarks = [" (control)" if result.control else "" for result in results]
+    remarks = [" (control)" if result.about.get("control") else "" for result in results]
     columns = [
         *_identity_columns(results, [result.head for result in results], remarks),
         *_estimate_columns([primary], results),
@@ -326,14 +329,14 @@ def comparison_table(
     )
 
 
-def systems_table(results: Sequence[SystemResult], baseline: str) -> Table:
+def systems_table(results: Sequence[Result], baseline: str) -> Table:
     """Return the table of a comparison of systems, with one row per system, best first."""
     first, primary = results[0], results[0].primary
     metrics = _main_metrics(first)
     prompts = [result.prompt + (" minus c" if result.subtract else "") for result in results]
     columns = [
         Column("system", [result.name for result in results]),
-        Column("encoder", [result.encoder for result in results]),
+        Column("encoder", [result.about["encoder"] for result in results]),
         Column("prompt", prompts),
         Column("seeds", [len(result.seeds) or "–" for result in results], "figures"),
         *_estimate_columns([primary], results),
@@ -352,17 +355,17 @@ def systems_table(results: Sequence[SystemResult], baseline: str) -> Table:
     )
 
 
-def subset_differences_table(results: Sequence[SystemResult], baseline: str) -> Table:
+def subset_differences_table(results: Sequence[Result], baseline: str) -> Table:
     """Return the differences on subsets of the rows, one row per subset and system."""
     primary = results[0].primary
     (reference,) = (result for result in results if result.name == baseline)
     compared = [
         (name, result.name, part, difference)
-        for name in reference.subsets
+        for name in reference.subsets["subsets"]
         for result in results
-        if (difference := (part := result.subsets[name]).difference) is not None
+        if (difference := (part := result.subsets["subsets"][name]).difference) is not None
     ]
-    base = [primary.format(reference.subsets[name].main.value) for name, *_ in compared]
+    base = [primary.format(reference.subsets["subsets"][name].main.value) for name, *_ in compared]
     columns = [
         Column("rows", [name for name, *_ in compared]),
         Column("system", [system for _, system, *_ in compared]),
@@ -425,10 +428,12 @@ def _held_out(results: Sequence[Result]) -> list[str]:
 
 def _new_sentences_columns(results: Sequence[Result]) -> list[Column]:
     """Return the column of the score on new sentences, if there is one."""
-    if results[0].new_sentences is None:
+    if "sentences" not in results[0].subsets:
         return []
     cells = [
-        estimate_text(result.primary, part.main) if (part := result.new_sentences) else ""
+        estimate_text(result.primary, part.main)
+        if (part := result.part("sentences", "unseen_sentences"))
+        else ""
         for result in results
     ]
     return [Column(new_sentences_heading(results[0]), cells, "figures")]
@@ -440,9 +445,7 @@ def _deviation_column(results: Sequence[Result]) -> Column:
     return Column("seeds ±", cells, "figures")
 
 
-def _difference_columns(
-    results: Sequence[ComparedResult], are_baselines: Sequence[bool]
-) -> list[Column]:
+def _difference_columns(results: Sequence[Result], are_baselines: Sequence[bool]) -> list[Column]:
     """Return the columns of the difference from the baseline: difference, p-value, verdict."""
     differences = [_main_difference(result) for result in results]
     metric = results[0].primary
@@ -458,7 +461,7 @@ def _difference_columns(
     ]
 
 
-def _bar_column(results: Sequence[ComparedResult]) -> Column:
+def _bar_column(results: Sequence[Result]) -> Column:
     """Return the intervals as lines of characters on a common axis, with the values on them."""
     ends_of_all = [end for r in results for end in (r.main.value, r.main.low, r.main.high)]
     known = [end for end in ends_of_all if finite_or_none(end) is not None] or [0.0, 1.0]
@@ -485,7 +488,7 @@ def _bar_column(results: Sequence[ComparedResult]) -> Column:
 # -- comparisons in sentences ------------------------------------------------------------------
 
 
-def summary(results: Sequence[ComparedResult], baseline: str) -> list[str]:
+def summary(results: Sequence[Result], baseline: str) -> list[str]:
     """Summarise a comparison in sentences, the verdict first.
 
     Args:
@@ -495,7 +498,9 @@ def summary(results: Sequence[ComparedResult], baseline: str) -> list[str]:
     prompts = {result.prompt for result in results}
     heads = sorted({result.head for result in results} - {"none"})
     with_heads = f" and with {_join_names(heads)}" if heads else ""
-    sentences = _summarise_best([result for result in results if not result.control], baseline)
+    sentences = _summarise_best(
+        [result for result in results if not result.about.get("control")], baseline
+    )
     for head in ["none", *heads]:
         sentences += _summarise_verdicts([r for r in results if r.head == head], head, baseline)
     return [
@@ -507,7 +512,7 @@ def summary(results: Sequence[ComparedResult], baseline: str) -> list[str]:
     ]
 
 
-def _summarise_best(results: Sequence[ComparedResult], baseline: str) -> list[str]:
+def _summarise_best(results: Sequence[Result], baseline: str) -> list[str]:
     """Name the best score, and say whether any prompt is significantly better than the baseline."""
     if not results or finite_or_none(results[0].main.value) is None:
         return []
@@ -527,16 +532,16 @@ def _summarise_best(results: Sequence[ComparedResult], baseline: str) -> list[st
     return [f"{top}, not shown to be better than {baseline}."]
 
 
-def _main_difference(result: ComparedResult) -> PairedDifference | None:
+def _main_difference(result: Result) -> PairedDifference | None:
     return (result.difference or {}).get(result.primary.name)
 
 
-def _summarise_verdicts(results: Sequence[ComparedResult], head: str, baseline: str) -> list[str]:
+def _summarise_verdicts(results: Sequence[Result], head: str, baseline: str) -> list[str]:
     """Say how the prompts compare with the baseline under one head."""
     compared = [
         (_name_prompt(result), difference)
         for result in results
-        if (difference := _main_difference(result)) is not None and not result.control
+        if (difference := _main_difference(result)) is not None and not result.about.get("control")
     ]
     if not compared:
         return []
@@ -562,13 +567,13 @@ def _summarise_verdicts(results: Sequence[ComparedResult], head: str, baseline: 
     return [f"{start}: {'; '.join(parts)}."]
 
 
-def _summarise_controls(results: Sequence[ComparedResult]) -> list[str]:
+def _summarise_controls(results: Sequence[Result]) -> list[str]:
     """Say whether the accuracy of the controls is at chance."""
     metric = METRICS["accuracy"]
     controls = [
         (result, estimate)
         for result in results
-        if result.control
+        if result.about.get("control")
         and (estimate := result.metrics.get(metric.name)) is not None
         and finite_or_none(estimate.low) is not None
     ]
@@ -600,11 +605,11 @@ def _warn_of_few_pairs(first: Result) -> list[str]:
     ]
 
 
-def _name_system(result: ComparedResult) -> str:
+def _name_system(result: Result) -> str:
     return f"{'zero-shot' if result.head == 'none' else result.head} on {_name_prompt(result)}"
 
 
-def _name_prompt(result: ComparedResult) -> str:
+def _name_prompt(result: Result) -> str:
     return result.prompt + ("" if result.subtract else " (no subtraction)")
 
 
@@ -612,7 +617,7 @@ def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def systems_summary(results: Sequence[SystemResult], baseline: str) -> list[str]:
+def systems_summary(results: Sequence[Result], baseline: str) -> list[str]:
     """Summarise a comparison of systems in sentences, the verdicts first.
 
     Args:

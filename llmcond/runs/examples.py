@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
-from llmcond.evaluation.results import Scored
+from llmcond.evaluation.results import Result, Scored
 from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe
 from llmcond.heads.fitted import FittedModule
 from llmcond.heads.pairs import DEV_SCORE_KEY, HeldOut, OnEpoch
 from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.runs.kind import find_kind
-from llmcond.runs.new_sentences import R
 from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.run import AnyRun
 from llmcond.runs.run_heads import zero_shot_head
@@ -147,11 +146,11 @@ class Examples(ABC):
 
     def add_new_sentences(
         self,
-        results: Sequence[R],
+        results: Sequence[Result],
         similarity: Sequence[NDArray[np.floating]],
         split: str,
         metrics: Sequence[Metric],
-    ) -> Sequence[R]:
+    ) -> Sequence[Result]:
         """Add the score on examples that share no sentence with train to each result.
 
         ``similarity`` holds, for each result, the (seeds, n) predictions of a split. Results are

@@ -92,7 +92,7 @@ class Kind(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, run: Any, options: Any) -> Results[Any]:
+    def evaluate(self, run: Any, options: Any) -> Results:
         """Score a run's heads and zero-shot, and write the requested files.
 
         ``options`` is an ``llmcond.workflows.options.scoring.EvaluateOptions``.

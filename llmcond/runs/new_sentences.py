@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows, shares_sentence
-from llmcond.evaluation.results import Result, score_results
+from llmcond.evaluation.results import Result, Subset, score_results
 from llmcond.metrics import Metric
 from llmcond.runs.run_heads import RunFittedHead
 from llmcond.runs.task_runs import Run
-
-R = TypeVar("R", bound=Result)
 
 
 def collect_training_sentences(
@@ -34,12 +31,12 @@ def collect_training_sentences(
 
 
 def add_new_sentences(
-    results: Sequence[R],
+    results: Sequence[Result],
     similarity: Sequence[NDArray[np.floating]],
     rows: Rows,
     sentences: Set[str],
     metrics: Sequence[Metric],
-) -> list[R]:
+) -> list[Result]:
     """Add the scores on rows with none, and with any, of the ``sentences`` to each result.
 
     Results are unchanged if no row contains any of them. ``similarity`` holds, for each result, the
@@ -55,6 +52,18 @@ def add_new_sentences(
         for mask in (is_new, rows.rated & ~is_new)
     )
     return [
-        replace(result, new_sentences=new_part, shared_sentences=shared_part)
+        replace(
+            result,
+            subsets={
+                **result.subsets,
+                "sentences": {
+                    name: Subset(part.counts.n, part.metrics, {"n_pairs": part.counts.n_pairs})
+                    for name, part in (
+                        ("unseen_sentences", new_part),
+                        ("shared_sentences", shared_part),
+                    )
+                },
+            },
+        )
         for result, new_part, shared_part in zip(results, new, shared, strict=True)
     ]

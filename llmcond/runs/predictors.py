@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES
-from llmcond.evaluation.results import R, Result, Results, Scored, score_results
+from llmcond.evaluation.results import Result, Results, Scored, score_results
 from llmcond.heads import PairArrays
 from llmcond.heads.numpy_heads import NumpyHead
 from llmcond.log import log
@@ -118,16 +118,15 @@ def check_scorable(
 
 
 def result_without_metrics(
-    kind: type[R],
     predictor: AnyPredictor | CrossEncoder,
     split: str,
     task: str = DEFAULT_TASK,
     **about: Any,
-) -> R:
+) -> Result:
     """Return the result of a predictor on a split without figures; ``about`` are further fields."""
     head = predictor.head
     view = None if isinstance(predictor, CrossEncoder) else predictor.view
-    return kind(
+    return Result(
         name=predictor.name,
         head=predictor.recipe,
         prompts=tuple(prompt.name for prompt in view.prompts) if view else (),
@@ -149,13 +148,13 @@ def score_predictors(
     metrics: Sequence[Metric] = DEFAULT_METRICS,
     resamples: int = RESAMPLES,
     task: str = DEFAULT_TASK,
-) -> Results[Result]:
+) -> Results:
     """Score predictors, with confidence intervals from the same bootstrap samples.
 
     ``similarity`` holds the finite predictions, (n,), of each predictor for the rows. ``split`` is
     the name of the rows in results. With ``resamples=0`` there are no intervals.
     """
-    described = [result_without_metrics(Result, predictor, split, task) for predictor in predictors]
+    described = [result_without_metrics(predictor, split, task) for predictor in predictors]
     seeded = [predictions[None] for predictions in similarity]
     return Results(tuple(score_results(described, seeded, rows, metrics, resamples)))
 

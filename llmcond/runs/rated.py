@@ -14,6 +14,7 @@ from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
 from llmcond.errors import format_count
 from llmcond.evaluation.paired import bootstrap_metrics
+from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.numpy_heads import NumpyHead
@@ -23,7 +24,7 @@ from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.examples import Examples
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.new_sentences import R, add_new_sentences, collect_training_sentences
+from llmcond.runs.new_sentences import add_new_sentences, collect_training_sentences
 from llmcond.runs.predictors import AnyPredictor, check_scorable, predict
 from llmcond.runs.run_heads import zero_shot_head
 from llmcond.runs.task_runs import Run
@@ -150,11 +151,11 @@ class RatedExamples(Examples):
     @override
     def add_new_sentences(
         self,
-        results: Sequence[R],
+        results: Sequence[Result],
         similarity: Sequence[NDArray[np.floating]],
         split: str,
         metrics: Sequence[Metric],
-    ) -> Sequence[R]:
+    ) -> Sequence[Result]:
         known = collect_training_sentences(self.run, (), split)
         return add_new_sentences(results, similarity, self.run.rows(split), known, metrics)
 

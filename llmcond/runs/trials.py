@@ -39,7 +39,6 @@ from llmcond.runs.examples import load_examples
 from llmcond.runs.predictors import score_predictors
 from llmcond.system import choose_device, process_context, provenance
 
-R = TypeVar("R", bound=Result)
 T = TypeVar("T")
 J = TypeVar("J", bound="AnyTrial")
 
@@ -139,21 +138,30 @@ def _read_record(path: Path, noun: str) -> TrialRecord | None:
 
 
 def combine_seeds(
-    kind: type[R], trials: Sequence[tuple[AnyTrial, TrialRecord]], split: str, **further: Any
-) -> tuple[R, NDArray[np.float32]]:
+    trials: Sequence[tuple[AnyTrial, TrialRecord]],
+    split: str,
+    about: Mapping[str, Any] | None = None,
+) -> tuple[Result, NDArray[np.float32]]:
     """Return the result, without figures, of trials that differ only in their seeds.
 
-    ``further`` are fields of that kind of result. The predictions, (seeds, n), are returned with
-    it.
+    ``about`` are further facts about it; None: the varied settings, and the course of each fit.
+    The predictions, (seeds, n), are returned with it.
     """
     records = [record for _, record in trials]
-    row = records[0].score(split)
-    result = kind(
+    row, fits = records[0].score(split), tuple(record.fit for record in records)
+    if about is None:
+        about = {
+            "settings": dict(trials[0][0].settings),
+            "best_epochs": [fit.get("best_epoch") for fit in fits],
+            "curves": [fit.get("curve") for fit in fits],
+            "steps_per_epoch": fits[0].get("steps_per_epoch"),
+        }
+    result = Result(
         **{key: row[key] for key in ("name", "head", "subtract", "split", "task", "dim")},
         prompts=tuple(row["prompt"].split("+")),
         seeds=tuple(trial.seed for trial, _ in trials),
-        fits=tuple(record.fit for record in records),
-        **further,
+        fits=fits,
+        about=about,
     )
     predictions = [record.predictions[split] for record in records]
     return result, np.array(predictions, dtype=np.float32)

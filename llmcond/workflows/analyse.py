@@ -273,9 +273,12 @@ def _analyse_conditions(
         subsets = seen_unseen(known, conditions, pairs.rating, similarity, group, metric)
         row: dict[str, Any] = {"name": predictor.name, **_describe(predictor)}
         row["metric"] = metric.name
-        row |= {f"n_{kind}_conditions": subsets[kind].n_conditions for kind in ("seen", "unseen")}
+        row |= {
+            f"n_{kind}_conditions": subsets[kind].about["n_conditions"]
+            for kind in ("seen", "unseen")
+        }
         for kind, subset in subsets.items():
-            value, *interval = map(finite_or_none, astuple(subset.score))
+            value, *interval = map(finite_or_none, astuple(subset.main))
             row |= {kind: value, f"{kind}_ci": interval, f"n_{kind}": subset.n}
         results.append(row)
     return results

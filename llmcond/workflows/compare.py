@@ -17,8 +17,12 @@ from llmcond.bundled import bundled_names
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.encoders import ResolvedEncoder, resolve
 from llmcond.errors import UserError, nearest
-from llmcond.evaluation.baseline_comparison import ComparedSystem, compare_with_baseline
-from llmcond.evaluation.results import ComparedResult, FittedResults, RowCounts
+from llmcond.evaluation.results import (
+    ComparedSystem,
+    FittedResults,
+    RowCounts,
+    compare_with_baseline,
+)
 from llmcond.features.view import recipe_view
 from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
@@ -56,7 +60,7 @@ from llmcond.workflows.options.scoring import CompareOptions, ComparePromptsOpti
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(FittedResults[ComparedResult]):
+class Comparison(FittedResults):
     """The results of a comparison: one for each prompt, head and choice of subtraction.
 
     Attributes:
@@ -275,9 +279,8 @@ def _score_zeroshots(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list
         for zeroshot in zero_shot_heads(run, prompt):
             predicted = examples.predict(zeroshot, split)
             control = prompt.control or ""
-            result = result_without_metrics(
-                ComparedResult, zeroshot, split, run.task.name, control=control
-            )
+            about = {"control": control}
+            result = result_without_metrics(zeroshot, split, run.task.name, about=about)
             systems.append(
                 ComparedSystem(("none", zeroshot.view.subtract), result, predicted[None])
             )
@@ -309,7 +312,7 @@ def _fit_systems(
         if fits:
             trial = fits[0][0]
             control = trial.view.prompts[0].control or ""
-            result, similarity = combine_seeds(ComparedResult, fits, split, control=control)
+            result, similarity = combine_seeds(fits, split, {"control": control})
             group = (trial.recipe.name, trial.view.subtract)
             systems.append(ComparedSystem(group, result, similarity))
     return systems, grid

@@ -18,11 +18,11 @@ from llmcond.display import Displayed, make_frame
 from llmcond.errors import UserError, nearest, shortened_repr
 from llmcond.evaluation.paired import MIN_PAIRS, paired_differences
 from llmcond.evaluation.results import (
-    ComparedSubset,
+    Result,
     Results,
     RowCounts,
     Scored,
-    SystemResult,
+    Subset,
     add_metrics,
     best_first,
     bootstrap_results,
@@ -71,7 +71,7 @@ class SystemComparison(Displayed):
         ['demo:none@routed']
     """
 
-    results: Results[SystemResult]
+    results: Results
     baseline: str
 
     @override
@@ -110,7 +110,7 @@ class SystemComparison(Displayed):
         return {"baseline": self.baseline, **self.results._displayed()}
 
 
-def _difference_columns(result: SystemResult, metric: str) -> dict[str, Any]:
+def _difference_columns(result: Result, metric: str) -> dict[str, Any]:
     if result.difference is None:
         return {}
     columns = difference_json(result.difference[metric])
@@ -224,7 +224,7 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
             result,
             difference=differences.get(i),
             against=None if i == baseline else name,
-            subsets={subset: parts[i] for subset, parts in subsets.items()},
+            subsets={"subsets": {subset: parts[i] for subset, parts in subsets.items()}},
         )
         for i, result in enumerate(add_metrics(results, draws, rows))
     )
@@ -392,19 +392,19 @@ def _find_baseline(systems: Sequence[_System], reference: str | None) -> int:
     )
 
 
-def _describe(system: _System, split: str, task: str) -> SystemResult:
+def _describe(system: _System, split: str, task: str) -> Result:
     """Return the result of a system without figures."""
-    described = [
-        result_without_metrics(SystemResult, member.predictor, split, task)
-        for member in system.members
-    ]
+    described = [result_without_metrics(member.predictor, split, task) for member in system.members]
     return replace(
         described[0],
         name=system.name,
         seeds=tuple(seed for result in described for seed in result.seeds),
         fits=tuple(fit for result in described for fit in result.fits),
-        heads=tuple((member.source, member.predictor.name) for member in system.members),
-        encoder=system.members[0].run.encoder_name,
+        about={
+            "control": "",
+            "heads": [{"run": m.source, "head": m.predictor.name} for m in system.members],
+            "encoder": system.members[0].run.encoder_name,
+        },
     )
 
 
@@ -469,15 +469,15 @@ def _predict(
 
 
 def _compare_subsets(
-    results: Sequence[SystemResult],
+    results: Sequence[Result],
     predictions: Sequence[NDArray[np.float32]],
     rows: Scored,
     masks: Mapping[str, NDArray[np.bool_]],
     metric: Metric,
     baseline: int,
-) -> dict[str, list[ComparedSubset]]:
+) -> dict[str, list[Subset]]:
     """Return the figures of each subset that has enough, but not all, of the examples."""
-    subsets: dict[str, list[ComparedSubset]] = {}
+    subsets: dict[str, list[Subset]] = {}
     others = [i for i in range(len(results)) if i != baseline]
     for name, mask in masks.items():
         selected = mask & rows.rated
@@ -488,10 +488,10 @@ def _compare_subsets(
         draws = bootstrap_results(results, systems, part, [metric])
         differences = paired_differences(draws, {baseline: others})
         subsets[name] = [
-            ComparedSubset(
+            Subset(
                 len(part.pair),
-                draws.estimates(i)[metric.name],
-                differences[i][metric.name] if i in differences else None,
+                draws.estimates(i),
+                difference=differences[i][metric.name] if i in differences else None,
             )
             for i in range(len(results))
         ]

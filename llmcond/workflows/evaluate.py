@@ -17,8 +17,7 @@ from llmcond.data.readers import IN_MEMORY
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.conditions import seen_unseen
-from llmcond.evaluation.ranking_results import RankedResults
-from llmcond.evaluation.results import Result, Results, best_first
+from llmcond.evaluation.results import RankedResults, Result, Results, best_first
 from llmcond.files import check_output, write_csv
 from llmcond.log import log
 from llmcond.metrics import Estimate, Metric, choose_metrics, get_metric
@@ -45,7 +44,7 @@ from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions, T
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 
-def evaluate(options: EvaluateOptions) -> Results[Result]:
+def evaluate(options: EvaluateOptions) -> Results:
     """Score a run's heads, and zero-shot under their prompts.
 
     Raises:
@@ -61,7 +60,7 @@ def evaluate(options: EvaluateOptions) -> Results[Result]:
     return find_kind(run.kind).evaluate(run, options)
 
 
-def evaluate_pairs(run: Run, options: EvaluateOptions) -> Results[Result]:
+def evaluate_pairs(run: Run, options: EvaluateOptions) -> Results:
     """Score a run of rated pairs; see ``llmcond.runs.kind.Kind.evaluate``."""
     data = options.data_options()
     metrics = choose_metrics(run.task.metrics, options.metric)
@@ -120,8 +119,8 @@ def evaluate_pairs(run: Run, options: EvaluateOptions) -> Results[Result]:
 
 
 def write_ranks(
-    results: RankedResults[Any], run: AnyRun, options: EvaluateOptions, kind: type[TiesOption]
-) -> Results[Any]:
+    results: RankedResults, run: AnyRun, options: EvaluateOptions, kind: type[TiesOption]
+) -> Results:
     """Write the files that the options name: the ranks of each query, and a page.
 
     Args:
@@ -216,13 +215,13 @@ def _add_held_out(result: Result, predictor: AnyPredictor | CrossEncoder) -> Res
 
 
 def _add_condition_scores(
-    results: Results[Result],
+    results: Results,
     predictors: Sequence[AnyPredictor | CrossEncoder],
     predicted: Sequence[NDArray[np.float32]],
     rows: Rows,
     run: Run,
     metric: Metric,
-) -> Results[Result]:
+) -> Results:
     """Add the scores on rows with seen and with unseen conditions to results."""
     train, rated = run.rows("train"), rows.rated
     known_conditions = {train.condition[i] for i in np.flatnonzero(train.rated).tolist()}
@@ -231,13 +230,15 @@ def _add_condition_scores(
         return results
     new_results = []
     for result, predictor, similarity in zip(results, predictors, predicted, strict=True):
-        by_condition = {}
         if predictor.is_fitted:
             scored = similarity[rated]
             rating, pair = rows.rating[rated], rows.pair[rated]
-            by_condition = seen_unseen(known_conditions, condition, rating, scored, pair, metric, 0)
-            del by_condition["overall"]
-        new_results.append(replace(result, by_condition=by_condition))
+            parts = seen_unseen(known_conditions, condition, rating, scored, pair, metric, 0)
+            del parts["overall"]
+            subsets = {"conditions": parts, **result.subsets}
+            new_results.append(replace(result, subsets=subsets))
+        else:
+            new_results.append(result)
     return Results(tuple(new_results))
 
 
@@ -245,7 +246,7 @@ def _write_page(
     path: Path,
     run: AnyRun,
     examples: Rows | QueryRows,
-    results: Results[Any],
+    results: Results,
     predicted: Mapping[str, NDArray[Any]],
     source: str,
     settings: Mapping[str, Any],

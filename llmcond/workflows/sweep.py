@@ -15,8 +15,8 @@ from typing_extensions import override
 from llmcond.errors import UserError
 from llmcond.evaluation.results import (
     FittedResults,
+    Result,
     SettingsChoice,
-    SweptResult,
     best_first,
     score_results,
 )
@@ -34,7 +34,7 @@ from llmcond.workflows.options.fitting import SweepOptions
 
 
 @dataclass(frozen=True)
-class SweepResult(FittedResults[SweptResult]):
+class SweepResult(FittedResults):
     """The results of a sweep, one for each combination of settings: means over seeds.
 
     Attributes:
@@ -96,10 +96,7 @@ def sweep(options: SweepOptions) -> SweepResult:
     )
     finished = grid.finished(grid.trials)
     groups = _group_seeds(finished)
-    points = [
-        combine_seeds(SweptResult, group, split, settings=dict(group[0][0].settings))
-        for group in groups
-    ]
+    points = [combine_seeds(group, split) for group in groups]
     selected_metrics = choose_metrics(run.task.metrics, metrics)
     results, predictions = zip(*points, strict=True)
     scored, choice = score_results(results, predictions, rows, selected_metrics), None
@@ -152,13 +149,13 @@ def _group_seeds(fits: Iterable[_Fit]) -> list[list[_Fit]]:
     return list(groups.values())
 
 
-def _add_held_out(result: SweptResult, group: Sequence[_Fit], examples: Examples) -> SweptResult:
+def _add_held_out(result: Result, group: Sequence[_Fit], examples: Examples) -> Result:
     scores = examples.score_held_out([record.held_out_arrays for _, record in group])
     return replace(result, held_out=scores.get(result.primary.name))
 
 
 def _score_choice(
-    results: Sequence[SweptResult], groups: Sequence[Sequence[_Fit]], examples: Examples
+    results: Sequence[Result], groups: Sequence[Sequence[_Fit]], examples: Examples
 ) -> SettingsChoice | None:
     """Score the choice of the best result on dev by held-out predictions."""
     held_out = [[record.held_out_arrays for _, record in group] for group in groups]

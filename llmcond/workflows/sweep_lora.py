@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from llmcond.errors import LlmcondError, UserError, format_count
-from llmcond.evaluation.results import FittedResults, Results, SweptResult, score_results
+from llmcond.evaluation.results import FittedResults, Result, Results, score_results
 from llmcond.files import digest_file, write_json, write_text
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics
@@ -36,7 +36,7 @@ _PRELOAD = "llmcond.encoders.encoder"
 
 
 @dataclass(frozen=True)
-class LoraSweepResult(FittedResults[SweptResult]):
+class LoraSweepResult(FittedResults):
     """The results of a sweep over the settings of trainings.
 
     Attributes:
@@ -49,9 +49,9 @@ class LoraSweepResult(FittedResults[SweptResult]):
 
     Examples:
         >>> import llmcond
-        >>> swept = llmcond.SweptResult(
+        >>> swept = llmcond.Result(
         ...     name="none@routed", head="none", prompts=("routed",), subtract=False, split="dev",
-        ...     metrics={"spearman": llmcond.Estimate(0.61)}, settings={"rank": 8},
+        ...     metrics={"spearman": llmcond.Estimate(0.61)}, about={"settings": {"rank": 8}},
         ... )
         >>> best = llmcond.TrainingResult({"run": "runs/search/best"})
         >>> result = llmcond.LoraSweepResult(llmcond.Results((swept,)), (), best, None)
@@ -60,7 +60,7 @@ class LoraSweepResult(FittedResults[SweptResult]):
     """
 
     best: TrainingResult
-    test: SweptResult | None
+    test: Result | None
 
     @override
     def to_json(self) -> dict[str, Any]:
@@ -196,12 +196,9 @@ class _Search:
         run = open_any_run(best)
         examples, metrics = load_examples(run), choose_metrics(run.task.metrics)
 
-        def score(groups: Sequence[Sequence[str]], split: str) -> list[SweptResult]:
+        def score(groups: Sequence[Sequence[str]], split: str) -> list[Result]:
             trials = map(self._grid.finished, groups)
-            results = [
-                combine_seeds(SweptResult, group, split, settings=dict(group[0][0].settings))
-                for group in trials
-            ]
+            results = [combine_seeds(group, split) for group in trials]
             described, predictions = zip(*results, strict=True)
             return score_results(described, predictions, examples.scored_rows(split), metrics)
 

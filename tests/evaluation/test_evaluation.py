@@ -309,11 +309,14 @@ def test_seen_and_unseen_rows_are_scored_separately(name):
         separate = bootstrap_metrics(
             [similarity[None, mask]], rating[mask], pair[mask], [metric], 50
         )
-        score = results[kind].score
+        score = results[kind].main
         assert score == separate.estimates(0)[name]
         assert score.low < score.value < score.high
     assert results["overall"].n == results["seen"].n + results["unseen"].n == 80
-    assert (results["seen"].n_conditions, results["unseen"].n_conditions) == (2, 5)
+    assert (results["seen"].about["n_conditions"], results["unseen"].about["n_conditions"]) == (
+        2,
+        5,
+    )
 
 
 def test_conditions_match_by_exact_text():
@@ -321,14 +324,17 @@ def test_conditions_match_by_exact_text():
     condition = ["The sport", "The sport.", "the sport", "The sport "]
     results = seen_unseen(["The sport"], condition, rating, similarity, pair, SPEARMAN, resamples=0)
     assert (results["seen"].n, results["unseen"].n) == (1, 3)
-    assert (results["seen"].n_conditions, results["unseen"].n_conditions) == (1, 3)
+    assert (results["seen"].about["n_conditions"], results["unseen"].about["n_conditions"]) == (
+        1,
+        3,
+    )
 
 
 def test_subset_without_rows_has_no_score():
     condition, rating, similarity, pair = make_rated_rows()
     results = seen_unseen(condition, condition, rating, similarity, pair, SPEARMAN, resamples=0)
-    assert (results["unseen"].n, math.isnan(results["unseen"].score.value)) == (0, True)
-    assert results["seen"].score.value == results["overall"].score.value
+    assert (results["unseen"].n, math.isnan(results["unseen"].main.value)) == (0, True)
+    assert results["seen"].main.value == results["overall"].main.value
     results = seen_unseen([], condition, rating, similarity, pair, SPEARMAN, resamples=0)
     assert (results["seen"].n, results["unseen"].n) == (0, 80)
 

@@ -13,11 +13,9 @@ from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import (
-    ComparedResult,
     Result,
     Results,
     RowCounts,
-    SweptResult,
     best_first,
     flatten_json,
     score_results,
@@ -65,14 +63,15 @@ def test_result_json_has_fields_of_its_command():
         [None, None],
     )
     difference = PairedDifference(0.1, nan, nan, 0.0, nan, nan, nan, "no evidence")
-    compared_json = ComparedResult(
-        **fitted, difference={"spearman": difference}, against="x"
+    differences = {"spearman": difference}
+    compared_json = Result(
+        **fitted, about={"control": ""}, difference=differences, against="x"
     ).to_json()
     compared = {"seeds", "control", "difference", "against"}
     assert set(compared_json) == model_keys | counts | figures | deviations | compared
     assert compared_json["difference"]["spearman"]["low"] is None
-    swept_json = SweptResult(**fitted, settings={"dim": 8}).to_json()
-    swept = {"settings", "seeds", "best_epochs", "curves", "steps_per_epoch"}
+    swept_json = Result(**fitted, about={"settings": {"dim": 8}}).to_json()
+    swept = {"settings", "seeds"}
     assert set(swept_json) == model_keys | counts | figures | deviations | swept
     json.dumps([result_json, compared_json, swept_json], allow_nan=False)
 
@@ -143,7 +142,7 @@ def test_results_are_shown_as_table_in_notebooks(monkeypatch):
 
 def test_compared_results_are_shown_with_their_difference():
     difference = PairedDifference(0.125, 0.1, 0.15, 0, 0.01, 0.02, 0.1, "better")
-    baseline = ComparedResult(**ABOUT, metrics=METRICS)
+    baseline = Result(**ABOUT, metrics=METRICS)
     better = replace(baseline, difference={"spearman": difference})
     html = Results((better, baseline))._repr_html_()
     cells = re.findall("<td>(.*?) *</td>", html)

@@ -20,8 +20,7 @@ from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.breakdown import rank_error
 from llmcond.evaluation.paired import PairedDifference
-from llmcond.evaluation.ranking import QuerySubset
-from llmcond.evaluation.results import ComparedResult, RowCounts
+from llmcond.evaluation.results import Result, RowCounts, Subset
 from llmcond.metrics import METRICS, Estimate
 from llmcond.report.page import Page, check_page, write_page
 from llmcond.report.page.tables import with_minus_signs
@@ -61,7 +60,7 @@ def build_result(name, spearman, head="mlp", prompt="pair-cond", **fields):
         "seeds": (0, 1, 2) if fitted else (),
         "seed_sd": {"spearman": 0.0071 if fitted else None},
     }
-    return ComparedResult(**{**defaults, **fields})
+    return Result(**{**defaults, **fields})
 
 
 def build_difference(value):
@@ -121,7 +120,9 @@ def build_page(n=1_830, templates=TEMPLATES, seed=0):
                     about = {"name": name, "head": head, "prompt": template, "subtract": not suffix}
                     isotropy.append({**about, **figures, "partition_ratio": 0.9 - mean / 2})
     results.append(
-        build_result("mlp@control-shuffled", 0.02, prompt="control-shuffled", control="shuffled c")
+        build_result(
+            "mlp@control-shuffled", 0.02, prompt="control-shuffled", about={"control": "shuffled c"}
+        )
     )
     similarity["mlp@control-shuffled"] = random.normal(size=n) / 5
     results.sort(key=lambda r: -r.main.value)
@@ -183,7 +184,7 @@ def make_hostile(page):
     cycled = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
     old, new = page.baseline, f"mlp@{evil}"
     renamed = [
-        replace(row, name=new, prompts=(evil,), control=evil)
+        replace(row, name=new, prompts=(evil,), about={"control": evil})
         if row.name == old
         else replace(row, against=new if row.against == old else row.against)
         for row in page.results
@@ -269,8 +270,8 @@ def build_ranked_page(page):
     results = [build_result(name, 0.0, head=name, **fields) for name in ("linear", "mlp")]
     parts = [
         {
-            "forward": QuerySubset(30, metrics),
-            "<b>": QuerySubset(0, dict.fromkeys(metrics, Estimate(nan))),
+            "forward": Subset(30, metrics),
+            "<b>": Subset(0, dict.fromkeys(metrics, Estimate(nan))),
         }
     ] * 2
     return Page(

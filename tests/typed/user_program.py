@@ -19,7 +19,7 @@ def run_by_text_or_path(folder: Path) -> None:
         fitted: llmcond.FittedResult = llmcond.fit_head(head="mlp", run=run, set={"epochs": "3"})
         estimate: llmcond.Estimate = fitted.metrics["spearman"]
         value: float = estimate.value
-        results: llmcond.Results[llmcond.Result] = llmcond.evaluate(
+        results: llmcond.Results = llmcond.evaluate(
             run=run, report="page.html", predictions=folder / "p.csv"
         )
         name: str = results[0].name

@@ -16,7 +16,7 @@ import llmcond
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
 from llmcond.evaluation.paired import PairedDifference, holm
-from llmcond.evaluation.results import ComparedResult, RowCounts
+from llmcond.evaluation.results import Result, RowCounts
 from llmcond.metrics import Estimate
 from llmcond.report.tables import comparison_table, summary
 from llmcond.runs import open_run
@@ -288,7 +288,7 @@ def test_few_pairs_cause_warning(call):
 # -- summaries and tables ----------------------------------------------------------------------
 
 
-def make_result(prompt, head, spearman, difference=None, accuracy=(0.6, 0.8), **others):
+def make_result(prompt, head, spearman, difference=None, accuracy=(0.6, 0.8), control="", **others):
     differences = None
     if difference is not None:
         value, p = difference
@@ -303,8 +303,13 @@ def make_result(prompt, head, spearman, difference=None, accuracy=(0.6, 0.8), **
         "counts": RowCounts(n=100, n_pairs=50),
         "metrics": {"spearman": Estimate(*figures), "accuracy": Estimate(0.7, *accuracy)},
     }
-    return ComparedResult(
-        head=head, prompts=(prompt,), split="dev", difference=differences, **{**fields, **others}
+    return Result(
+        head=head,
+        prompts=(prompt,),
+        split="dev",
+        difference=differences,
+        about={"control": control},
+        **{**fields, **others},
     )
 
 

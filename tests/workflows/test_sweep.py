@@ -27,7 +27,7 @@ from llmcond import compare_prompts, extract, sweep
 from llmcond.cli import run
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.results import RowCounts, SweptResult
+from llmcond.evaluation.results import Result, RowCounts
 from llmcond.metrics import Estimate
 from llmcond.report import figures
 from llmcond.run_log import read_log
@@ -628,7 +628,7 @@ def recorded_plots(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
 
 
 def make_row(settings, spearman, interval=(nan, nan), name="mlp@p", dim=32, fits=()):
-    return SweptResult(
+    return Result(
         name=name,
         head="mlp",
         prompts=("p",),
@@ -638,7 +638,7 @@ def make_row(settings, spearman, interval=(nan, nan), name="mlp@p", dim=32, fits
         metrics={"spearman": Estimate(nan if spearman is None else spearman, *interval)},
         dim=dim,
         fits=tuple(fits),
-        settings=settings,
+        about={"settings": settings},
         seeds=(0, 1, 2),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -51,7 +51,7 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
         return DialogueExamples(run)
 
     @override
-    def evaluate(self, run: DialogueRun, options: EvaluateOptions) -> Results[Any]:
+    def evaluate(self, run: DialogueRun, options: EvaluateOptions) -> Results:
         from llmcond.kinds.dialogue.evaluate import evaluate_dialogues, evaluate_plans
         from llmcond.workflows.evaluate import write_ranks
         from llmcond.workflows.options.ranking import DialogueOptions

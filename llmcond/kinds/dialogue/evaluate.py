@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from llmcond.arrays import Positions
 from llmcond.data.datasets import read_candidates
 from llmcond.errors import UserError
-from llmcond.evaluation.ranking_results import DialogueResult, PlanResult, RankedResults
-from llmcond.evaluation.results import RowCounts
+from llmcond.evaluation.results import RankedResults, Result, RowCounts
 from llmcond.kinds.dialogue.data import Dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
 from llmcond.kinds.dialogue.generate import generate
@@ -66,7 +65,7 @@ _PLANNING_SCORES = ("average", "bi")
 _RANKING_POOLS, _PLANNING_POOLS = ("same-depth", "all"), ("retrieved", "same-depth", "random")
 
 
-def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResults[DialogueResult]:
+def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResults:
     """Rank the next turns of a split's dialogues by a run's heads, and by zero-shot.
 
     Options and errors are those of ``Kind.evaluate``.
@@ -125,7 +124,7 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
                 "median_rank": float(np.median(predictor_ranks)),
             }
             suffix = "" if score == default_score else f" {score}"
-            results.append(setup.create_result(DialogueResult, predictor, suffix, **about))
+            results.append(setup.create_result(predictor, suffix, ("score", score), about))
     if not results:
         raise UserError(
             "no head can be scored: the score weighted needs a head with learned weights. Fit one: "
@@ -148,7 +147,7 @@ def _log_queries(queries: Sequence[NextQueries], setup: _EvaluationSetup, pool: 
         )
 
 
-def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults[PlanResult]:
+def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults:
     """Rank turns by how well they lead to a later turn, with and without knowledge of that goal.
 
     Options and errors are those of ``Kind.evaluate``.
@@ -196,11 +195,10 @@ def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults[
         ):
             ranks.append(rank_plans(queries, scorer).resolve_ties(setup.ties))
             about = {"score": score, "plan": pool_name, "goal": suffix != " no goal"}
-            results.append(setup.create_result(PlanResult, predictor, suffix, **about))
+            known = "known, without context" if score == "plan-bi" else "known"
+            variant = "goal", known if about["goal"] else "context only"
+            results.append(setup.create_result(predictor, suffix, variant, about))
     return _add_figures(results, ranks, queries, setup, PLAN_METRICS, "cells")
-
-
-Q = TypeVar("Q", DialogueResult, PlanResult)
 
 
 class _EvaluationSetup:
@@ -234,34 +232,39 @@ class _EvaluationSetup:
             store = extract_other_data(self._run, self.prompts, inputs, self._device)
         return DialogueExamples(self._run, self.data, extra_texts, store)
 
-    def create_result(self, kind: type[Q], predictor: AnyPredictor, suffix: str, **about: Any) -> Q:
+    def create_result(
+        self,
+        predictor: AnyPredictor,
+        suffix: str,
+        variant: tuple[str, str],
+        about: Mapping[str, Any],
+    ) -> Result:
         """Create a predictor's result without metrics; ``suffix`` is appended to its name."""
+        about = {"ties": self.ties, **about}
         result = result_without_metrics(
-            kind, predictor, self.split, self._run.task.name, ties=self.ties, **about
+            predictor, self.split, self._run.task.name, variant=variant, about=about
         )
         return replace(result, name=f"{result.name}{suffix}")
 
 
 def _add_figures(
-    results: Sequence[Q],
+    results: Sequence[Result],
     ranks: Sequence[Floats],
     queries: Sequence[NextQueries] | Sequence[PlanQueries],
     setup: _EvaluationSetup,
     metrics: Sequence[Metric],
     parts: str,
-) -> RankedResults[Q]:
-    """Return results with their metrics, and with those of each subset in the field ``parts``."""
+) -> RankedResults:
+    """Return results with their metrics, and with those of each subset of the kind ``parts``."""
     counts = RowCounts.of(stack_queries(queries))
     overall, figures_by_query = measure_subsets(
         queries, [predictor_ranks[None] for predictor_ranks in ranks], metrics
     )
     complete_results = []
     for i, result in enumerate(results):
-        subset_figures: dict[str, Any] = {
-            parts: {name: part_figures[i] for name, part_figures in figures_by_query.items()}
-        }
+        subsets = {parts: {name: figures[i] for name, figures in figures_by_query.items()}}
         complete_results.append(
-            replace(result, counts=counts, metrics=overall[i].metrics, **subset_figures)
+            replace(result, counts=counts, metrics=overall[i].metrics, subsets=subsets)
         )
     return RankedResults(
         tuple(complete_results), ranks, query_rows(setup.data, setup.split_key, queries)

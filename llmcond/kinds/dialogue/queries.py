@@ -22,8 +22,8 @@ from llmcond.data.formats import MissingColumnError
 from llmcond.data.readers import Source, open_source, read_records
 from llmcond.data.rows import QueryRows
 from llmcond.errors import UserError, shortened_repr
-from llmcond.evaluation.ranking import QuerySubset, Ranks, ranks_among, score_rankings
-from llmcond.evaluation.results import RankedQueries
+from llmcond.evaluation.ranking import Ranks, ranks_among, score_rankings
+from llmcond.evaluation.results import RankedQueries, Subset
 from llmcond.kinds.dialogue.data import Dialogues, Positions, Turns
 from llmcond.metrics import METRICS, Floats, Metric, mean_over_strata
 
@@ -559,7 +559,7 @@ def measure_subsets(
     queries_by_length: Sequence[DialogueQueries],
     systems: Sequence[Floats],
     metrics: Sequence[Metric],
-) -> tuple[list[QuerySubset], dict[str, list[QuerySubset]]]:
+) -> tuple[list[Subset], dict[str, list[Subset]]]:
     """Compute metrics of systems on all queries, and on each history length (and distance).
 
     Confidence intervals are by bootstrap over dialogues, with all queries of a dialogue together.

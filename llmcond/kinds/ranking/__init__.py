@@ -47,7 +47,7 @@ class Ranking(Kind):
         return QueryExamples(run)
 
     @override
-    def evaluate(self, run: RankingRun, options: EvaluateOptions) -> Results[Any]:
+    def evaluate(self, run: RankingRun, options: EvaluateOptions) -> Results:
         from llmcond.kinds.ranking.evaluate import evaluate_ranking
         from llmcond.workflows.evaluate import write_ranks
         from llmcond.workflows.options.ranking import RankingOptions

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.evaluation.ranking import QuerySubset, score_rankings
-from llmcond.evaluation.ranking_results import RankedResult, RankedResults
-from llmcond.evaluation.results import RankedQueries, RowCounts
+from llmcond.evaluation.ranking import score_rankings
+from llmcond.evaluation.results import RankedQueries, RankedResults, Result, RowCounts, Subset
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph
 from llmcond.kinds.ranking.inputs import QueryInputs
@@ -35,7 +35,7 @@ from llmcond.workflows.options.scoring import EvaluateOptions
 REVERSE_RULE = "rule:reverse"
 
 
-def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults[RankedResult]:
+def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults:
     """Rank the answers of a split by a run's heads, by zero-shot, and by the reverse rule.
 
     Options and errors are those of ``Kind.evaluate``.
@@ -58,10 +58,8 @@ def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults
     results, systems = [], []
     for predictor in predictors:
         neighbours = bool(getattr(predictor.head.settings, "neighbours", False))
-        about = {"ties": ties, "added": terms.to_json(), "neighbours": neighbours}
-        results.append(
-            result_without_metrics(RankedResult, predictor, split, run.task.name, **about)
-        )
+        described = _describe_scores(ties, terms.to_json(), neighbours)
+        results.append(result_without_metrics(predictor, split, run.task.name, **described))
         systems.append(
             examples.ranks(predictor, split_key, terms.for_predictor(predictor), terms.exclude_head)
         )
@@ -80,38 +78,55 @@ def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults
     return RankedResults(tuple(results_with_figures), ranks, examples.rows(split_key))
 
 
-def _reverse_rule_result(run: RankingRun, split: str, ties: Ties) -> RankedResult:
+def _reverse_rule_result(run: RankingRun, split: str, ties: Ties) -> Result:
     """Return the result of the reverse rule, without metrics."""
-    return RankedResult(
+    return Result(
         name=REVERSE_RULE,
         head=REVERSE_RULE,
         prompts=(),
         subtract=False,
         split=split,
         task=run.task.name,
-        ties=ties,
-        added={"rerank": None, "exclude_head": False, "reverse": True},
+        **_describe_scores(ties, {"rerank": None, "exclude_head": False, "reverse": True}, False),
     )
 
 
+def _describe_scores(ties: Ties, added: Mapping[str, Any], neighbours: bool) -> dict[str, Any]:
+    """Return the fields of a result that say how candidates were scored.
+
+    Args:
+        ties: the rank of an answer among candidates with the same score.
+        added: the values of options that add to scores, or exclude candidates, by option.
+        neighbours: whether the head reads entities with their neighbours in train.
+    """
+    additions = {
+        "neighbours": neighbours,
+        "reversed edge": added.get("reverse"),
+        f"hops {added.get('rerank')}": added.get("rerank"),
+        "head left out": added.get("exclude_head"),
+    }
+    variant = "with", ", ".join(name for name, is_so in additions.items() if is_so)
+    return {"variant": variant, "about": {"ties": ties, **added, "neighbours": neighbours}}
+
+
 def _add_figures(
-    results: Sequence[RankedResult],
+    results: Sequence[Result],
     ranks: Sequence[Floats],
     rows: RankedQueries,
     graph: Graph | None,
     split: str,
     metrics: Sequence[Metric],
     by_relation: bool,
-) -> list[RankedResult]:
+) -> list[Result]:
     """Return results with their metrics, on all queries and on each subset of queries."""
     seeded = [system_ranks[None] for system_ranks in ranks]
 
-    def figures(mask: NDArray[np.bool_] | None = None) -> list[QuerySubset]:
+    def figures(mask: NDArray[np.bool_] | None = None) -> list[Subset]:
         return score_rankings(seeded, rows.pair, metrics, mask=mask, crossed=rows.crossed)
 
     overall = figures()
-    subset_figures: dict[str, list[QuerySubset]] = {}
-    relation_figures: list[tuple[str, list[QuerySubset]]] = []
+    subset_figures: dict[str, list[Subset]] = {}
+    relation_figures: list[tuple[str, list[Subset]]] = []
     n_categories = 0
     if graph is not None:
         subset_figures = {
@@ -126,9 +141,15 @@ def _add_figures(
         replace(
             result,
             metrics=overall[i].metrics,
-            parts={name: values[i] for name, values in subset_figures.items()},
-            by_category={name: values[i] for name, values in relation_figures[:n_categories]},
-            by_relation={name: values[i] for name, values in relation_figures[n_categories:]},
+            subsets={
+                kind: {name: values[i] for name, values in figures_by_name}
+                for kind, figures_by_name in (
+                    ("parts", list(subset_figures.items())),
+                    ("by_category", relation_figures[:n_categories]),
+                    ("by_relation", relation_figures[n_categories:]),
+                )
+                if figures_by_name
+            },
         )
         for i, result in enumerate(results)
     ]

@@ -19,7 +19,6 @@ from llmcond.evaluation.breakdown import (
     rank_share,
     rating_span,
 )
-from llmcond.evaluation.results import SystemResult
 from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.metrics import Floats, finite_or_none, format_number, get_metric
 from llmcond.report.page import charts
@@ -261,7 +260,7 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
             continue
         details = [("no subtraction", "minus c")[result.subtract]] if page.subtracts else []
         details += [page.variants[1][i]] if page.variants else []
-        details += ["control"] if result.control else []
+        details += ["control"] if result.about.get("control") else []
         details += ["baseline"] if result.name in page.baselines else []
         named = systems.get(result.name) or f"{result.prompt or result.name}\n"
         label = ", ".join(filter(None, (named, *details))).replace("\n, ", "\n")
@@ -293,8 +292,8 @@ def _system_labels(page: Page) -> dict[str, str]:
     """Return short labels of systems of several runs by name: the head, and the run's folder."""
     labels = {}
     for result in page.results:
-        if isinstance(result, SystemResult):
-            source = result.heads[0][0]
+        if "heads" in result.about:
+            source = result.about["heads"][0]["run"]
             head = result.name.removeprefix(source).lstrip(":, ") or result.head
             labels[result.name] = f"{head}\n{Path(source).name}"
     unique = len(set(labels.values())) == len(labels)
@@ -309,7 +308,7 @@ def difference_chart(page: Page) -> dict[str, Any] | None:
     metric, systems, rows = page.results[0].primary, _system_labels(page), []
     for result in page.results:
         difference = (result.difference or {}).get(metric.name)
-        if not isinstance(result, SystemResult) or difference is None:
+        if "heads" not in result.about or difference is None:
             continue
         if finite_or_none(difference.value) is None:
             continue

@@ -15,14 +15,21 @@ from llmcond.arrays import as_matrix
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.isotropy import MAX_VECTORS, measure_isotropy
-from llmcond.evaluation.ranking import QuerySubset
-from llmcond.evaluation.ranking_results import QueryResult
-from llmcond.evaluation.results import ComparedResult, Result
+from llmcond.evaluation.results import Result, Subset
 from llmcond.prompts import Prompt
 from llmcond.runs import AnyRun
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import zero_shot_heads
 from llmcond.system import provenance
+
+#: The kinds of subsets of queries in results, and what they are called on the page.
+_SUBSET_TITLES = {
+    "parts": "part",
+    "by_category": "category of relations",
+    "by_relation": "relation",
+    "by_history": "number of turns before",
+    "cells": "turns before + turns to the goal",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Page:
 
     title: str
     summary: Sequence[str]
-    results: Sequence[ComparedResult]
+    results: Sequence[Result]
     rows: Rows | QueryRows
     scale: tuple[float, float] = (0.0, 1.0)
     similarity: Mapping[str, NDArray[np.floating]] = field(default_factory=dict)
@@ -62,7 +69,7 @@ class Page:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     baseline: str | None = None
     variants: tuple[str, Sequence[str]] | None = None
-    subsets: Mapping[str, Sequence[Mapping[str, QuerySubset]]] = field(default_factory=dict)
+    subsets: Mapping[str, Sequence[Mapping[str, Subset]]] = field(default_factory=dict)
     dev_metric: str = "spearman"
 
     def __post_init__(self) -> None:
@@ -91,7 +98,7 @@ class Page:
         return [r.name for r in self.results if len(self.similarity.get(r.name, ()))]
 
     @cached_property
-    def baselines(self) -> Mapping[str, ComparedResult]:
+    def baselines(self) -> Mapping[str, Result]:
         """The results that others are compared with, by name, the page's baseline first."""
         if self.baseline is None:
             return {}
@@ -106,7 +113,9 @@ class Page:
         """
         known = [result for result in self.results if result.name in self.systems]
         # The results are sorted, best first; controls are moved to the end.
-        ranked = [r.name for r in sorted(known, key=lambda result: bool(result.control))]
+        ranked = [
+            r.name for r in sorted(known, key=lambda result: bool(result.about.get("control")))
+        ]
         others = (self.baseline, *ranked[1:])
         second = (name for name in others if name in self.systems and name != ranked[0])
         return ranked[0], next(second, None)
@@ -139,12 +148,12 @@ def make_page(
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
     manifest = run.manifest
-    ranked = [result for result in results if isinstance(result, QueryResult)]
+    ranked = [result for result in results if "ties" in result.about]
     variants = [result.variant[1] for result in ranked]
     return Page(
         title=title,
         summary=summary,
-        results=[r if isinstance(r, ComparedResult) else ComparedResult.of(r) for r in results],
+        results=results,
         rows=rows,
         scale=run.rating_range,
         similarity=similarity,
@@ -159,8 +168,9 @@ def make_page(
         },
         variants=(ranked[0].variant[0], variants) if any(variants) else None,
         subsets={
-            kind: [result.subsets[kind] for result in ranked]
-            for kind in (ranked[0].subsets if ranked else ())
+            title: [result.subsets[kind] for result in ranked]
+            for kind, title in _SUBSET_TITLES.items()
+            if ranked and kind in ranked[0].subsets
         },
         dev_metric=run.dev_metric,
     )

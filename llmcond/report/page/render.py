@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcond.errors import UserError, install_command
-from llmcond.evaluation.results import ComparedResult
+from llmcond.evaluation.results import Result
 from llmcond.files import PAGE_SUFFIXES, check_output, replace_atomically
 from llmcond.log import log
 from llmcond.metrics import finite_or_none, get_metric
@@ -158,7 +158,7 @@ def _escape_script(text: str) -> str:
     return text.replace("\r\n", "\n").replace("</script", r"<\/script").replace("<!--", r"<\!--")
 
 
-def _find_intervals(results: Sequence[ComparedResult]) -> str:
+def _find_intervals(results: Sequence[Result]) -> str:
     """Return whether "all" or "some" of the results have an interval; empty if none has."""
     has_interval = [finite_or_none(result.main.low) is not None for result in results]
     return "all" if all(has_interval) else "some" if any(has_interval) else ""

@@ -8,8 +8,7 @@ from typing import Any
 
 from llmcond.display import Column, Table
 from llmcond.evaluation.paired import PairedDifference
-from llmcond.evaluation.ranking import QuerySubset
-from llmcond.evaluation.results import ComparedResult, SystemResult
+from llmcond.evaluation.results import Result, Subset
 from llmcond.metrics import Estimate, Metric, finite_or_none, format_number, get_metric
 from llmcond.report.page.gather import Page
 from llmcond.report.tables import MINUS, new_sentences_heading, p_value_text, range_text
@@ -124,24 +123,27 @@ def _head_cells(page: Page) -> list[Cell]:
         # The column of the variants already shows the variant, with which a name may end.
         title = replace(result, name=result.name.removesuffix(f" {variant}")).title
         recipe = "" if result.head == title else result.head
-        tags = (f"control: {result.control}",) if result.control else ()
+        tags = (f"control: {result.about['control']}",) if result.about.get("control") else ()
         cells.append(Cell(title, title, recipe, tags=tags))
     return cells
 
 
 def _subset_columns(
-    results: Sequence[ComparedResult], compared_with: Sequence[ComparedResult | None]
+    results: Sequence[Result], compared_with: Sequence[Result | None]
 ) -> list[Column]:
     """Return columns of the primary metric on unseen sentences, and on (un)seen conditions."""
     first, primary = results[0], results[0].primary
     columns: list[Column] = []
-    if first.new_sentences is not None:
+    if "sentences" in first.subsets:
         for part, heading, verb in (
-            ("new_sentences", new_sentences_heading(first), "share no sentence with"),
+            ("unseen_sentences", new_sentences_heading(first), "share no sentence with"),
             ("shared_sentences", f"{primary.heading}, shared sentences", "share one with"),
         ):
             scores, others = (
-                [subset.main if (subset := getattr(r, part, None)) else None for r in group]
+                [
+                    subset.main if r and (subset := r.part("sentences", part)) else None
+                    for r in group
+                ]
                 for group in (results, compared_with)
             )
             references = [estimate.value if estimate else None for estimate in others]
@@ -155,10 +157,10 @@ def _subset_columns(
             _interval_column(heading, primary, figures, [None] * len(results), hint=hint)
         )
     for kind, verb in (("seen", "occurs"), ("unseen", "does not occur")):
-        subsets = [r.by_condition.get(kind) for r in results]
+        subsets = [r.part("conditions", kind) for r in results]
         if any(subsets):
             hint = f"on rows whose condition {verb} in the training data"
-            values = [subset.score.value if subset else None for subset in subsets]
+            values = [subset.main.value if subset else None for subset in subsets]
             heading = f"{primary.heading}, {kind} conditions"
             columns.append(_figure_column(heading, primary, values, hint))
     return columns
@@ -231,7 +233,7 @@ def _make_axis(values: Iterable[float | None]) -> Callable[[float | None], float
     return position_of
 
 
-def difference_table(results: Sequence[ComparedResult]) -> Table:
+def difference_table(results: Sequence[Result]) -> Table:
     """Return all differences from the baseline: interval, p-values and detectable difference."""
     compared = [
         (result.name, get_metric(name), difference)
@@ -277,17 +279,17 @@ def difference_table(results: Sequence[ComparedResult]) -> Table:
     )
 
 
-def compared_subsets_table(results: Sequence[ComparedResult]) -> Table | None:
+def compared_subsets_table(results: Sequence[Result]) -> Table | None:
     """Return the differences on subsets of the rows, one row per subset and system.
 
     The table is None if the results have no subsets.
     """
-    systems = [result for result in results if isinstance(result, SystemResult) and result.subsets]
+    systems = [result for result in results if result.subsets.get("subsets")]
     if not systems:
         return None
     metric = systems[0].primary
-    names = [(name, system) for name in systems[0].subsets for system in systems]
-    parts = [system.subsets[name] for name, system in names]
+    names = [(name, system) for name in systems[0].subsets["subsets"] for system in systems]
+    parts = [system.subsets["subsets"][name] for name, system in names]
     no_references, zeros = [None] * len(parts), [0.0] * len(parts)
     differences = _interval_column(
         "difference", metric, [part.difference for part in parts], zeros, signed=True
@@ -318,7 +320,7 @@ _MAX_SUBSET_COLUMNS = 12
 
 
 def subsets_table(
-    kind: str, results: Sequence[ComparedResult], parts: Sequence[Mapping[str, QuerySubset]]
+    kind: str, results: Sequence[Result], parts: Sequence[Mapping[str, Subset]]
 ) -> Table:
     """Return the primary metric of each result on subsets of the queries, on a common axis.
 
