@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,14 +25,14 @@ from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError, format_count
 from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
-from llmcond.files import check_writable, digest_text, read_json, write_json
+from llmcond.files import check_writable, digest_text, write_json
 from llmcond.heads import Recipe
 from llmcond.heads.pairs import HeldOut
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.progress import EVERY_SECONDS, FitBar
-from llmcond.records import RECORD, check_record
+from llmcond.records import RECORD, check_record, read_record
 from llmcond.run_log import RunLog, log_path, send_log
 from llmcond.runs import AnyRun, RunHead, head_name, open_any_run
 from llmcond.runs.examples import load_examples
@@ -121,20 +121,12 @@ def _read_record(path: Path, noun: str) -> TrialRecord | None:
     if not path.is_file():
         return None
     try:
-        values = read_json(path)
-        check_record(values, TrialRecord, str(path))
-        check_record(values["fit"], FitRecord, str(path))
+        record = read_record(path, TrialRecord)
+        check_record(record.fit, FitRecord, str(path))
     except LlmcondError as error:
         log.warning(f"{error} The {noun} is repeated.")
         return None
-    held_out = values.get("held_out")
-    names = [item.name for item in fields(TrialRecord) if item.name in values]
-    return TrialRecord(
-        **{
-            **{name: values[name] for name in names},
-            "held_out": held_out and _HeldOutRecord(**held_out),
-        }
-    )
+    return record
 
 
 def combine_seeds(
