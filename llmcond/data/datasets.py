@@ -468,80 +468,6 @@ def _list_numbers(numbers: Sequence[int]) -> str:
     return f"{shown}, …" if len(numbers) > _MAX_LISTED else shown
 
 
-@dataclass(frozen=True, slots=True)
-class ConditionedTexts:
-    """Sentences with their conditions, for embedding.
-
-    Attributes:
-        sentences: the sentences.
-        conditions: the condition of each sentence.
-        file: name of their file.
-        extra: further columns by name.
-    """
-
-    sentences: list[str]
-    conditions: list[str]
-    file: str
-    extra: Mapping[str, list[Any]] = field(default_factory=dict)
-
-
-def condition_column(condition: str | None, condition_text: str | None) -> str | None:
-    """Return the name of the column of conditions; None if one text is the condition of all rows.
-
-    Raises:
-        UserError: both arguments are given, or the text is empty.
-    """
-    if condition is not None and condition_text is not None:
-        raise UserError("both --condition and --condition-text are given; use only one of them.")
-    if condition_text is None:
-        return condition or "condition"
-    check_text(condition_text, "--condition-text", "Give a text.")
-    return None
-
-
-def read_texts(
-    source: Any,
-    sentence: str,
-    condition: str | None = None,
-    condition_text: str | None = None,
-    keep: Sequence[str] = (),
-) -> ConditionedTexts:
-    """Read a column of sentences with their conditions from a single file.
-
-    Args:
-        source: the file, a table in memory, or an open source.
-        sentence: column of the sentences.
-        condition: column of the conditions; by default, condition.
-        condition_text: a text that is the condition of all sentences, instead of a column.
-        keep: further columns, whose values are not converted.
-
-    Raises:
-        UserError: the source is a folder, a column is missing, or the file or a text is empty.
-    """
-    column = condition_column(condition, condition_text)
-    opened = open_source(source)
-    if opened.splits is not None:
-        raise several_splits_error(opened)
-    readers: list[tuple[str, Callable[[Any], Any]]] = [(sentence, text_reader(opened))]
-    readers += [(column, cell_text)] if column else []
-    try:
-        sentences, *other_values = read_columns(
-            opened, opened.files, [*readers, *unread_columns(keep)]
-        )
-    except MissingColumnError as error:
-        advice = "Name the column of the texts: --text COL."
-        if error.column == column:
-            advice = "Name the conditions: --condition COL_OR_TEXT."
-        raise UserError(f"{error.finding} {advice}") from error
-    conditions = other_values.pop(0) if column else [condition_text or ""] * len(sentences)
-    return ConditionedTexts(
-        sentences,
-        conditions,
-        Path(opened.files[0]).name,
-        dict(zip(keep, other_values, strict=True)),
-    )
-
-
 def several_splits_error(source: Source) -> UserError:
     """Return the error about several splits where a single table is needed."""
     if source.tables:
@@ -562,11 +488,6 @@ def text_reader(source: Source) -> Callable[[Any], str]:
         return text
 
     return read
-
-
-def unread_columns(names: Sequence[str]) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Return the argument with which ``read_columns`` reads columns without converting them."""
-    return [(name, check_cell) for name in names]
 
 
 def read_candidates(path: Path, read: ReadOptions | None = None) -> list[str]:
@@ -666,14 +587,18 @@ def resolve_conditions(
     Raises:
         UserError: both arguments are given, or the text is empty.
     """
-    if condition is None or condition_text is not None:
-        return condition_column(condition, condition_text), condition_text
-    if source.has_column(condition):
+    if condition is not None and condition_text is not None:
+        raise UserError("both --condition and --condition-text are given; use only one of them.")
+    if condition is None and condition_text is None:
+        return "condition", None
+    if condition is not None and source.has_column(condition):
         log.info(f"conditions: the column {condition!r}")
         return condition, None
-    condition_column(None, condition)
-    log.info(f"condition: {condition!r} for every row, as there is no column of that name")
-    return None, condition
+    text = condition if condition_text is None else condition_text
+    check_text(text, "--condition-text", "Give a text.")
+    if condition is not None:
+        log.info(f"condition: {condition!r} for every row, as there is no column of that name")
+    return None, text
 
 
 def is_missing(value: Any) -> bool:
@@ -696,13 +621,15 @@ class Collection:
         texts: the texts.
         file: name of their file in messages.
         columns: further columns by name, with unconverted values.
+        conditions: columns of conditions by name.
         has_types: whether the source has types, so that not all values of columns are texts.
     """
 
     texts: list[str]
     file: str
-    columns: Mapping[str, list[Any]] = field(default_factory=dict)
-    has_types: bool = True
+    columns: Mapping[str, list[Any]]
+    conditions: Mapping[str | None, list[str]]
+    has_types: bool
 
 
 def read_collection(
@@ -710,6 +637,7 @@ def read_collection(
     text: str | None = None,
     others: Sequence[str] = (),
     read: ReadOptions | None = None,
+    conditions: Sequence[str] = (),
 ) -> Collection:
     """Read texts from a file or from memory, with further columns.
 
@@ -718,6 +646,7 @@ def read_collection(
         text: the column of a table that contains the texts; None: see ``text_column``.
         others: further columns of the table.
         read: how the texts are read; None: the command has no such options.
+        conditions: columns of conditions, which must not be empty.
 
     Raises:
         UserError: as ``read_text_file``, or ``data`` is a folder, or further columns are requested
@@ -729,21 +658,32 @@ def read_collection(
         raise several_splits_error(source)
     column = text_column(source, text)
     if not source.has_columns:
-        for name in (*others, column):
+        for name in (*others, *conditions, column):
             if name not in TEXT_COLUMNS or name in others:
                 what = "a list of texts" if source.tables else "read as one text per line"
                 raise UserError(
-                    f"{source.name} is {what}, so it has no column {name!r}. Name a table."
+                    f"{source.name} is {what}, so it has no column {name!r}. Name a table, or one "
+                    "condition for every row: --condition TEXT."
                 )
-    columns = [(column, text_reader(source)), *unread_columns(others)]
+    readers = [(column, text_reader(source)), *((name, cell_text) for name in conditions)]
+    readers += [(name, check_cell) for name in others]
     try:
-        texts, *other_values = read_columns(source, source.files, columns)
+        texts, *values = read_columns(source, source.files, readers)
     except MissingColumnError as error:
-        advice = "Name one of its columns (--text COL for the texts)."
+        advice = "Name the column of the texts: --text COL."
+        if error.column in conditions:
+            advice = "Name the conditions: --condition COL_OR_TEXT."
+        elif error.column != column:
+            advice = "Name one of its columns."
         raise MissingColumnError(error.finding, advice, error.column) from error
-    has_types = source.suffix(source.files[0]) not in (".csv", ".tsv")
-    other_columns = dict(zip(others, other_values, strict=True))
-    return Collection(texts, Path(source.files[0]).name, other_columns, has_types)
+    n_conditions, file = len(conditions), source.files[0]
+    return Collection(
+        texts,
+        Path(file).name,
+        columns=dict(zip(others, values[n_conditions:], strict=True)),
+        conditions=dict(zip(conditions, values[:n_conditions], strict=True)),
+        has_types=source.suffix(file) not in (".csv", ".tsv"),
+    )
 
 
 #: Elements within a line: their tags do not divide words.

@@ -32,7 +32,6 @@ from llmcond.data.datasets import (
     read_columns,
     several_splits_error,
     text_reader,
-    unread_columns,
 )
 from llmcond.data.formats import MissingColumnError, ReadOptions, check_columns
 from llmcond.data.readers import STDIN, Source, read_records
@@ -42,7 +41,7 @@ from llmcond.files import digest_bytes, digest_text
 from llmcond.lance_io import READ_ERRORS, check_not_forked, convert_panics
 from llmcond.object_stores import describe_failure, lance_options, open_filesystem
 from llmcond.progress import ReadBar
-from llmcond.text import cell_text, check_string
+from llmcond.text import cell_text, check_cell, check_string
 
 #: Rows per batch when a whole part is read.
 _BATCH_ROWS = 16_384
@@ -488,19 +487,17 @@ class TableRows(TextSource):
         Raises:
             UserError: a column is missing, or a text is empty.
         """
-        texts = {sentence: text_reader(self._source)}
+        readers = {sentence: text_reader(self._source)}
         for name in conditions:
-            texts.setdefault(name, cell_text)
-        others = [name for name in self.columns() if name not in texts]
-        columns = [*texts.items(), *unread_columns(others)]
+            readers.setdefault(name, cell_text)
+        for name in self.columns():
+            readers.setdefault(name, check_cell)
         try:
-            values = read_columns(self._source, self._source.files, columns)
+            values = read_columns(self._source, self._source.files, list(readers.items()))
         except MissingColumnError as error:
             advice = "Name the columns to read: --text COL, --condition COL_OR_TEXT."
             raise UserError(f"{error.finding} {advice}") from error
-        names = [name for name, _ in columns]
-        arrays = [to_arrow(column) for column in values]
-        return TableRows(self._source, pa.table(arrays, names))
+        return TableRows(self._source, pa.table(list(map(to_arrow, values)), list(readers)))
 
     @override
     def states(self) -> dict[str, str]:

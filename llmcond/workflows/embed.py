@@ -23,17 +23,13 @@ from llmcond.conditions import (
     read_values,
 )
 from llmcond.data.datasets import (
-    ConditionedTexts,
     HasColumns,
-    Problems,
     open_collection,
     read_collection,
-    read_texts,
     resolve_conditions,
-    text_column,
 )
 from llmcond.data.guides import read_guide
-from llmcond.data.readers import EMBEDDING_SUFFIXES, VECTOR, Source
+from llmcond.data.readers import EMBEDDING_SUFFIXES, VECTOR
 from llmcond.data.rows import to_arrow
 from llmcond.display import Displayed
 from llmcond.errors import UserError
@@ -194,14 +190,16 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         device=options.device,
         truncate_dim=options.truncate_dim,
     )
-    texts, conditions = _read_texts(source, options.text, columns, keep)
-    report_foreign_texts(texts.sentences, embeddings.encoder.resolved.checkpoint)
-    n = len(texts.sentences)
+    sources = list(dict.fromkeys(column.source for column in columns if column.source))
+    texts = read_collection(source, options.text, keep, conditions=sources)
+    report_foreign_texts(texts.texts, embeddings.encoder.resolved.checkpoint)
+    n = len(texts.texts)
+    conditions = [column.conditions(texts.conditions.get(column.source), n) for column in columns]
     if options.guide is not None:
         distinct = list(dict.fromkeys(chain.from_iterable(conditions)))
         for labelled in read_guide(options.guide, options.text, distinct, read=read):
             embeddings.fit_guide(labelled)
-    rows = [list(zip(texts.sentences, column, strict=True)) for column in conditions]
+    rows = [list(zip(texts.texts, column, strict=True)) for column in conditions]
     ranges = None
     if options.truncate_dim is not None or options.ranges is not None:
         # A wrong size is reported before all texts are encoded.
@@ -231,9 +229,10 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         **format_json(quantizer, options.truncate_dim),
         "conditions": columns_json(columns),
     }
-    table = {**texts.extra, "sentence": texts.sentences}
+    table = {**texts.columns, "sentence": texts.texts}
     if len(columns) == 1:
-        table["condition"] = texts.conditions
+        condition = [columns[0].text or ""] * n
+        table["condition"] = texts.conditions.get(columns[0].source, condition)
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[suffix(out)]
     with replace_atomically(out) as temporary:
         write(temporary, table, list(names), quantizer, record, chain([first], blocks))
@@ -282,59 +281,6 @@ def columns_json(columns: Sequence[VectorColumn]) -> list[dict[str, Any]] | None
 def describe_columns(columns: Sequence[VectorColumn]) -> str:
     """Return several columns of vectors for the log; an empty text for a single one."""
     return f" under each of {len(columns)} conditions" if len(columns) > 1 else ""
-
-
-def _read_texts(
-    source: Source, text: str | None, columns: Sequence[VectorColumn], keep: Sequence[str]
-) -> tuple[ConditionedTexts, list[list[str]]]:
-    """Read texts from a table, or from a source with one text per line or item.
-
-    Returns:
-        The texts, whose conditions are those of the first column of vectors without example values,
-        and the conditions of each column of vectors, with them.
-    """
-    sources = [column.source for column in columns if column.source is not None]
-    if source.has_columns or source.splits is not None:
-        first = columns[0]
-        others = [name for name in sources if name != first.source and name not in keep]
-        texts = read_texts(
-            source,
-            text_column(source, text),
-            first.source,
-            first.text,
-            [*keep, *others],
-        )
-        cells = {name: _read_conditions(texts, name) for name in sources if name != first.source}
-        cells |= {first.source: texts.conditions} if first.source else {}
-        texts = replace(texts, extra={name: texts.extra[name] for name in keep})
-    elif text or keep or sources:
-        source_option = (
-            f"--text {text}" if text else f"--keep {keep[0]}" if keep else "the conditions"
-        )
-        raise UserError(
-            f"{source.name} has one text per line or item, so it has no column for "
-            f"{source_option}. Name a table, or one condition for every row: --condition TEXT."
-        )
-    else:
-        collection, cells = read_collection(source), {}
-        n = len(collection.texts)
-        texts = ConditionedTexts(collection.texts, [columns[0].text or ""] * n, collection.file)
-    n = len(texts.sentences)
-    return texts, [
-        column.conditions(cells[column.source] if column.source else None, n) for column in columns
-    ]
-
-
-def _read_conditions(texts: ConditionedTexts, name: str) -> list[str]:
-    """Return a further column of conditions.
-
-    Raises:
-        UserError: a condition is empty or not a text.
-    """
-    problems = Problems(texts.file)
-    cells = [problems.text(row, name, cell) for row, cell in enumerate(texts.extra[name], 1)]
-    problems.raise_if_any()
-    return cells
 
 
 def _write_parquet(

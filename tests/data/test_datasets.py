@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from llmcond.data.datasets import (
     FRACTIONS,
     Columns,
-    ConditionedTexts,
     RatingScale,
+    open_collection,
+    read_collection,
     read_dataset,
     read_rows,
-    read_texts,
+    resolve_conditions,
 )
 from llmcond.data.rows import Rows, leaked_pairs, rows_digest, shares_sentence, split_by_pair
 from llmcond.errors import UserError
@@ -361,31 +362,37 @@ def test_leaked_pairs_are_counted_once_and_in_either_order():
 # --- Texts for embedding ----------------------------------------------------------------------
 
 
-def test_condition_is_read_from_a_column(write_rows: WriteRows):
+def test_conditions_are_read_from_columns(write_rows: WriteRows):
     path = write_rows([("a", "x"), ("b", "y")], header="sentence,condition")
-    assert read_texts(str(path), "sentence") == ConditionedTexts(["a", "b"], ["x", "y"], "rows.csv")
-    assert read_texts(str(path), "sentence", "sentence").conditions == ["a", "b"]
-
-
-def test_condition_text_applies_to_all_rows(write_rows: WriteRows):
-    path = str(write_rows([("a", "x"), ("b", "y")], header="sentence,condition"))
-    texts = read_texts(path, "sentence", condition_text="the place")
-    assert texts.conditions == ["the place", "the place"]
+    names = ["condition", "sentence"]
+    collection = read_collection(str(path), "sentence", ["condition"], conditions=names)
+    assert (collection.texts, collection.file) == (["a", "b"], "rows.csv")
+    assert collection.conditions == {"condition": ["x", "y"], "sentence": ["a", "b"]}
+    assert collection.columns == {"condition": ["x", "y"]}
     with pytest.raises(
         UserError, match=r"no column 'conditoin'.*Did you mean 'condition'.*--condition COL_OR_TEXT"
     ):
-        read_texts(path, "sentence", "conditoin")
+        read_collection(str(path), "sentence", conditions=["conditoin"])
+
+
+def test_condition_is_a_column_or_a_text(write_rows: WriteRows):
+    source = open_collection(str(write_rows([("a", "x")], header="sentence,condition")))
+    assert resolve_conditions(source, None) == ("condition", None)
+    assert resolve_conditions(source, "sentence") == ("sentence", None)
+    assert resolve_conditions(source, "the place") == (None, "the place")
+    assert resolve_conditions(source, None, "sentence") == (None, "sentence")
     with pytest.raises(UserError, match="both --condition and --condition-text"):
-        read_texts(path, "sentence", "condition", "the place")
-    with pytest.raises(UserError, match="--condition-text is empty"):
-        read_texts(path, "sentence", condition_text=" ")
+        resolve_conditions(source, "condition", "the place")
+    for condition, text in ((" ", None), (None, " "), (None, "")):
+        with pytest.raises(UserError, match="--condition-text is empty. Give"):
+            resolve_conditions(source, condition, text)
 
 
 def test_missing_condition_is_not_replaced_by_the_column_name(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"sentence": "a", "condition": "x"}\n{"sentence": "b"}\n')
     with pytest.raises(UserError, match="condition"):
-        read_texts(str(path), "sentence", "condition")
+        read_collection(str(path), "sentence", conditions=["condition"])
 
 
 @pytest.mark.parametrize(
@@ -406,13 +413,13 @@ def test_invalid_texts_are_rejected(
 ):
     path = write_rows(rows, header="sentence,condition")
     with pytest.raises(UserError, match=message):
-        read_texts(str(path), sentence, condition)
+        read_collection(str(path), sentence, conditions=[condition])
 
 
-def test_read_texts_rejects_a_folder(tmp_path: Path, write_rows: WriteRows):
+def test_collection_is_not_a_folder(tmp_path: Path, write_rows: WriteRows):
     write_rows([("a", "b", "c", 1)], "d/test.csv")
     with pytest.raises(UserError, match="is a folder; name a single file"):
-        read_texts(str(tmp_path / "d"), "sentence1", "condition")
+        read_collection(str(tmp_path / "d"), "sentence1", conditions=["condition"])
 
 
 # --- Digests ----------------------------------------------------------------------------------
