@@ -25,7 +25,7 @@ LIGHT_MODULES = """
     llmcond.serving.server
 """.split()
 SEARCH_MODULES = """
-    llmcond.search llmcond.search.index llmcond.search.projection llmcond.search.query
+    llmcond.search llmcond.search.index llmcond.search.model llmcond.search.query
     llmcond.workflows.cluster
 """.split()
 

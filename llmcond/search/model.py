@@ -1,21 +1,158 @@
-"""The model of an index: a run with its head, and how an index records them."""
+"""The model of an index, and the projections that compute vectors of texts under a condition.
+
+The input of a head comes from up to three kinds of encoder inputs: the text alone, e(s), which is
+encoded once and stored; the condition alone, e(c), which is encoded when a condition is first used;
+and both together, e(s|c). A view without inputs of the last kind, as heads on separate features
+have, is a function of e(s), and no text needs to be encoded again for a new condition.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.arrays import Array, DenseMatrix, Matrix, SharedRows
 from llmcond.data.guides import LabelledTexts
+from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
+from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.heads.guide import Guide, Guides
-from llmcond.runs.embedder import Embedder, EmbeddingModel, base_encoder, fit_checked_guide
-from llmcond.search.projection import NO_CONDITION, ConditionProjections, ViewTemplates
+from llmcond.heads.numpy_heads import ACTIVATIONS, NumpyHead
+from llmcond.prompts import Prompt
+from llmcond.prompts import template as templates
+from llmcond.quantization import check_truncate_dim
+from llmcond.runs.embedder import (
+    Embedder,
+    EmbeddingModel,
+    base_encoder,
+    fit_checked_guide,
+    normalise_vectors,
+)
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
+
+#: Function that computes the vectors, (n, dim), of encoder inputs.
+Encode = Callable[[Sequence[EncoderInput]], Matrix]
+#: Value that replaces a condition to select embeddings without one: e(s), of unit length.
+NO_CONDITION = None
+#: Number of conditions whose projections stay in memory.
+_MAX_PROJECTIONS = 64
+
+
+@dataclass(frozen=True)
+class ViewTemplates:
+    """The encoder inputs of a view, by whether they contain the text, the condition, or both."""
+
+    view: FeatureView
+
+    @cached_property
+    def text_only(self) -> list[templates.InputTemplate]:
+        """The templates of e(s), the text alone, of the prompts that have one."""
+        templates_alone = [prompt.sentence_part for prompt in self.view.prompts]
+        return list(dict.fromkeys(part for part in templates_alone if part is not None))
+
+    @cached_property
+    def joint(self) -> list[templates.InputTemplate]:
+        """The templates that contain both the text and the condition."""
+        parts = (getattr(prompt, part) for prompt, part in self.view.required_parts())
+        return [part for part in parts if len(part.placeholders) > 1]
+
+    @cached_property
+    def condition_only(self) -> list[templates.InputTemplate]:
+        """The templates that contain only the condition."""
+        parts = (getattr(prompt, part) for prompt, part in self.view.required_parts())
+        return [part for part in parts if part.placeholders == {"condition"}]
+
+    def text_inputs(self, texts: Sequence[str]) -> list[EncoderInput]:
+        """Return the inputs of texts alone, with all inputs of one text next to each other."""
+        return [part.render(text, "") for text in texts for part in self.text_only]
+
+
+class ConditionProjection:
+    """A function that computes vectors of texts under one condition."""
+
+    def __init__(
+        self, model: SearchModel, condition: str | None, of_condition: dict[EncoderInput, Array]
+    ) -> None:
+        """Create a projection; ``of_condition`` has the vectors, (dim,), of its own inputs."""
+        self._sources, self._head = model.templates, model.head.head
+        self._condition, self._of_condition = condition, of_condition
+        self._truncate_dim = model.truncate_dim
+
+    def __call__(self, texts: Sequence[str], stored: NDArray[Any], encode: Encode) -> Array:
+        """Compute unit vectors, (n, k) float32.
+
+        Args:
+            texts: n texts.
+            stored: (n, parts * dim): the vectors of ``text_inputs``, concatenated for each text;
+                (n, 0) if there are none.
+            encode: computes the vectors of inputs that contain both the text and the condition.
+        """
+        if self._condition is NO_CONDITION:
+            return normalise_vectors(np.asarray(stored, dtype=np.float32))
+        condition = self._condition
+
+        def read(prompt: Prompt, side: FeaturePart) -> Matrix:
+            part: templates.InputTemplate = getattr(prompt, side)
+            if part.placeholders == {"condition"}:
+                vector = self._of_condition[part.render("", condition)]
+                return SharedRows(vector[None], np.zeros(len(texts), dtype=np.int64))
+            if part in self._sources.text_only:
+                dim = stored.shape[1] // len(self._sources.text_only)
+                start = self._sources.text_only.index(part) * dim
+                return DenseMatrix(stored[:, start : start + dim])
+            return encode([part.render(text, condition) for text in texts])
+
+        features = self._sources.view.sentence_features(read)
+        matrix = self._factored[0]
+        if matrix is None:
+            vectors = self._head.transform(features, self._sources.view.condition_features(read))
+            vectors = vectors[:, : check_truncate_dim(self._truncate_dim, vectors.shape[1])]
+        else:
+            activation = ACTIVATIONS[self._head.settings.activation]
+            vectors = activation(features.read() @ matrix)
+        return normalise_vectors(vectors, self._head)
+
+    @property
+    def basis(self) -> Array | None:
+        """Q, (k, r): a vector z of this projection stands for the embedding zQ^T.
+
+        It is None where the vectors are the embeddings themselves.
+        """
+        return self._factored[1]
+
+    @cached_property
+    def _factored(self) -> tuple[Array | None, Array | None]:
+        """The matrix that a hypernetwork multiplies features by, and the basis, if there are any.
+
+        If no activation follows, the matrix is M, (dim, r), with r as small as possible, such that
+        x M has the cosines of x W_c. In low rank W_c = W_1 W_2, and with W_2^T = Q R the inner
+        products of x W_1 W_2 equal those of x W_1 R^T, which has K numbers instead of k.
+        """
+        head, prompt = self._head, self._sources.view.condition_prompt()
+        if isinstance(head, NumpyHead) or not head.generates_matrices or prompt is None:
+            return None, None
+        vector = self._of_condition[prompt.unconditional.render("", str(self._condition))]
+        factors = [factor[0] for factor in head.module.generated_matrices(vector[None])]
+        dim = check_truncate_dim(self._truncate_dim, factors[-1].shape[1])
+        factors[-1] = factors[-1][:, :dim]
+        last, basis = factors[-1], None
+        if head.settings.activation == "none" and last.shape[0] < last.shape[1]:
+            basis, upper = np.linalg.qr(last.T.astype(np.float64))
+            factors[-1] = upper.T.astype(np.float32)
+        matrix: Array = factors[0]
+        for factor in factors[1:]:
+            matrix = matrix @ factor
+        return matrix, basis
 
 
 @dataclass(frozen=True)
@@ -25,6 +162,13 @@ class SearchModel(EmbeddingModel):
     Raises:
         UserError: if the head does not compare embeddings by their cosine.
     """
+
+    #: The projections of recently used conditions, which several threads may use at once.
+    _projections: OrderedDict[str | None, ConditionProjection] = field(
+        default_factory=OrderedDict, init=False, repr=False, compare=False
+    )
+    _lock: Any = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _loading: Any = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.head.head.compares_by_cosine:
@@ -47,10 +191,36 @@ class SearchModel(EmbeddingModel):
         """Return whether each text is encoded together with the condition."""
         return condition is not NO_CONDITION and bool(self.templates.joint)
 
-    @cached_property
-    def projections(self) -> ConditionProjections:
-        """The projections of texts to vectors under a condition."""
-        return ConditionProjections(self.templates, self.head.head, self.encoder, self.truncate_dim)
+    def projection(self, condition: str | None) -> ConditionProjection:
+        """Return the projection of a condition, and encode the condition's inputs if needed."""
+        with self._lock:
+            projection = self._projections.get(condition)
+            if projection is None:
+                parts = [] if condition is NO_CONDITION else self.templates.condition_only
+                inputs = [part.render("", str(condition)) for part in parts]
+                vectors = dict(zip(inputs, self.encode_inputs(inputs)[:], strict=True))
+                projection = ConditionProjection(self, condition, vectors)
+                self._projections[condition] = projection
+                if len(self._projections) > _MAX_PROJECTIONS:
+                    self._projections.popitem(last=False)
+            self._projections.move_to_end(condition)
+            return projection
+
+    def encode_texts(self, texts: Sequence[str]) -> Array:
+        """Encode queries in the form in which texts are stored, (q, parts * dim)."""
+        return self.encode_inputs(self.templates.text_inputs(texts))[:].reshape(len(texts), -1)
+
+    def encode_inputs(self, inputs: Sequence[EncoderInput]) -> Matrix:
+        """Return the vectors of a few inputs, without storing them.
+
+        Raises:
+            UserError: if the encoder returns NaN or infinity.
+        """
+        if not inputs:
+            return DenseMatrix(np.zeros((0, 0), dtype=np.float32))
+        with self._loading:
+            encoder = self.encoder()
+        return DenseMatrix(encoder.encode(inputs))
 
     @cached_property
     def base(self) -> Encoder | None:
@@ -66,8 +236,8 @@ class SearchModel(EmbeddingModel):
         Raises:
             UserError: if the encoder returns NaN.
         """
-        project, texts = self.projections.get(labelled.condition), labelled.texts
-        vectors = project(texts, self.projections.encode_texts(texts), self.projections.encode)
+        project, texts = self.projection(labelled.condition), labelled.texts
+        vectors = project(texts, self.encode_texts(texts), self.encode_inputs)
         return fit_checked_guide(labelled, vectors, self.head.head)
 
     @cached_property
@@ -79,7 +249,7 @@ class SearchModel(EmbeddingModel):
         """An embedder with the same run, head and guides. Access loads the encoder."""
         guides = Guides()
         for condition, guide in self.guides.items():
-            basis = self.projections.get(condition).basis
+            basis = self.projection(condition).basis
             guides[condition] = guide if basis is None else guide.change_basis(basis)
         return replace(self._unguided, guides=guides)
 

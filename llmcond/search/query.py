@@ -24,8 +24,7 @@ from llmcond.heads.guide import Guide, Guides
 from llmcond.log import log
 from llmcond.runs.embedder import guides_json, normalise_vectors
 from llmcond.search import UnpreparedConditionError
-from llmcond.search.model import SearchModel, short_name
-from llmcond.search.projection import NO_CONDITION, Encode
+from llmcond.search.model import NO_CONDITION, Encode, SearchModel, short_name
 from llmcond.search.table import VECTOR, Positions, TextTable, vectors_of
 from llmcond.search.views import (
     BUDGET,
@@ -168,7 +167,7 @@ class IndexVersion:
         joint = self.model.is_joint(condition)
         if joint and encode is None:
             return None
-        project, columns = self.model.projections.get(condition), ["text"] if joint else []
+        project, columns = self.model.projection(condition), ["text"] if joint else []
         if self.model.templates.text_only:
             columns.append(VECTOR)
         vectors: NDArray[np.float16] = np.zeros((0, 0), dtype=np.float16)
@@ -177,7 +176,7 @@ class IndexVersion:
             texts = rows["text"].to_pylist() if joint else [""] * len(block)
             half = vectors_of(rows).copy()
             stored = convert_dtype(half, "float32", len(missing) * half.shape[1])
-            projected = project(texts, stored, encode or self.model.projections.encode)
+            projected = project(texts, stored, encode or self.model.encode_inputs)
             if not done:
                 vectors = np.empty((len(missing), projected.shape[1]), dtype=np.float16)
             vectors[done : done + len(block)] = convert_dtype(projected, "float16", vectors.size)
@@ -412,12 +411,12 @@ class PreparedSearch:
         return hits
 
     def _encode(self, texts: Sequence[str]) -> _TextsWithVectors:
-        return _TextsWithVectors(texts, self.version.model.projections.encode_texts(texts))
+        return _TextsWithVectors(texts, self.version.model.encode_texts(texts))
 
     def _project(self, encoded: _TextsWithVectors, condition: str | None) -> Array:
         """Return the unit vectors of encoded texts under a condition, (n, k)."""
-        projections = self.version.model.projections
-        vectors = projections.get(condition)(encoded.texts, encoded.stored, projections.encode)
+        model = self.version.model
+        vectors = model.projection(condition)(encoded.texts, encoded.stored, model.encode_inputs)
         guide = self.version.guides.get(condition)
         return vectors if guide is None else guide.transform(vectors)
 

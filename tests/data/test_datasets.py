@@ -384,7 +384,7 @@ def test_condition_is_a_column_or_a_text(write_rows: WriteRows):
     with pytest.raises(UserError, match="both --condition and --condition-text"):
         resolve_conditions(source, "condition", "the place")
     for condition, text in ((" ", None), (None, " "), (None, "")):
-        with pytest.raises(UserError, match="--condition-text is empty. Give"):
+        with pytest.raises(UserError, match="--condition-text is empty"):
             resolve_conditions(source, condition, text)
 
 
@@ -469,4 +469,4 @@ def test_read_rows_returns_the_name_of_the_split(tmp_path: Path, write_rows: Wri
 def test_column_condition_is_required_without_other_condition(write_rows: WriteRows):
     path = str(write_rows([("a", "x")], header="sentence,place"))
     with pytest.raises(UserError, match="no column 'condition'"):
-        read_texts(path, "sentence", None)
+        read_collection(path, "sentence", conditions=["condition"])

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 from openpyxl import Workbook
 
-from llmcond.data.datasets import Columns, read_dataset, read_rows, read_texts
+from llmcond.data.datasets import Columns, read_collection, read_dataset, read_rows
 from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
 
@@ -306,7 +306,7 @@ def test_name_of_a_file_may_have_colons(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path(name).write_text("text\na dog\n")
     for path in (name, Path(name), tmp_path / name):
-        assert read_texts(str(path), "text", condition_text="x").sentences == ["a dog"]
+        assert read_collection(str(path), "text").texts == ["a dog"]
 
 
 def test_unknown_protocol_is_a_user_error():
@@ -436,9 +436,9 @@ def test_unneeded_columns_are_not_converted(tmp_path: Path, in_memory: bool):
 
 def test_condition_of_a_parquet_file_is_a_column_or_a_text(tmp_path: Path):
     path = Path(write_table(tmp_path / "rows.parquet", [("a", "b", "c", 1)]))
-    assert read_texts(str(path), "sentence1", "sentence2").conditions == ["b"]
-    texts = read_texts(str(path), "sentence1", condition_text="the place")
-    assert texts.conditions == ["the place"]
+    assert read_collection(str(path), "sentence1", conditions=["sentence2"]).conditions == {
+        "sentence2": ["b"]
+    }
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
@@ -662,7 +662,7 @@ def test_lack_of_memory_is_not_reported_as_damage(monkeypatch, tmp_path):
 def test_names_of_columns_may_have_spaces_and_must_not_be_empty(tmp_path: Path) -> None:
     path = tmp_path / "texts.csv"
     path.write_text(", text ,id \n0,a,1\n", encoding="utf-8")
-    assert read_texts(str(path), "text", condition_text="c", keep=["id"]).extra == {"id": ["1"]}
-    assert read_texts(str(path), " text ", condition_text="c", keep=["id "]).sentences == ["a"]
+    assert read_collection(str(path), "text", ["id"]).columns == {"id": ["1"]}
+    assert read_collection(str(path), " text ", ["id "]).texts == ["a"]
     with pytest.raises(UserError, match="has no column ''; it has '', 'text', 'id'"):
-        read_texts(str(path), "text", condition_text="c", keep=[""])
+        read_collection(str(path), "text", [""])
