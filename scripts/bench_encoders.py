@@ -29,7 +29,7 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.nv_embed import NVEmbedModel
 from llmcond.encoders.known import find_model, known_names
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.loading.loading import load_config, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
 from llmcond.system import choose_device
 

@@ -57,10 +57,9 @@ from llmcond.encoders.engine.batching import pack_shared
 from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import find_model
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.encoders.loading.loading import load_model
-from llmcond.encoders.openvino.library import import_openvino
+from llmcond.encoders.loading.loading import load_config, load_model, load_tokenizer
+from llmcond.encoders.loading.memory import TORCH_DTYPES
+from llmcond.encoders.openvino.architectures import import_openvino
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import is_encoder
 from llmcond.encoders.spec import EncoderInput

@@ -86,7 +86,7 @@ llmcond.load_embedder().similarity([{FIRST!r}], [{SECOND!r}], {CONDITION!r})
 _EXPORT = """
 from pathlib import Path
 from bench_inputs import export_onnx, optimize_onnx
-from llmcond.encoders.openvino.library import import_openvino
+from llmcond.encoders.openvino.architectures import import_openvino
 folder = Path(GRAPHS)
 export_onnx(FOLDER, folder / "minilm.onnx")
 optimize_onnx(folder / "minilm.onnx", folder / "optimized.onnx", FOLDER)

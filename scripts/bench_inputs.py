@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import KnownModel
-from llmcond.encoders.loading.architecture import build_on_meta, load_config, silence_transformers
+from llmcond.encoders.loading.loading import build_on_meta, load_config, silence_transformers
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.spec import EncoderInput
 

@@ -32,7 +32,7 @@ from llmcond.benchmark.speeds import linear_flops, peak_memory, synchronize
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import known_names
-from llmcond.encoders.loading.device import TORCH_DTYPES
+from llmcond.encoders.loading.memory import TORCH_DTYPES
 from llmcond.features.view import recipe_view
 from llmcond.finetune.encoder import load_trainable, prepare_accelerator
 from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs

@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 from llmcond.encoders.inspect import describe_known
 from llmcond.encoders.known import MODELS
-from llmcond.encoders.loading.device import default_token_budget
+from llmcond.encoders.loading.memory import default_token_budget
 from llmcond.files import format_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "encoders.md"

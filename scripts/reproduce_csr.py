@@ -45,7 +45,7 @@ from llmcond.commands.train_lora import train_lora
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.routers.settings import RELEASED_MODES
+from llmcond.encoders.settings import RELEASED_MODES
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import write_text

@@ -41,7 +41,7 @@ from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.loading.loading import load_config, load_tokenizer
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
 from llmcond.heads import load_recipe

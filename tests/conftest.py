@@ -20,9 +20,9 @@ from zlib import crc32
 import pytest
 
 from llmcond.encoders.encoder import Encoder, load_encoder
-from llmcond.encoders.openvino.library import import_openvino, is_installed
+from llmcond.encoders.openvino.architectures import import_openvino
 from llmcond.log import log_to_terminal
-from llmcond.system import cpu_features
+from llmcond.system import cpu_features, is_installed
 
 #: Networks with more bytes are compiled each time, because hashing their weights takes as long.
 _MAX_CACHED_BYTES = 2**20
@@ -116,7 +116,7 @@ def pytest_collection_finish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         for name in ("hypothesis", "lance", "peft", "sklearn", "transformers.trainer"):
             import_module(name)
-        if is_installed():
+        if is_installed("openvino"):
             import_openvino()
     # Modules stay in memory. Searching them for garbage again and again took a tenth of the time.
     gc.collect()

@@ -25,8 +25,7 @@ from llmcond.encoders import EncoderOptions
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.engine import Engine, create_engine, torch_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.loading import load_model
+from llmcond.encoders.loading.loading import load_config, load_model, load_tokenizer
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
 from llmcond.errors import first_line

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.nv_embed import NVEmbedModel
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.loading.loading import load_config, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
 
 Encode = Callable[[Sequence[EncoderInput]], NDArray[np.float32]]

@@ -32,9 +32,8 @@ from llmcond.benchmark.peers import Encode, PlainLoop, sentence_transformers
 from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shorten_input
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.engine import torch_engine
-from llmcond.encoders.loading.architecture import build_on_meta, load_config
-from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.encoders.loading.memory import POOLING_MODULES
+from llmcond.encoders.loading.loading import build_on_meta, load_config
+from llmcond.encoders.loading.memory import POOLING_MODULES, TORCH_DTYPES
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import first_line

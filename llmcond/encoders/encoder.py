@@ -5,33 +5,38 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
+import sys
 import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import as_list, scale_to_unit_norm
-from llmcond.encoders.engine.interface import AnyEngine, OutOfMemoryError, n_routes
-from llmcond.encoders.engine.routing import (
+from llmcond.encoders.engine.interface import (
+    AnyEngine,
+    OutOfMemoryError,
     group_routed_inputs,
     list_routers,
     make_routes,
+    n_routes,
+    recording_weights,
     strip_router,
 )
-from llmcond.encoders.engine.token_weights import recording_weights
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Token, Tokens, check_inputs
-from llmcond.encoders.poolings import ROUTED_POOLINGS
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.settings import EncoderOptions
 from llmcond.encoders.spec import (
+    ROUTED_POOLINGS,
     TRUNCATION_NOTE,
     Encoded,
     EncoderInput,
@@ -39,7 +44,6 @@ from llmcond.encoders.spec import (
     check_finite,
     plan_inputs,
 )
-from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError, shortened_repr
 from llmcond.files import digest_bytes
 from llmcond.log import log
@@ -51,11 +55,136 @@ from llmcond.quantization import (
     check_truncate_dim,
     convert_embeddings,
 )
-from llmcond.system import computes_natively
+from llmcond.system import computes_natively, cpu_threads
 
-_P = ParamSpec("_P")
+if TYPE_CHECKING:
+    from llmcond.encoders.resolve import ResolvedEncoder
+
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_MAX_THREADS = 8
+_worker = threading.local()
+
+
+class CancelledError(LlmcondError):
+    """Raised in a worker thread whose results are no longer needed."""
+
+
+def check_cancelled() -> None:
+    """Raise a ``CancelledError`` if the work of the calling worker thread was cancelled."""
+    cancelled: threading.Event | None = getattr(_worker, "cancelled", None)
+    if cancelled is not None and cancelled.is_set():
+        raise CancelledError("the extraction was stopped.")
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """Number of threads that run an encoder, and of cores for each of them.
+
+    Attributes:
+        threads: worker threads.
+        cores: PyTorch threads of each worker thread.
+    """
+
+    threads: int
+    cores: int
+
+    @classmethod
+    def for_encoder(cls, resolved: ResolvedEncoder) -> Concurrency:
+        """Choose the numbers for an encoder."""
+        cores = cpu_threads()
+        if resolved.device != "cpu" or resolved.runtime == "openvino":
+            # One thread prepares and stores what the other computes. More are not needed: a GPU
+            # runs one batch at a time, and OpenVINO shares the cores among all batches.
+            return cls(min(2, cores) if resolved.device == "cpu" else 2, cores)
+        # bitsandbytes stores its current state in the layers, so they are not thread-safe.
+        threads = 1 if resolved.identity.quantize != "none" else min(cores, _MAX_THREADS)
+        return cls(threads, cores // threads)
+
+
+class WorkerThreads:
+    """A fixed number of threads that share the cores; they start at their first use."""
+
+    def __init__(self, concurrency: Concurrency) -> None:
+        self.concurrency = concurrency
+        self._executor: ThreadPoolExecutor | None = None
+        self._start_lock = threading.Lock()
+
+    def map(
+        self, function: Callable[[_Item], _Result], items: Iterable[_Item]
+    ) -> Iterator[_Result]:
+        """Yield ``function(item)`` for each item, in order.
+
+        Only a few calls run ahead of the results. If a call raises, the calls that have begun are
+        finished first. If the caller stops iterating, they are cancelled; see ``check_cancelled``.
+        """
+        executor = self._get_executor()
+        cancelled = threading.Event()
+
+        def work(item: _Item) -> _Result:
+            _worker.cancelled = cancelled
+            return function(item)
+
+        pending: deque[Future[_Result]] = deque()
+        try:
+            for item in items:
+                pending.append(executor.submit(work, item))
+                if len(pending) > self.concurrency.threads:
+                    yield _pop_first(pending)
+            while pending:
+                yield _pop_first(pending)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                cancelled.set()
+            # Cancel all futures before waiting for any: otherwise a free thread would begin the
+            # next one meanwhile.
+            for future in [future for future in pending if not future.cancel()]:
+                future.exception()
+            raise
+
+    def close(self) -> None:
+        """Stop the threads after their current calls."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _get_executor(self) -> ThreadPoolExecutor:
+        count = self.concurrency.threads
+        with self._start_lock:
+            if self._executor is None:
+                torch: Any = sys.modules.get("torch")
+                if torch is None:  # another library computes, and manages its threads itself
+                    self._executor = ThreadPoolExecutor(count, "llmcond-encode")
+                    return self._executor
+                cores = torch.get_num_threads()
+                self._executor = ThreadPoolExecutor(count, "llmcond-encode", self._init_worker)
+                # The number that a worker sets also becomes PyTorch's number for threads that
+                # start later. Wait until all workers have set theirs, then restore it.
+                ready = threading.Barrier(count + 1)
+                for _ in range(count):
+                    self._executor.submit(ready.wait)
+                ready.wait()
+                torch.set_num_threads(cores)
+            return self._executor
+
+    def _init_worker(self) -> None:
+        import torch
+
+        # A thread adopts PyTorch's global number when it first computes, unless it has read it
+        # before.
+        torch.get_num_threads()
+        torch.set_num_threads(self.concurrency.cores)
+
+
+def _pop_first(pending: deque[Future[_Result]]) -> _Result:
+    # Remove the future only after its result has arrived: if an interrupt comes meanwhile, it must
+    # still be among the pending ones.
+    result = pending[0].result()
+    pending.popleft()
+    return result
+
+
+_P = ParamSpec("_P")
 
 #: Inputs that one thread tokenises and encodes at a time: on a CPU, and on a GPU, where batches of
 #: fewer short texts would stay far below the token budget.
@@ -106,39 +235,6 @@ class TokenWeights:
 _Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
-def _load_engines(
-    resolved: ResolvedEncoder, threads: int
-) -> tuple[InputTokenizer, Sequence[AnyEngine]]:
-    """Load an encoder's tokenizer and engines; an ensemble has one engine per member."""
-    dtype, device = resolved.identity.dtype, resolved.device
-    if not computes_natively(dtype, device):  # it was resolved on another machine of a cluster
-        raise LlmcondError(
-            f"{resolved.checkpoint.name} is to be computed in {dtype}, which {device} of this "
-            "machine would emulate. Use machines with the same processors, or --dtype float32."
-        )
-    why = resolved.openvino_obstacle
-    if resolved.runtime == "openvino":
-        from llmcond.encoders.openvino.engine import load_engines
-        from llmcond.encoders.openvino.weights import CannotRunError
-
-        try:
-            return load_engines(resolved)
-        except CannotRunError as error:
-            why = str(error)
-    from llmcond.encoders.engine.engine import load_torch_engines
-
-    # PyTorch reports broken weights, so it loads them even if an error about OpenVINO follows.
-    loaded = load_torch_engines(resolved, threads)
-    if resolved.identity.runtime == "openvino":
-        raise LlmcondError(
-            f"{resolved.checkpoint.name} cannot be run by OpenVINO: {why}. Use PyTorch instead "
-            "(llmcond extract --runtime torch)."
-        )
-    if why:
-        log.info(f"{resolved.checkpoint.name} runs in PyTorch on this CPU: {why}")
-    return loaded
-
-
 @dataclass(frozen=True)
 class _LoadedEncoder:
     """What one process holds of an encoder.
@@ -159,11 +255,33 @@ class _LoadedEncoder:
     @classmethod
     def load(cls, resolved: ResolvedEncoder, concurrency: Concurrency) -> _LoadedEncoder:
         """Load tokenizer and weights; errors are those of ``Encoder``."""
-        return cls(*_load_engines(resolved, concurrency.threads), WorkerThreads(concurrency))
+        dtype, device, name = resolved.identity.dtype, resolved.device, resolved.checkpoint.name
+        if not computes_natively(dtype, device):  # it was resolved on another machine of a cluster
+            raise LlmcondError(
+                f"{name} is to be computed in {dtype}, which {device} of this machine would "
+                "emulate. Use machines with the same processors, or --dtype float32."
+            )
+        why = resolved.openvino_obstacle
+        if resolved.runtime == "openvino":
+            from llmcond.encoders.openvino.engine import load_engines
+            from llmcond.encoders.openvino.support import CannotRunError
 
-    def with_new_threads(self, concurrency: Concurrency) -> _LoadedEncoder:
-        """Return the same with threads and locks of its own."""
-        return _LoadedEncoder(self.tokenizer, self.engines, WorkerThreads(concurrency))
+            try:
+                return cls(*load_engines(resolved), WorkerThreads(concurrency))
+            except CannotRunError as error:
+                why = str(error)
+        from llmcond.encoders.engine.engine import load_torch_engines
+
+        # PyTorch reports broken weights, so it loads them even if an error about OpenVINO follows.
+        loaded = load_torch_engines(resolved, concurrency.threads)
+        if resolved.identity.runtime == "openvino":
+            raise LlmcondError(
+                f"{name} cannot be run by OpenVINO: {why}. Use PyTorch instead (llmcond extract "
+                "--runtime torch)."
+            )
+        if why:
+            log.info(f"{name} runs in PyTorch on this CPU: {why}")
+        return cls(*loaded, WorkerThreads(concurrency))
 
 
 #: The encoders of this process.
@@ -213,7 +331,7 @@ class Encoder:
         self._unit = UNIT if resolved.device == "cpu" else UNIT_ON_GPU
         self._loading = threading.Lock()
         self._loaded: _LoadedEncoder | None = _LoadedEncoder.load(resolved, self.concurrency)
-        self.dim = sum(engine.dim for engine in self._engines)
+        self.dim = sum(engine.dim for engine in self._state.engines)
         _ENCODERS.add(self)
 
     @property
@@ -233,23 +351,11 @@ class Encoder:
     @property
     def engine(self) -> AnyEngine:
         """The engine that runs the network; of an ensemble, that of the first member."""
-        return self._engines[0]
-
-    @property
-    def _engines(self) -> Sequence[AnyEngine]:
-        return self._state.engines
-
-    @property
-    def _threads(self) -> WorkerThreads:
-        return self._state.threads
+        return self._state.engines[0]
 
     @property
     def _tokenizer(self) -> InputTokenizer:
         return self._state.tokenizer
-
-    @property
-    def _tokenizer_lock(self) -> threading.Lock:
-        return self._state.tokenizer_lock
 
     def _restart_after_fork(self) -> None:
         """Forget what does not work in a forked process, which has only the thread that forked."""
@@ -257,7 +363,8 @@ class Encoder:
         if self._loaded is None:
             return
         if self.resolved.runtime == "torch" and self.resolved.device == "cpu":
-            self._loaded = self._loaded.with_new_threads(self.concurrency)
+            loaded, threads = self._loaded, WorkerThreads(self.concurrency)
+            self._loaded = _LoadedEncoder(loaded.tokenizer, loaded.engines, threads)
             return
         # Deleting what OpenVINO has created would wait for threads that do not exist.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._loaded))
@@ -353,7 +460,7 @@ class Encoder:
             EncoderInput("", item) if isinstance(item, str) else item
             for item in as_list(inputs, "inputs")
         ]
-        map_units = self._threads.map if self.concurrency.threads > 1 else map
+        map_units = self._state.threads.map if self.concurrency.threads > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
             encoded = self._encode(items, map_units, bar, unit_size=batch_size)
         check_finite(encoded.vectors, items)
@@ -405,12 +512,12 @@ class Encoder:
         vectors, n_cut = np.empty((len(rows), self.dim), dtype=np.float32), 0
 
         def encode(unit: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-            with self._tokenizer_lock:
+            with self._state.tokenizer_lock:
                 tokens = self._tokenizer.join_rows([rows[index] for index in unit])
             n_tokens = np.array([row.n_tokens for row in tokens], dtype=np.int32)
             return np.concatenate(self._run(tokens)[0]), n_tokens
 
-        map_units = self._threads.map if self.concurrency.threads > 1 else map
+        map_units = self._state.threads.map if self.concurrency.threads > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
             if bar is not None:
                 bar.start(len(rows), sum(sizes))
@@ -460,7 +567,9 @@ class Encoder:
         """
         inputs = as_list(inputs, "inputs")
         concurrent = threads and self.concurrency.threads > 1
-        encoded = self._encode(inputs, self._threads.map if concurrent else map, queries=queries)
+        encoded = self._encode(
+            inputs, self._state.threads.map if concurrent else map, queries=queries
+        )
         try:
             check_finite(encoded.vectors, inputs)
         except NotFiniteError as error:
@@ -532,7 +641,7 @@ class Encoder:
         return self._describe(item, self._tokenize([item])[0][0])
 
     def _describe(self, item: EncoderInput, row: Tokens) -> list[Token]:
-        with self._tokenizer_lock:
+        with self._state.tokenizer_lock:
             return self._tokenizer.describe(item, row)
 
     def queries(
@@ -686,10 +795,11 @@ class Encoder:
         rows = iter(
             self._run([row for item_windows in windows for row in item_windows], queries=True)[0]
         )
-        means = [np.mean([next(rows) for _ in item_windows], axis=0)[0] for item_windows in windows]
         return [
-            RouterQuery(mean, item_windows[0].n_tokens)
-            for mean, item_windows in zip(means, windows, strict=True)
+            RouterQuery(
+                np.mean([next(rows) for _ in item_windows], axis=0)[0], item_windows[0].n_tokens
+            )
+            for item_windows in windows
         ]
 
     def _is_query(self, item: EncoderInput, queries: RouterQueries) -> bool:
@@ -700,7 +810,7 @@ class Encoder:
         return query is not None and query.n_tokens <= self.identity.max_length
 
     def _tokenize(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
-        with self._tokenizer_lock:
+        with self._state.tokenizer_lock:
             return self._tokenizer.windows(inputs)
 
     def _run(
@@ -712,12 +822,14 @@ class Encoder:
         those of its N members, concatenated and divided by sqrt(N). The members' vectors have unit
         norm, so the result has too, and its cosine is the mean of the members' cosines.
         """
-        if len(self._engines) > 1 and (routes or queries):
+        if len(self._state.engines) > 1 and (routes or queries):
             raise UserError(
                 f"{self.name} is an ensemble, and ensembles do not support routers. Use another "
                 "prompt or encoder."
             )
-        results = [self._run_engine(engine, rows, routes, queries) for engine in self._engines]
+        results = [
+            self._run_engine(engine, rows, routes, queries) for engine in self._state.engines
+        ]
         if len(results) == 1:
             return results[0]
         parts = zip(*(vectors for vectors, _ in results), strict=True)

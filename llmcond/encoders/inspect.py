@@ -12,19 +12,21 @@ from llmcond.encoders.engine.interface import check_token_ids
 from llmcond.encoders.engine.nv_embed import read_config
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import PADDING_SIDE, KnownModel, explain_no_float16
-from llmcond.encoders.loading.architecture import (
+from llmcond.encoders.loading.loading import (
     build_on_meta,
+    check_dense_and_adapter,
     load_config,
     load_tokenizer,
     token_embeddings,
 )
-from llmcond.encoders.loading.device import default_token_budget
-from llmcond.encoders.loading.loading import check_dense_and_adapter
-from llmcond.encoders.loading.memory import available_memory, measure_footprint
-from llmcond.encoders.poolings import get_pooling
+from llmcond.encoders.loading.memory import (
+    available_memory,
+    default_token_budget,
+    measure_footprint,
+)
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import STATED
-from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
+from llmcond.encoders.spec import Dtype, EncoderInput, Quantize, get_pooling
 
 #: The number types and quantisations whose memory requirements are reported.
 _PRECISIONS: list[tuple[Dtype, str]] = [("float32", "none")]

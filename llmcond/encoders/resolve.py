@@ -17,9 +17,8 @@ from llmcond.encoders.checkpoints.checkpoint import (
 )
 from llmcond.encoders.checkpoints.settings import read_adapter_settings, read_supported_settings
 from llmcond.encoders.known import default_prompt, explain_no_float16, joint_prompt
-from llmcond.encoders.poolings import POOLINGS, get_pooling
 from llmcond.encoders.settings import EncoderIdentity, EncoderOptions, SettingSources
-from llmcond.encoders.spec import Runtime
+from llmcond.encoders.spec import POOLINGS, Runtime, get_pooling
 from llmcond.errors import UserError
 from llmcond.system import check_device, choose_device, may_have_gpu, require_quantization
 

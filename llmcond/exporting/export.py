@@ -15,7 +15,7 @@ import numpy as np
 
 from llmcond.bundled import pretrained_folder
 from llmcond.encoders.checkpoints.checkpoint import find_hub_source, read_settings
-from llmcond.encoders.loading.architecture import silence_transformers
+from llmcond.encoders.loading.loading import silence_transformers
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError, shortened_repr
 from llmcond.exporting.modules import (

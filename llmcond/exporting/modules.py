@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 from llmcond.arrays import Array
 from llmcond.encoders.checkpoints.checkpoint import read_settings
-from llmcond.encoders.checkpoints.weights import read_all_weights
 from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.loading import load_model
-from llmcond.encoders.poolings import get_pooling
+from llmcond.encoders.loading.loading import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_all_weights,
+)
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import SETTINGS, encoder_types
+from llmcond.encoders.spec import get_pooling
 from llmcond.errors import UserError
 from llmcond.exporting.tokenizers import Affixes, find_affixes, write_tokenizer
 from llmcond.files import write_json

@@ -37,9 +37,8 @@ from llmcond.features.missing import (
 from llmcond.files import digest_bytes
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoder, RouterQueries, RouterQuery
+    from llmcond.encoders.encoder import Encoder, RouterQueries, RouterQuery, WorkerThreads
     from llmcond.encoders.spec import Encoded
-    from llmcond.encoders.threads import WorkerThreads
     from llmcond.features.store import FeatureStore
 
 #: The number of inputs of a chunk, which is the most that a killed process loses. A chunk is
@@ -421,7 +420,7 @@ class _EncodingThreads:
 
     @cached_property
     def threads(self) -> WorkerThreads:
-        from llmcond.encoders.threads import WorkerThreads
+        from llmcond.encoders.encoder import WorkerThreads
 
         return WorkerThreads(self.encoder.concurrency)
 

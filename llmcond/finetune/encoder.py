@@ -25,16 +25,19 @@ from llmcond.encoders.checkpoints.adapter import (
     write_encoder_record,
 )
 from llmcond.encoders.checkpoints.checkpoint import settings_files
-from llmcond.encoders.checkpoints.weights import read_all_weights
 from llmcond.encoders.engine.engine import Engine, create_engine, is_out_of_memory
 from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.known import find_model
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.loading import load_model
+from llmcond.encoders.loading.loading import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_all_weights,
+)
 from llmcond.encoders.loading.memory import POOLING_MODULES
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.routers.passes import passes_class
+from llmcond.encoders.routers.csr import passes_class
 from llmcond.encoders.settings import MODEL_SETTINGS, STATED
 from llmcond.errors import LlmcondError, UserError, first_line, list_legal_values
 from llmcond.files import read_json, replace_atomically, write_json

@@ -33,7 +33,7 @@ from llmcond.data.aspects import AspectSample, dataset_files, read_triples
 from llmcond.data.datasets import read_rows, sample_folder
 from llmcond.data.rows import rows_digest
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint
-from llmcond.encoders.loading.architecture import build_on_meta, load_config, token_embeddings
+from llmcond.encoders.loading.loading import build_on_meta, load_config, token_embeddings
 from llmcond.encoders.loading.memory import measure_footprint
 from llmcond.errors import UserError, nearest
 from llmcond.files import digest_bytes, digest_text, read_json

@@ -17,9 +17,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from llmcond.config import STRICT, build, check_name, read_toml, resolve_toml
-from llmcond.encoders.poolings import ROUTED_POOLINGS, get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
-from llmcond.encoders.spec import EncoderInput, Router, Span
+from llmcond.encoders.spec import ROUTED_POOLINGS, EncoderInput, Router, Span, get_pooling
 from llmcond.errors import UserError, list_legal_values
 from llmcond.files import digest_text
 

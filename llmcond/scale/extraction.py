@@ -90,8 +90,7 @@ class FragmentWriter:
         Raises:
             UserError: if this machine does not have the encoder, or has another version of it.
         """
-        from llmcond.encoders.encoder import Encoder
-        from llmcond.encoders.threads import WorkerThreads
+        from llmcond.encoders.encoder import Encoder, WorkerThreads
 
         if spec.options.device == "cpu":
             compute_on_one_thread()

@@ -21,11 +21,10 @@ import numpy as np
 from llmcond.benchmark.shapes import SHAPES
 from llmcond.display import Displayed
 from llmcond.encoders import ResolvedEncoder
-from llmcond.encoders.checkpoints.weights import load_dense
+from llmcond.encoders.encoder import Concurrency, WorkerThreads
 from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.loading.loading import load_config, load_dense, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
-from llmcond.encoders.threads import Concurrency, WorkerThreads
 from llmcond.errors import UserError
 from llmcond.features.extract import CHUNK, WINDOW
 from llmcond.features.fragments import row_bytes

@@ -15,8 +15,7 @@ from llmcond.benchmark.peers import PlainLoop, sentence_transformers
 from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shorten_input
 from llmcond.commands.bench import Bench
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.loading.architecture import load_config
-from llmcond.encoders.loading.loading import load_model
+from llmcond.encoders.loading.loading import load_config, load_model
 from llmcond.errors import LlmcondError
 from llmcond.workflows.bench import Benchmark
 
@@ -179,7 +178,7 @@ def test_full_shapes_have_parameter_counts_of_their_models(tmp_path):
 
     from llmcond.benchmark.shapes import Shape, random_encoder
     from llmcond.encoders import EncoderOptions
-    from llmcond.encoders.loading.architecture import build_on_meta, load_config
+    from llmcond.encoders.loading.loading import build_on_meta, load_config
 
     for shape in get_args(Shape):
         resolved = random_encoder(shape, tmp_path, EncoderOptions(), "cpu")

@@ -14,8 +14,7 @@ import torch
 from torch.nn import functional
 
 from llmcond.benchmark.golden import STORED, golden_differences, stored_encoder, stored_rows
-from llmcond.encoders.loading.architecture import load_config
-from llmcond.encoders.loading.loading import load_model
+from llmcond.encoders.loading.loading import load_config, load_model
 
 HEADS = 2
 

@@ -15,7 +15,7 @@ from llmcond.benchmark.checks import CheckEnvironment, distance
 from llmcond.benchmark.shapes import csts_inputs, long_inputs
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.loading import memory
-from llmcond.encoders.loading.architecture import build_on_meta, load_config
+from llmcond.encoders.loading.loading import build_on_meta, load_config
 from llmcond.encoders.loading.memory import measure_footprint
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import EncoderInput, Router

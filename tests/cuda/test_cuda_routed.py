@@ -11,8 +11,8 @@ from helpers.standin import StandIn
 from llmcond.benchmark.checks import CheckEnvironment, distance
 from llmcond.benchmark.shapes import csts_inputs
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.forward import pool_routed
 from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.engine.pooling import pool_routed
 from llmcond.encoders.spec import EncoderInput, Router
 
 

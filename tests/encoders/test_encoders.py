@@ -13,7 +13,7 @@ from helpers.vectors import cosines
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine.pooling import mean_pooling
+from llmcond.encoders.engine.forward import mean_pooling
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 

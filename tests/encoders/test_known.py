@@ -4,7 +4,7 @@ import pytest
 
 from llmcond.encoders import MODELS, EncoderOptions
 from llmcond.encoders.known import find_model, known_names, read_model
-from llmcond.encoders.poolings import POOLINGS
+from llmcond.encoders.spec import POOLINGS
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

@@ -10,7 +10,7 @@ from helpers import checkpoints
 import llmcond
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder, load_encoder
-from llmcond.encoders.openvino import library
+from llmcond.encoders.openvino import support
 from llmcond.encoders.settings import _log_emulated
 from llmcond.errors import LlmcondError, UserError
 from llmcond.runs.open import open_run
@@ -113,7 +113,7 @@ def test_encoder_resolved_on_another_machine_is_not_computed_emulated(monkeypatc
 @pytest.mark.parametrize(("features", "native"), [(AVX2, False), (AVX512, False)])
 def test_openvino_follows_features_of_cpu(monkeypatch, features, native):
     monkeypatch.setenv("LLMCOND_CPU_FEATURES", features)
-    assert library.computes_bfloat16() == native
+    assert support.computes_bfloat16() == native
 
 
 # -- runs --------------------------------------------------------------------------------------

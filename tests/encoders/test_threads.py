@@ -12,8 +12,14 @@ import torch
 from helpers.waiting import PATIENCE
 
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.encoder import UNIT, load_encoder
-from llmcond.encoders.threads import CancelledError, Concurrency, WorkerThreads, check_cancelled
+from llmcond.encoders.encoder import (
+    UNIT,
+    CancelledError,
+    Concurrency,
+    WorkerThreads,
+    check_cancelled,
+    load_encoder,
+)
 
 # With the one thread of a test worker, tests could not see that the number is restored.
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -19,9 +19,8 @@ from helpers.waiting import PATIENCE
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.encoder import Concurrency, Encoder
 from llmcond.encoders.spec import InputError
-from llmcond.encoders.threads import Concurrency
 from llmcond.errors import DiskFullError, LlmcondError
 from llmcond.features.extract import Chunking, Extraction, extract, order_inputs
 from llmcond.features.missing import count_in_background

@@ -198,16 +198,48 @@ def special_fields(record: Mapping[str, Any]) -> list[str]:
     return special
 
 
-def is_target(name: str, target_modules: Any) -> bool:
-    """Return whether an adapter adapts a layer; ``target_modules`` is interpreted as in peft.
-
-    Raises:
-        re.error: It is a text, and no regular expression.
-    """
+def _is_target(name: str, target_modules: Any) -> bool:
+    """Return whether an adapter adapts a layer; ``target_modules`` is interpreted as in peft."""
     if isinstance(target_modules, str):
         return re.fullmatch(target_modules, name) is not None
     suffixes = target_modules if isinstance(target_modules, list) else []
     return any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)
+
+
+class NotPlainError(Exception):
+    """An adapter is not the sum of its base and B A; the message lists the fields that say so."""
+
+
+def plain_lora(
+    record: Mapping[str, Any], layers: Mapping[str, tuple[int, ...]]
+) -> tuple[float, dict[str, tuple[int, ...]]]:
+    """Return the scale of a plain adapter, and the shapes of its tensors by their names.
+
+    Args:
+        record: its config.
+        layers: the shape of the weight of each layer of its base, by the layer's name; it is empty
+            for layers that are not linear.
+
+    Raises:
+        NotPlainError: only peft can apply the adapter.
+    """
+    values: dict[str, Any] = {**_DEFAULTS, **record}
+    rank, alpha, targets = (values.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    if special := special_fields(record):
+        raise NotPlainError(", ".join(special))
+    if not (type(rank) is int and rank > 0 and isinstance(alpha, int | float)):
+        raise NotPlainError(f"r = {rank!r} and lora_alpha = {alpha!r}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        adapted = {name: shape for name, shape in layers.items() if _is_target(name, targets)}
+    except re.error as error:
+        raise NotPlainError(f"target_modules = {targets!r}") from error
+    if targets == "all-linear" or not all(adapted.values()):
+        raise NotPlainError(f"target_modules = {targets!r}")
+    for name, (out_features, in_features) in adapted.items():
+        shapes[f"{name}.lora_A.weight"] = (rank, in_features)
+        shapes[f"{name}.lora_B.weight"] = (out_features, rank)
+    return alpha / (rank**0.5 if record.get("use_rslora") else rank), shapes
 
 
 def identify(folder: Path, name: str, base_weights: str) -> str:
@@ -305,37 +337,28 @@ def _read_updates(network: Any, folder: Path, name: str) -> list[_Update] | None
         UserError: the adapter belongs to another architecture.
         LlmcondError: the adapter's file is broken.
     """
-    import torch
     from torch import nn
 
-    record = _DEFAULTS | read_lora(folder, name)
-    rank, alpha, targets = (record[key] for key in ("r", "lora_alpha", "target_modules"))
-    if special_fields(record) or not (
-        type(rank) is int and rank > 0 and type(alpha) in (int, float)
-    ):
-        return None
-    tensors = _read_tensors(folder, name)
-    root = _find_root(network, tensors)
+    record, tensors = read_lora(folder, name), _read_tensors(folder, name)
+    modules = dict(_find_root(network, tensors).named_modules())
     try:
-        layers = {key: layer for key, layer in root.named_modules() if is_target(key, targets)}
-    except re.error:
+        scale, expected = plain_lora(
+            record,
+            {
+                key: tuple(layer.weight.shape) if type(layer) is nn.Linear else ()
+                for key, layer in modules.items()
+            },
+        )
+    except NotPlainError:
         return None
-    if targets == "all-linear" or not all(type(layer) is nn.Linear for layer in layers.values()):
-        return None
-    if not layers:
+    if not expected:
         raise _other_base_error(network, record, name)
     _check_ranks(record, tensors, name)
-    expected = {}
-    with torch.device("meta"):
-        for key, layer in layers.items():
-            expected[f"{key}.lora_A.weight"] = torch.empty(rank, layer.in_features)
-            expected[f"{key}.lora_B.weight"] = torch.empty(layer.out_features, rank)
     tensors = _drop_other_heads(network, tensors, expected)
     _check_tensors(tensors, expected, expected, network, name)
-    scale = alpha / (rank**0.5 if record.get("use_rslora") else rank)
     return [
-        _Update(layer, scale, *(tensors[f"{key}.lora_{factor}.weight"] for factor in "AB"))
-        for key, layer in layers.items()
+        _Update(modules[key.removesuffix(".lora_A.weight")], scale, tensors[key], tensors[up])
+        for key, up in zip(*[iter(expected)] * 2, strict=True)
     ]
 
 
@@ -413,7 +436,7 @@ def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]
         key: key_of[id(adapter_state[key])] for key in adapter_state
     }
     tensors = _drop_other_heads(network, tensors, state_keys)
-    expected = {key: state[state_key] for key, state_key in state_keys.items()}
+    expected = {key: tuple(state[state_key].shape) for key, state_key in state_keys.items()}
     _check_tensors(tensors, expected, adapter_state, network, name)
     return root, {state_keys[key]: value for key, value in tensors.items()}
 
@@ -536,7 +559,7 @@ def _build_lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
 
 def _check_tensors(
     tensors: Mapping[str, Any],
-    expected: Mapping[str, Any],
+    expected: Mapping[str, tuple[int, ...]],
     adapter_keys: Iterable[str],
     network: Any,
     name: str,
@@ -554,10 +577,10 @@ def _check_tensors(
             "is incomplete."
         )
     for key, value in tensors.items():
-        shape, expected_shape = tuple(value.shape), tuple(expected[key].shape)
-        if shape != expected_shape:
+        if tuple(value.shape) != expected[key]:
             raise UserError(
-                f"{description} has {key} of the shape {shape}; expected {expected_shape}. It was "
+                f"{description} has {key} of the shape {tuple(value.shape)}; expected "
+                f"{expected[key]}. It was "
                 "trained on another base, or with a rank other than the one in its config."
             )
 

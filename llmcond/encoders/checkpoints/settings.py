@@ -16,9 +16,8 @@ from llmcond.encoders.checkpoints.checkpoint import (
     read_settings,
 )
 from llmcond.encoders.known import known_names
-from llmcond.encoders.poolings import POOLINGS
 from llmcond.encoders.settings import TOKENIZER_DECIDES
-from llmcond.encoders.spec import MAX_LAYERS, Attention
+from llmcond.encoders.spec import MAX_LAYERS, POOLINGS, Attention
 from llmcond.errors import UserError, did_you_mean, shortened_repr
 
 #: Architectures whose position table starts after the padding index.

@@ -23,13 +23,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcond.encoders.engine import attention, varlen
+from llmcond.encoders.engine import attention
 from llmcond.encoders.engine.batching import STEP, pack, pack_shared, plan_batches
 from llmcond.encoders.engine.forward import (
     Forward,
     ForwardSettings,
     PackedForward,
     PaddedForward,
+    find_pooling,
     skipped_id,
 )
 from llmcond.encoders.engine.interface import (
@@ -38,16 +39,24 @@ from llmcond.encoders.engine.interface import (
     check_token_ids,
     n_routes,
 )
-from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer, token_embeddings
-from llmcond.encoders.loading.device import TORCH_DTYPES, copy_to_cpu, default_token_budget
-from llmcond.encoders.loading.direction import check_direction
-from llmcond.encoders.loading.loading import LoadedModel, load_model
-from llmcond.encoders.loading.memory import tokens_that_fit
-from llmcond.encoders.poolings import get_pooling
+from llmcond.encoders.loading.loading import (
+    LoadedModel,
+    check_direction,
+    load_config,
+    load_model,
+    load_tokenizer,
+    token_embeddings,
+)
+from llmcond.encoders.loading.memory import (
+    TORCH_DTYPES,
+    copy_to_cpu,
+    default_token_budget,
+    tokens_that_fit,
+)
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.routers.passes import passes_class
+from llmcond.encoders.routers.csr import passes_class
+from llmcond.encoders.spec import get_pooling
 from llmcond.errors import LlmcondError, first_line
 from llmcond.system import move_to_device
 
@@ -154,10 +163,8 @@ class Engine:
             getattr(model.network, "_supports_attention_backend", False)
         )
         self.passes = passes_class(self.identity)(model.network, self.identity, self._name)
-        self.routes_inside, self.reads_routers = (
-            self.passes.routes_inside,
-            self.passes.reads_routers,
-        )
+        self.routes_inside = self.passes.routes_inside
+        self.reads_routers = self.passes.reads_routers
         self.packs = self._choose_packing()
         # oneDNN prepares 16-bit products for each number of rows, so the lengths of packed rows are
         # rounded up. In training, a float32 network may compute in 16 bit as well (autocast).
@@ -243,8 +250,7 @@ class Engine:
                 raise
             raise OutOfMemoryError(
                 f"ran out of memory on {self.output_device} with "
-                f"{sum(len(row.ids) for row in rows):,} "
-                "tokens in one step."
+                f"{sum(len(row.ids) for row in rows):,} tokens in one step."
             ) from error
         # Indexing with [] would add up gradients in any order on several threads.
         return torch.cat(parts).index_select(
@@ -273,10 +279,8 @@ class Engine:
             batch_routes = [routes[i] for i in inputs] if routes else []
             yield inputs, forward([rows[i] for i in inputs], routes=batch_routes)
         rest = sorted(set(waiting) - set(unpacked))
-        rest_rows, batch_routes = (
-            [rows[i] for i in rest],
-            [routes[i] for i in rest] if routes else [],
-        )
+        rest_rows = [rows[i] for i in rest]
+        batch_routes = [routes[i] for i in rest] if routes else []
         # A routed input pools several tokens, some of which may be in a shared prefix.
         if self.shares_prefixes and not routes:
             batches = pack_shared([row.ids for row in rest_rows], budget)
@@ -362,7 +366,7 @@ class Engine:
         padded.prepare()
         expected = padded.hidden()
         network.set_attn_implementation(attention.NAME)
-        for kernel in [*varlen.varlen_kernels(self.device, self._runtime.dtype), None]:
+        for kernel in [*attention.varlen_kernels(self.device, self._runtime.dtype), None]:
             self._runtime = replace(self._runtime, kernel=kernel)
             if self._packing_agrees(expected, rows):
                 return True

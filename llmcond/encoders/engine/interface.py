@@ -6,17 +6,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.spec import Router
+from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.errors import LlmcondError, UserError
+from llmcond.system import move_to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcond.encoders.engine.engine import Engine
 
 
 class OutOfMemoryError(LlmcondError):
@@ -114,3 +122,157 @@ def check_token_ids(rows: Sequence[Tokens], n_ids: int, name: str) -> None:
             f"embeddings for the ids 0 to {n_ids - 1:,}. Use the tokenizer that the model was "
             "trained with: put it next to the model's weights."
         )
+
+
+@dataclass(slots=True)
+class WeightRecording:
+    """The token weights of a pass of one input under one router.
+
+    Attributes:
+        weights: The weights of the tokens, one array per routed layer, or a single one from routed
+            pooling; an array may also cover padding at its end.
+        states: The states that routed pooling weights, (tokens, width); None inside the network.
+        row: The tokens that the network reads, if the router changed them; None otherwise.
+    """
+
+    weights: list[NDArray[np.float32]] = field(default_factory=list)
+    states: NDArray[np.float32] | None = None
+    row: Tokens | None = None
+
+
+_ACTIVE: ContextVar[WeightRecording | None] = ContextVar("token_weights", default=None)
+
+
+@contextmanager
+def recording_weights() -> Iterator[WeightRecording]:
+    """Record the token weights of the pass of one input that this thread runs in the block."""
+    recording = WeightRecording()
+    token = _ACTIVE.set(recording)
+    try:
+        yield recording
+    finally:
+        _ACTIVE.reset(token)
+
+
+def record_weights(weights: Any, states: Any = None) -> None:
+    """Record the weights, (1, tokens), of a pass, if a recording is active.
+
+    Args:
+        weights: The weights, as a tensor or an array.
+        states: With routed pooling, the states that are weighted, (tokens, width).
+    """
+    recording = _ACTIVE.get()
+    if recording is not None:
+        recording.weights.append(_copy(weights)[0])
+        recording.states = None if states is None else _copy(states)
+
+
+def record_row(rows: Sequence[Tokens]) -> None:
+    """Record the tokens that the network reads if a router changed them, like the weights."""
+    recording = _ACTIVE.get()
+    if recording is not None:
+        (recording.row,) = rows
+
+
+def _copy(values: Any) -> NDArray[np.float32]:
+    """Copy a tensor or an array, whose memory the engine may use again."""
+    if not isinstance(values, np.ndarray):
+        values = values.detach().float().cpu().numpy()
+    return np.array(values, dtype=np.float32)
+
+
+def strip_router(item: EncoderInput) -> tuple[EncoderInput, Router | None]:
+    """Return an input without its router, and the router's settings without its text.
+
+    Inputs for which these are the same go through the network once.
+    """
+    settings = None if item.router is None else replace(item.router, text="")
+    return replace(item, router=None), settings
+
+
+def group_routed_inputs(items: Sequence[EncoderInput]) -> list[list[int]]:
+    """Group the positions of inputs with a router; in a group, only the routers' texts differ."""
+    groups: dict[object, list[int]] = {}
+    for position, item in enumerate(items):
+        if item.router is not None:
+            groups.setdefault(strip_router(item), []).append(position)
+    return list(groups.values())
+
+
+def list_routers(items: Sequence[EncoderInput]) -> list[Router]:
+    """Return the routers of the inputs that have one."""
+    return [item.router for item in items if item.router is not None]
+
+
+def router_inputs(items: Sequence[EncoderInput]) -> dict[str, EncoderInput]:
+    """Return the distinct texts of routers, each with the input that encodes it, in text order."""
+    texts = sorted({router.text for router in list_routers(items)})
+    return {text: EncoderInput("", text) for text in texts}
+
+
+def make_routes(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:
+    """Return the routes of one input for several routers.
+
+    This is a single ``Routes`` with all of them, or one route per router if routers act inside the
+    network.
+
+    Args:
+        engine: The engine that will run the input.
+        queries: The routers' vectors, (k, width), as an array or a tensor; a list if routers act
+            inside the network.
+        router: One of the routers, for their common settings.
+    """
+    if engine.routes_inside:
+        return list(queries)
+    return [Routes(queries, router)]
+
+
+def embed_routed(
+    engine: Engine,
+    items: Sequence[EncoderInput],
+    tokens: Sequence[Tokens],
+    queries: Mapping[str, Tokens],
+) -> Tensor:
+    """Return the vectors of inputs, (n, dim) in float32, with gradients, also through the routers.
+
+    Args:
+        engine: The engine to run.
+        items: The inputs, with or without a router.
+        tokens: The tokens of each input.
+        queries: The tokens of each router by its text.
+
+    Raises:
+        UserError: As in ``Engine.embed``.
+        OutOfMemoryError: As in ``Engine.embed``.
+    """
+    import torch
+
+    parts, order = [], [position for position, item in enumerate(items) if item.router is None]
+    if order:
+        parts.append(engine.embed([tokens[position] for position in order]))
+    groups = group_routed_inputs(items)
+    if groups:
+        texts = list(router_inputs(items))
+        router_tokens = [queries[text] for text in texts]
+        states = None if engine.reads_routers else engine.embed(router_tokens, queries=True)
+        row_of = {text: row for row, text in enumerate(texts)}
+        rows: list[Tokens] = []
+        routes: list[Any] = []
+        for group in groups:
+            routers = list_routers([items[position] for position in group])
+            row_indices = [row_of[router.text] for router in routers]
+            if states is None:
+                group_queries: Any = [router_tokens[index] for index in row_indices]
+            else:
+                # The backward pass of states[...] would add up gradients in any order.
+                group_queries = states.index_select(
+                    0, move_to_device(torch.tensor(row_indices), states.device)
+                )
+            group_routes = make_routes(engine, group_queries, routers[0])
+            routes += group_routes
+            rows += [tokens[group[0]]] * len(group_routes)
+        parts.append(engine.embed(rows, routes=routes))
+        order += [position for group in groups for position in group]
+    return torch.cat(parts).index_select(
+        0, move_to_device(torch.tensor(order).argsort(), engine.output_device)
+    )

@@ -9,14 +9,14 @@ sentence is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from string import Formatter
 from typing import Any
 
-from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
-from llmcond.encoders.spec import EncoderInput, InputError, Router, Span
+from llmcond.encoders.spec import EncoderInput, InputError, Router, Span, get_pooling
 from llmcond.errors import UserError, first_line, shortened_repr
 from llmcond.text import check_string
 
@@ -211,11 +211,10 @@ class InputTokenizer:
         formatted, special = self._format_text(item), self._single
         string, sentence = str(formatted), self._sentence_spans(item, formatted)
         offsets = self._call_tokenizer([string], offsets=True)["offset_mapping"][0]
-        selection: Sequence[int] = range(len(offsets))
         room = self._identity.max_length - special.size
-        if len(offsets) > room:
-            tokens = self._find_sentence(item, formatted)
-            selection = self._select_tokens(tokens, len(offsets), room, item)[0]
+        selection = self._select_tokens(
+            lambda: self._find_tokens(string, sentence), len(offsets), room, item
+        )[0]
         characters: list[tuple[int, int] | None] = []
         for begin, end in (offsets[position] for position in selection):
             # Some tokenizers count the space before a word as a part of its token.
@@ -271,12 +270,8 @@ class InputTokenizer:
             content = encoded["input_ids"][index]
             n_tokens = special.size + len(content)
             windows = []
-            selections: Sequence[Sequence[int]] = [range(len(content))]
-            if len(content) > room:
-                selections = self._select_tokens(
-                    self._find_sentence(item, formatted), len(content), room, item
-                )
-            for selection in selections:
+            find = partial(self._find_sentence, item, formatted)
+            for selection in self._select_tokens(find, len(content), room, item):
                 # Without special tokens, an empty text would have no token at all.
                 selected_ids = [content[position] for position in selection]
                 ids = [*special.before, *selected_ids, *special.after] or [self.pad_id]
@@ -333,13 +328,9 @@ class InputTokenizer:
             special = pair_special if item.context else self._single
             room = self._identity.max_length - special.size
             size, n_tokens = len(context), len(context) + len(text)
-            selections: Sequence[Sequence[int]] = [range(n_tokens)]
-            if n_tokens > room:
-                selections = self._select_tokens(
-                    self._find_sentence_of_pair(item, size, len(text)), n_tokens, room, item
-                )
             windows = []
-            for selection in selections:
+            find = partial(self._find_sentence_of_pair, item, size, len(text))
+            for selection in self._select_tokens(find, n_tokens, room, item):
                 head = [
                     *special.before,
                     *(context[position] for position in selection if position < size),
@@ -473,17 +464,19 @@ class InputTokenizer:
         return [list(range(before, size - behind)) for before, behind in counts]
 
     def _select_tokens(
-        self, sentence: Sequence[list[int]], n: int, room: int, item: EncoderInput
-    ) -> list[list[int]]:
+        self, find_sentence: Callable[[], list[list[int]]], n: int, room: int, item: EncoderInput
+    ) -> Sequence[Sequence[int]]:
         """Return the positions of the tokens of each window of an input with ``n`` tokens.
 
-        All windows include the tokens outside the sentence. ``sentence`` has the token positions
-        of each occurrence of the sentence, and ``room`` is the most tokens of a window.
+        All windows include the tokens outside the sentence. ``find_sentence`` returns the token
+        positions of each occurrence of the sentence, and ``room`` is the most tokens of a window.
 
         Raises:
             InputError: If the tokens outside the sentence leave no room for it.
         """
-        sentence = [positions for positions in sentence if positions]
+        if n <= room:
+            return [range(n)]
+        sentence = [positions for positions in find_sentence() if positions]
         fixed = set(range(n)).difference(*sentence)
         each = (room - len(fixed)) // max(1, len(sentence))
         if not sentence or each < 1:
@@ -518,11 +511,8 @@ class InputTokenizer:
         first, _, last = self._identity.special_tokens.partition("{text}")
         for token in (first.strip(), last.strip()):
             token_id: Any = tokenizer.convert_tokens_to_ids(token) if token else None
-            if (
-                token
-                and token_id in (None, tokenizer.unk_token_id)
-                and token != tokenizer.unk_token
-            ):
+            unknown = token_id in (None, tokenizer.unk_token_id)
+            if token and unknown and token != tokenizer.unk_token:
                 raise UserError(
                     f"{self._name} needs the token {token} (special tokens "
                     f"{self._identity.special_tokens!r}), but its tokenizer does not have it. "

@@ -1,34 +1,393 @@
-"""Loading an encoder onto its device, and checking beforehand that it can be loaded."""
+"""Loading an encoder onto its device: architecture, tokenizer, weights and checks."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    MistralConfig,
+    dynamic_module_utils,
+)
+from transformers.utils import logging
 
-from llmcond.encoders.checkpoints.adapter import ROUTER, attach, check_adapter
-from llmcond.encoders.checkpoints.checkpoint import check_dense, fetch_weights
-from llmcond.encoders.checkpoints.weights import check_size, load_dense, read_network
-from llmcond.encoders.loading.architecture import build_on_meta, silence_transformers
-from llmcond.encoders.loading.device import TORCH_DTYPES
+from llmcond.encoders.checkpoints.adapter import ROUTER, attach, check_adapter, summarize_names
+from llmcond.encoders.checkpoints.checkpoint import (
+    IGNORED_WEIGHTS,
+    WEIGHT_FILES,
+    Checkpoint,
+    check_dense,
+    fetch_weights,
+    read_settings,
+    weight_files,
+)
+from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.loading.memory import (
+    TORCH_DTYPES,
     Footprint,
     available_memory,
     measure_footprint,
+    quantization_config,
     release_memory,
 )
-from llmcond.encoders.loading.quantization import quantization_config
-from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.routers.passes import passes_class
-from llmcond.encoders.spec import Quantize
-from llmcond.errors import LlmcondError, first_line
-from llmcond.files import format_bytes
+from llmcond.encoders.routers.csr import passes_class
+from llmcond.encoders.settings import encoder_types
+from llmcond.encoders.spec import Attention, Quantize, get_pooling
+from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.files import digest_bytes, format_bytes
 from llmcond.system import is_installed, require_libraries
+
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+#: Passed to all loading functions. Without it, transformers asks on the terminal whether to run a
+#: checkpoint's code, and the answer "y" runs it.
+_NO_REMOTE_CODE = {"trust_remote_code": False}
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Silence transformers within a block, because llmcond reports problems in its own messages.
+
+    transformers does not ask whether it may run code either, as it otherwise does for parts whose
+    config it has downloaded.
+    """
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@silence_transformers()
+def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> Any:
+    """Load a checkpoint's config, and set the direction of its attention.
+
+    Args:
+        checkpoint: The checkpoint, whose small files are downloaded.
+        attention: Direction of the attention; None leaves that of the config.
+
+    Raises:
+        UserError: If transformers does not include the architecture.
+    """
+    values = read_settings(checkpoint.folder / "config.json", {})
+    if values.get("model_type") == "nvembed":
+        try:
+            return _use_builtin_attention(read_config(values))
+        except Exception as error:
+            raise UserError(
+                f"config.json of {checkpoint.name} differs from that of NV-Embed, and llmcond "
+                f"never runs the code that it names. {type(error).__name__}: {first_line(error)}"
+            ) from error
+    try:
+        config = AutoConfig.from_pretrained(str(checkpoint.folder), **_NO_REMOTE_CODE)
+    except Exception as error:  # a damaged config makes libraries raise any kind of error
+        raise UserError(
+            f"{checkpoint.name} has an architecture that transformers does not include, or "
+            "settings that transformers cannot read. It may need code from its own repository, "
+            f"which llmcond never runs. {first_line(error)}"
+        ) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{checkpoint.name} is an encoder-decoder ({config.model_type}), which is not "
+            "supported; use an encoder or a decoder."
+        )
+    if config.model_type not in encoder_types():
+        config.use_cache = False
+        # Gemma's use_bidirectional_attention has narrower windows than is_causal would give it.
+        if attention is not None and not getattr(config, "use_bidirectional_attention", False):
+            # This is set on the config. On the layers, it would affect unpadded batches only.
+            config.is_causal = attention == "causal"
+    return _use_builtin_attention(config)
+
+
+def _use_builtin_attention(config: Any) -> Any:
+    """Reset a config's attention implementation to eager or to transformers' default; return it.
+
+    Other values name kernels on the hub, whose code would be loaded and run, or libraries that may
+    not be installed.
+    """
+    eager = config._attn_implementation == "eager"
+    config._attn_implementation = "eager" if eager else None
+    return config
+
+
+@silence_transformers()
+def build_on_meta(config: Any) -> Any:
+    """Build the network without allocating memory for its weights.
+
+    Raises:
+        UserError: If transformers has no encoder of this architecture, or not with these settings.
+    """
+    network = network_class(config)
+    try:
+        with torch.device("meta"):
+            return network(config)
+    except Exception as error:
+        raise UserError(
+            f"config.json describes a {config.model_type} that cannot be built: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def network_class(config: Any) -> Any:
+    """Return the class of an architecture's encoder.
+
+    Raises:
+        UserError: If transformers has none.
+    """
+    if isinstance(config, LatentConfig):
+        return NVEmbedModel
+    model_class = MODEL_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise UserError(
+            f"transformers has no text encoder of the architecture {config.model_type!r}."
+        )
+    return model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+def token_embeddings(network: Any) -> torch.Tensor:
+    """Return the table of a network's token embeddings, (ids, width).
+
+    Raises:
+        UserError: If the network does not read tokens.
+    """
+    try:
+        table: torch.Tensor = network.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError) as error:
+        raise UserError(
+            f"the architecture {network.config.model_type!r} has no table of token embeddings, so "
+            "it is not a supported text encoder."
+        ) from error
+    return table
+
+
+@silence_transformers()
+def load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
+    """Load the checkpoint's tokenizer, for the architecture of ``config``.
+
+    Raises:
+        UserError: If the checkpoint has no tokenizer that transformers supports.
+    """
+    folder = checkpoint.folder
+    if not any(path for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        # transformers would create a tokenizer without a vocabulary, and all texts would look the
+        # same.
+        raise UserError(
+            f"{checkpoint.name} has no tokenizer ({', '.join(_VOCABULARIES)}). Save it next to "
+            "the weights: tokenizer.save_pretrained(FOLDER)"
+        )
+    if isinstance(config, LatentConfig):
+        # For a config that it does not know, transformers builds the tokenizer with the defaults of
+        # the tokenizer's class, which differ from tokenizer.json.
+        config = MistralConfig()
+    try:
+        # Because the config is passed, transformers does not look for one that needs code.
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, **_NO_REMOTE_CODE)
+    except Exception as error:
+        raise UserError(
+            f"the tokenizer of {checkpoint.name} cannot be loaded: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    # InputTokenizer truncates texts, not the tokenizer, whose file may state any length.
+    tokenizer.model_max_length = sys.maxsize
+    return tokenizer
+
+
+def check_size(checkpoint: Checkpoint, n_parameters: int) -> None:
+    """Raise a ``LlmcondError`` if a config describes far more parameters than the files hold."""
+    files = (path for name in WEIGHT_FILES for path in checkpoint.folder.glob(name))
+    size = sum(path.stat().st_size for path in files)
+    # 2-bit weights have four parameters per byte. The check of missing tensors covers small
+    # networks.
+    if n_parameters > 4 * size + 10_000_000:
+        raise LlmcondError(
+            f"config.json of {checkpoint.name} describes {n_parameters:,} parameters, but its "
+            f"weight files have {size:,} bytes, so they do not belong together. Copy both again."
+        )
+
+
+def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, Any]) -> Any:
+    """Build an encoder's network and load its weights.
+
+    Args:
+        resolved: the encoder.
+        config: its config, as a transformers object.
+        arguments: further arguments of ``from_pretrained``.
+
+    Raises:
+        LlmcondError: weights are missing, or belong to another architecture.
+    """
+    folder, name = resolved.checkpoint.folder, resolved.checkpoint.name
+    slices: dict[str, Any] = {}
+    if (device := resolved.checkpoint.random_device) is not None:
+        dtype = TORCH_DTYPES[resolved.identity.dtype]
+        for key, value in build_on_meta(config).state_dict().items():
+            slices[key] = _RandomWeight(key, value.shape, dtype, device)
+    elif "quantization_config" in arguments:
+        # The weights are read tensor by tensor. With memory mapping, which transformers uses by
+        # default, the whole checkpoint would count as used memory until the last weight is
+        # quantised.
+        for file in weight_files(folder):
+            opened: Any = safe_open(file, framework="pt", device="cpu", backend="pread")
+            slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+    network, report = network_class(config).from_pretrained(
+        None if slices else str(folder),
+        config=config,
+        state_dict=slices or None,
+        output_loading_info=True,
+        weights_only=True,
+        **arguments,
+    )
+    pooler = () if get_pooling(resolved.identity.pooling).part == "pooler" else "pooler."
+    missing = [key for key in report["missing_keys"] if not key.startswith(pooler)]
+    unexpected = [key for key in report["unexpected_keys"] if not IGNORED_WEIGHTS.search(key)]
+    if missing:
+        also = f" It also has {summarize_names(unexpected, 'weights')} of another architecture."
+        raise LlmcondError(
+            f"{name} lacks {summarize_names(missing, 'weights')} of its architecture; vectors "
+            "from random "
+            f"weights would be noise.{also if unexpected else ''}"
+        )
+    if unexpected:
+        raise LlmcondError(
+            f"{name} has {summarize_names(unexpected, 'weights')} that its architecture "
+            f"({config.model_type}) does not have. Its real architecture is another one, so its "
+            "vectors would be wrong."
+        )
+    return network
+
+
+def read_all_weights(network: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return all weights of a loaded network, keyed by the names in its architecture.
+
+    Weights that loading skipped or folded into others are read from the checkpoint again.
+    """
+    state = dict(network.state_dict())
+    names = build_on_meta(load_config(checkpoint)).state_dict().keys()
+    weights = {name: state[name] for name in names if name in state}
+    for path in weight_files(checkpoint.folder):
+        with safe_open(path, framework="pt", backend="pread") as file:
+            for name in (names - weights.keys()) & set(file.keys()):
+                weights[name] = file.get_tensor(name)
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomWeight:
+    """A random weight that is generated on access, like a slice of a file that is read lazily.
+
+    Each weight is thus quantised before the next one is generated, so that the unquantised weights
+    are never in memory all at once.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+
+    def __getitem__(self, _: object) -> Tensor:
+        # The seed depends on the name only, not on the order of access or on the thread.
+        seed = int.from_bytes(digest_bytes(self.name.encode(), size=6))
+        generator = torch.Generator(self.device).manual_seed(seed)
+        weight = torch.randn(self.shape, generator=generator, dtype=self.dtype, device=self.device)
+        if len(self.shape) > 1:
+            return weight.mul_(self.shape[-1] ** -0.5)  # preserves the norm of inputs
+        return weight.mul_(0.02).add_("norm" in self.name.lower() and self.name.endswith("weight"))
+
+
+def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:
+    """Load the dense layers of sentence-transformers after the pooling, in float32.
+
+    Args:
+        resolved: the encoder.
+        width: size of the pooled vectors.
+
+    Returns:
+        The layers, often none, and the size of the output.
+
+    Raises:
+        UserError: as ``check_dense``.
+        LlmcondError: the weights cannot be read.
+    """
+    layers: list[nn.Module] = []
+    for name, activation in check_dense(resolved.checkpoint).items():
+        folder = resolved.checkpoint.folder / name
+        try:
+            tensors = load_file(folder / "model.safetensors")
+            linear = nn.Linear(width, len(tensors["linear.weight"]), "linear.bias" in tensors)
+            linear.load_state_dict(
+                {key.removeprefix("linear."): value.float() for key, value in tensors.items()}
+            )
+        except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+            raise LlmcondError(
+                f"the dense layer {name} of {resolved.checkpoint.name} cannot be loaded from its "
+                f"model.safetensors, the only supported format: {first_line(error)}"
+            ) from error
+        layers += [linear, getattr(nn, activation)()]
+        width = linear.out_features
+    return nn.Sequential(*layers).to(resolved.device).requires_grad_(False), width
+
+
+_LENGTH = 8
+#: Smallest change of a token's vector that shows that it attends to other tokens, as a share of its
+#: norm. Tokens that it does not attend to change nothing, to the last bit. Others change the vector
+#: by 1.0 in MiniLM, and by at least 0.0036 in six tiny BERTs with random weights.
+_MIN_CHANGE = 1e-3
+
+
+def check_direction(network: Any, attention: Attention, name: str, device: Any) -> None:
+    """Check that a network's attention is causal or bidirectional, as ``attention`` says.
+
+    In transformers, the direction depends on the version, the config and padding. A decoder that
+    runs causally by mistake produces vectors that look normal, but are noise. So this function
+    compares the first tokens of two texts that differ in all other tokens. It does so in a batch
+    without padding and in one with padding, which take different paths through the attention code.
+
+    Raises:
+        LlmcondError: If the encoder attends in the other direction.
+    """
+    for padding in (0, 3):
+        sees = _first_token_sees_others(network, device, padding)
+        direction: Attention = "bidirectional" if sees else "causal"
+        if sees is not None and direction != attention:
+            batch = "a padded" if padding else "an unpadded"
+            raise LlmcondError(
+                f"{name} should have {attention} attention, but its attention is {direction} in "
+                f"{batch} batch, so its vectors would be noise. This version of transformers does "
+                "not follow the model's config; install the version in constraints.txt."
+            )
+
+
+@torch.inference_mode()
+def _first_token_sees_others(network: Any, device: Any, padding: int) -> bool | None:
+    """Return whether a first token attends to later ones; None for NaN, which is reported later."""
+    size = int(network.get_input_embeddings().weight.shape[0])
+    ids = torch.arange(3 * (_LENGTH + padding)).view(3, -1) % (size // 2) + size // 2
+    ids[:, 0] = ids[0, 0]
+    mask = torch.ones_like(ids)
+    mask[:2, _LENGTH:] = 0
+    hidden = network(input_ids=ids.to(device), attention_mask=mask.to(device)).last_hidden_state
+    first, second = hidden[:2, 0].float()
+    change, norm = (first - second).norm(), first.norm()
+    return bool(change > _MIN_CHANGE * norm) if change.isfinite() and norm.isfinite() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,36 @@
-"""The architectures that OpenVINO runs, their differences, and the tensors of each."""
+"""The architectures that OpenVINO runs, with the tensors of each, and the import of OpenVINO."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from llmcond.encoders.spec import MAX_LAYERS
+
+_TELEMETRY = "openvino_telemetry"
+
+
+@cache
+def import_openvino() -> Any:
+    """Import the module ``openvino`` without its telemetry.
+
+    openvino depends on the package openvino_telemetry. If it finds that package when it is
+    imported, it reports the import to Google Analytics. So the package is hidden during the import,
+    and openvino uses a stub instead.
+    """
+    if "openvino" not in sys.modules and _TELEMETRY not in sys.modules:
+        sys.modules[_TELEMETRY] = None  # type: ignore[assignment]  # makes its import fail
+        try:
+            import openvino
+        finally:
+            del sys.modules[_TELEMETRY]
+    import openvino
+
+    return openvino
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ token, before the output projection::
 
     w = softmax_i(q . k_i / sqrt(d))        h_i = (1 + strength w_i) h'_i
 
-``RouterMode`` (llmcond/encoders/routers/settings.py) says what the modes use as q and k_i, and
+``RouterMode`` (llmcond/encoders/settings.py) says what the modes use as q and k_i, and
 ``RouterWeight`` says what else may replace 1 + strength w_i. The layers before the routed ones do
 not depend on the condition. In a packed row, they are computed once per sentence, however many
 conditions it has.
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from typing_extensions import override
 
-from llmcond.encoders.engine import attention
+from llmcond.encoders.engine.attention import NAME, AttentionCall, AttentionPlan
 from llmcond.encoders.engine.batching import PackedRow, concatenate_inputs
 from llmcond.encoders.engine.forward import (
     Forward,
@@ -43,15 +43,17 @@ from llmcond.encoders.engine.forward import (
     Passes,
     plan_row_attention,
 )
-from llmcond.encoders.engine.token_weights import record_row, record_weights
+from llmcond.encoders.engine.interface import record_row, record_weights
 from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.routers.settings import READING_MODES, RELEASED_MODES, RouterMode
-from llmcond.encoders.settings import EncoderIdentity
+from llmcond.encoders.settings import (
+    READING_MODES,
+    RELEASED_MODES,
+    EncoderIdentity,
+    RouterKind,
+    RouterMode,
+)
 from llmcond.errors import LlmcondError, UserError
 from llmcond.system import move_to_device
-
-#: Computes the attention of a layer without the router.
-PlainAttention = Callable[[], Tensor]
 
 #: Smallest effect of a router on states, as a share of their norm. In Gemma a trial router changes
 #: them by 4e-7, in other encoders by more than 0.05.
@@ -96,10 +98,8 @@ class CsrPasses(Passes):
         """
         self.mode, self._strength = identity.router_mode, identity.router_strength
         self.weight = identity.router_weight
-        self.causal, self.reads_routers = (
-            identity.attention == "causal",
-            self.mode in READING_MODES,
-        )
+        self.causal = identity.attention == "causal"
+        self.reads_routers = self.mode in READING_MODES
         self._heavy: HeavyRouter | None = getattr(network, _ROUTER_ATTRIBUTE, None)
         if self.mode == "heavy" and self._heavy is None:
             raise UserError(
@@ -125,11 +125,12 @@ class CsrPasses(Passes):
                 f"positions to their embeddings, as BERT and RoBERTa do; {name} does not. "
                 "Use --router-mode paper."
             )
+        enter, leave = (partial(_call_router, f"{verb}_attention") for verb in ("enter", "leave"))
         for module in modules:
-            module.register_forward_pre_hook(_before_attention, with_kwargs=True)
-            module.register_forward_hook(_after_attention, with_kwargs=True)
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            module.register_forward_hook(leave, with_kwargs=True)
         for number, layer in enumerate(layers[self.first_layer :]):
-            hook = partial(_before_layer, first=number == 0)
+            hook = partial(_call_router, "enter_layer" if number else "enter_first_layer")
             layer.register_forward_pre_hook(hook, with_kwargs=True)
 
     # -- the engine's interface ----------------------------------------------------------------
@@ -269,18 +270,10 @@ class _TrialRouter:
         self.modules: list[nn.Module] = []
         self.head_size, self._factor = 0, factor
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: Any,
-        attend_plain: PlainAttention,
-    ) -> Tensor:
-        self.modules.append(module)
-        self.head_size = q.shape[3]
-        return attend_plain() * self._factor
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.modules.append(call.module)
+        self.head_size = call.query.shape[3]
+        return call.attend() * self._factor
 
 
 def _find_attention_modules(network: Any, name: str) -> tuple[list[nn.Module], int]:
@@ -289,29 +282,27 @@ def _find_attention_modules(network: Any, name: str) -> tuple[list[nn.Module], i
     Raises:
         UserError: If a router cannot act inside this network.
     """
-    model_type, advice = (
-        network.config.model_type,
-        "Leave out --router: routed pooling works with any encoder.",
-    )
+    description = f"{name} ({network.config.model_type})"
+    advice = "Leave out --router: routed pooling works with any encoder."
     trial = _TrialRouter(1.0)
     if getattr(network, "_supports_attention_backend", False):
-        network.set_attn_implementation(attention.NAME)
+        network.set_attn_implementation(NAME)
         plain, doubled = _run_trial(network, trial), _run_trial(network, _TrialRouter(2.0))
     if not trial.modules:
         raise UserError(
-            f"{name} ({model_type}) computes its attention without transformers' attention "
+            f"{description} computes its attention without transformers' attention "
             "interface, which a router inside the encoder needs. BERT, RoBERTa, Mistral and Qwen "
             f"have it. {advice}"
         )
     if len(set(trial.modules)) < len(trial.modules):
         raise UserError(
-            f"{name} ({model_type}) shares its weights between layers, so a router cannot be in "
+            f"{description} shares its weights between layers, so a router cannot be in "
             f"some of them only. {advice}"
         )
     if (plain - doubled).norm() < _MIN_CHANGE * plain.norm():
         # Gemma does this. Its vectors would silently ignore the condition.
         raise UserError(
-            f"{name} ({model_type}) scales the output of its attention to a fixed norm, so a "
+            f"{description} scales the output of its attention to a fixed norm, so a "
             f"router, which scales it too, would change nothing. {advice}"
         )
     return trial.modules, trial.head_size
@@ -341,20 +332,12 @@ def _find_layers(network: nn.Module, modules: Sequence[nn.Module], name: str) ->
 # -- hooks, through which a network calls the router that it gets as an argument -----------------
 
 
-def _before_attention(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _call_router(
+    method: str, module: nn.Module, args: Any, kwargs: dict[str, Any], *output: Any
+) -> Any:
+    """Call a method of the router that is among a module's arguments, if there is one."""
     router = kwargs.get("router")
-    return router and router.enter_attention(module, args, kwargs)
-
-
-def _after_attention(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    router = kwargs.get("router")
-    return router and router.leave_attention(output)
-
-
-def _before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
-    """Call the router before a routed layer; ``first`` says whether it is the first of them."""
-    router = kwargs.get("router")
-    return router and router.enter_layer(args, kwargs, first=first)
+    return router and getattr(router, method)(args, kwargs, *output)
 
 
 def _get_states(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
@@ -378,42 +361,47 @@ class _Router:
         states: The input of the attention of the current layer.
     """
 
-    def __init__(self, csr: CsrPasses) -> None:
-        self.csr = csr
-        self.states = torch.empty(0)
+    #: The tokens that are scaled, (batch, tokens); None: all.
+    scaled_tokens: Tensor | None = None
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: Any,
-        attend_plain: PlainAttention,
-    ) -> Tensor:
-        """Return the attention of a layer, (batch, tokens, heads, head_dim), before W_O.
+    def __init__(self, csr: CsrPasses, random_weights: Tensor | None = None) -> None:
+        """Create the router; ``random_weights`` are those of ``CsrPasses.sample_weights``."""
+        self.csr, self._random_weights, self.states = csr, random_weights, torch.empty(0)
 
-        Queries, keys and values are (batch, heads, tokens, head_dim). ``attend_plain`` computes the
-        attention without the router.
-        """
-        attended = attend_plain()
-        if not self.csr.is_routed(module):
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the attention of a layer, (batch, tokens, heads, head_dim), before W_O."""
+        attended = call.attend()
+        if not self.csr.is_routed(call.module):
             return attended
-        return self.csr.scale(attended, self.weights(module, q, k, scale))
+        scaled = self.csr.scale(attended, self.token_weights(call))
+        if self.scaled_tokens is None:
+            return scaled
+        is_scaled = self.scaled_tokens.to(attended.device)[..., None, None]
+        return torch.where(is_scaled, scaled, attended)
 
-    def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    def token_weights(self, call: AttentionCall) -> Tensor:
         """Return the weight of each token in a routed layer, (batch, tokens)."""
+        if self._random_weights is None:
+            return self.compute_weights(call)
+        return self._random_weights[self.csr.routed_index(call.module)]
+
+    def compute_weights(self, call: AttentionCall) -> Tensor:
+        """Compute the router's own weights."""
         raise NotImplementedError
 
-    def enter_layer(self, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
+    def enter_first_layer(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return changed arguments of the first routed layer; None leaves them as they are."""
+        return self.enter_layer(args, kwargs)
+
+    def enter_layer(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return changed arguments of a routed layer; None leaves them as they are."""
         return None
 
-    def enter_attention(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def enter_attention(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Record the states; return changed arguments of an attention module, or None."""
         self.states = _get_states(args, kwargs)
 
-    def leave_attention(self, output: Any) -> Any:
+    def leave_attention(self, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Return a changed output of an attention module; None leaves it as it is."""
         return None
 
@@ -434,25 +422,15 @@ class _QueryRecorder(_Router):
     def __init__(self, csr: CsrPasses, positions: list[int], device: torch.device) -> None:
         """Record the queries of the tokens at m positions among all tokens of a pass."""
         super().__init__(csr)
-        self._positions, self.queries = (
-            move_to_device(torch.tensor(positions), device),
-            torch.empty(0),
-        )
+        self._positions = move_to_device(torch.tensor(positions), device)
+        self.queries = torch.empty(0)
 
     @override
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: Any,
-        attend_plain: PlainAttention,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         # Each layer overwrites the queries of the previous one, so those of the last layer remain.
-        queries = self.keys(q)
+        queries = self.keys(call.query)
         self.queries = queries.index_select(0, self._positions.to(queries.device)).float()
-        return attend_plain()
+        return call.attend()
 
 
 class _ConditionForward:
@@ -505,40 +483,35 @@ class _SentenceRouter(_Router):
             n: Number of tokens of the pass.
             random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
         """
-        super().__init__(csr)
-        self._random_weights = random_weights
+        super().__init__(csr, random_weights)
         # For each token of the pass, the index of its weight among m * longest weights. Tokens
         # outside the sentences have the zero that is appended to the weights.
         weight_indices = torch.full((n,), real.numel())
         weight_indices[positions[real]] = torch.arange(real.numel())[real.flatten()]
         # Tensors are copied to the device once, rather than in each layer.
-        self._queries, self._real = move_to_device(queries, device), move_to_device(real, device)
-        self._positions, self._weight_indices = (
-            move_to_device(positions, device),
-            move_to_device(weight_indices, device),
+        self._queries, self._real, self._positions, self._weight_indices = (
+            move_to_device(tensor, device) for tensor in (queries, real, positions, weight_indices)
         )
 
     @override
-    def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        if self._random_weights is None:
-            all_keys = self.keys(k)
-            positions = self._positions.to(all_keys.device)
-            keys = all_keys.index_select(0, positions.flatten()).view(*positions.shape, -1)
-            scores = self.csr.scores(module, self._queries, keys)
-            hidden = ~self._real.to(all_keys.device)
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=1)
-        else:
-            weights = move_to_device(self._random_weights[self.csr.routed_index(module)], q.device)
-        token_weights = pad(weights.flatten(), (0, 1)).index_select(
-            0, self._weight_indices.to(weights.device)
-        )
-        return token_weights.view(len(q), -1)
+    def token_weights(self, call: AttentionCall) -> Tensor:
+        weights = move_to_device(super().token_weights(call), call.query.device)
+        indices = self._weight_indices.to(weights.device)
+        return pad(weights.flatten(), (0, 1)).index_select(0, indices).view(len(call.query), -1)
+
+    @override
+    def compute_weights(self, call: AttentionCall) -> Tensor:
+        all_keys = self.keys(call.key)
+        positions = self._positions.to(all_keys.device)
+        keys = all_keys.index_select(0, positions.flatten()).view(*positions.shape, -1)
+        scores = self.csr.scores(call.module, self._queries, keys)
+        return scores.masked_fill(~self._real.to(all_keys.device), float("-inf")).softmax(dim=1)
 
 
 class _ExpandingRouter(_SentenceRouter):
     """A sentence router that repeats the sentences of a packed row at the first routed layer."""
 
-    def __init__(self, expand: Tensor, plan: attention.AttentionPlan, *args: Any) -> None:
+    def __init__(self, expand: Tensor, plan: AttentionPlan, *args: Any) -> None:
         """Create the router.
 
         Args:
@@ -550,11 +523,13 @@ class _ExpandingRouter(_SentenceRouter):
         self._expand, self._plan = expand, plan
 
     @override
-    def enter_layer(self, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
+    def enter_first_layer(self, args: Any, kwargs: dict[str, Any]) -> Any:
         states = _get_states(args, kwargs)
-        if first:
-            self._n = states.shape[1]
-            args, kwargs = _replace_states(self._expand_row(states), args, kwargs)
+        self._n = states.shape[1]
+        return self.enter_layer(*_replace_states(self._expand_row(states), args, kwargs))
+
+    @override
+    def enter_layer(self, args: Any, kwargs: dict[str, Any]) -> Any:
         rest = {key: self._expand_row(v) for key, v in kwargs.items() if key != "hidden_states"}
         return args, {**kwargs, **rest, "packed": self._plan}
 
@@ -603,15 +578,13 @@ class _RoutedForward:
         if isinstance(forward, PaddedForward) or len(forward.batch.segments) == len(lengths):
             forward.arguments["router"] = _SentenceRouter(*arguments)
             return
-        segment_starts = torch.tensor([segment.start for segment in forward.batch.segments])[
-            self._distinct_indices
-        ]
+        segment_starts = torch.tensor([segment.start for segment in forward.batch.segments])
+        segment_starts = segment_starts[self._distinct_indices]
         expand = torch.zeros(self.n_tokens, dtype=torch.long)
         expand[positions[real]] = torch.where(real, segment_starts[:, None] + offsets, 0)[real]
         plan = plan_row_attention(forward.runtime, forward.output_batch)
-        forward.arguments["router"] = _ExpandingRouter(
-            move_to_device(expand, device), plan, *arguments
-        )
+        expand = move_to_device(expand, device)
+        forward.arguments["router"] = _ExpandingRouter(expand, plan, *arguments)
 
     def pooled(self) -> Tensor:
         """Run the network; return one vector per sentence, (m, width) in float32."""
@@ -641,10 +614,8 @@ class _TriEncoderForward(PaddedForward):
         super().__init__(runtime, [_prepend_separator(row, runtime) for row in rows])
         distinct = {id(query): query for query in queries}
         index_of = {key: index for index, key in enumerate(distinct)}
-        self._csr, self._condition_indices = (
-            csr,
-            torch.tensor([index_of[id(query)] for query in queries]),
-        )
+        self._csr = csr
+        self._condition_indices = torch.tensor([index_of[id(query)] for query in queries])
         self._conditions = PaddedForward(runtime, list(distinct.values()))
         self.n_tokens += self._conditions.n_tokens
 
@@ -687,45 +658,35 @@ class _TriEncoderRouter(_Router):
             visible: A mask of keys, (m, c + n).
             random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
         """
-        super().__init__(csr)
-        self._condition, self._visible, self._random_weights = (
-            condition,
-            visible[:, None, None],
-            random_weights,
-        )
+        super().__init__(csr, random_weights)
+        self._condition, self._visible = condition, visible[:, None, None]
         self._n = condition.shape[1]
 
     @override
-    def enter_attention(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def enter_attention(self, args: Any, kwargs: dict[str, Any]) -> Any:
         states = _get_states(args, kwargs)
         both = torch.cat([self._condition.to(states), states], dim=1)
         return _replace_states(both, args, kwargs)
 
     @override
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: Any,
-        attend_plain: PlainAttention,
-    ) -> Tensor:
-        queries, visible = q[:, :, self._n :], self._visible.to(q.device)
-        attended = scaled_dot_product_attention(queries, k, v, attn_mask=visible, scale=scale)
-        attended = attended.transpose(1, 2)
-        if self.csr.is_routed(module):
-            if self._random_weights is None:
-                weights = _attention_weights(queries[:, :, :1], k, visible, scale)[:, self._n :]
-            else:
-                weights = self._random_weights[self.csr.routed_index(module)]
-            attended = self.csr.scale(attended, weights)
+    def attend(self, call: AttentionCall) -> Tensor:
+        queries, visible = call.query[:, :, self._n :], self._visible.to(call.query.device)
+        attended = scaled_dot_product_attention(
+            queries, call.key, call.value, attn_mask=visible, scale=call.scale
+        ).transpose(1, 2)
+        if self.csr.is_routed(call.module):
+            attended = self.csr.scale(attended, self.token_weights(call))
         # The module expects as many tokens as there were states. leave_attention removes those of
         # the condition again.
         return pad(attended, (0, 0, 0, 0, self._n, 0))
 
     @override
-    def leave_attention(self, output: Any) -> Any:
+    def compute_weights(self, call: AttentionCall) -> Tensor:
+        first, visible = call.query[:, :, self._n : self._n + 1], self._visible
+        return _attention_weights(first, call.key, visible, call.scale)[:, self._n :]
+
+    @override
+    def leave_attention(self, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         return (output[0][:, self._n :], *output[1:])
 
 
@@ -852,36 +813,19 @@ class _BiEncoderRouter(_Router):
             sentence: Whether a token belongs to the sentence, (m, tokens).
             random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
         """
-        super().__init__(csr)
+        super().__init__(csr, random_weights)
         self._positions, self._real, self._sentence = query_positions, real, sentence
-        self._random_weights = random_weights
+        self.scaled_tokens = sentence
 
     @override
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: Any,
-        attend_plain: PlainAttention,
-    ) -> Tensor:
-        attended = attend_plain()
-        if not self.csr.is_routed(module):
-            return attended
-        scaled = self.csr.scale(attended, self.weights(module, q, k, scale))
-        in_sentence = self._sentence.to(attended.device)[..., None, None]
-        return torch.where(in_sentence, scaled, attended)
-
-    @override
-    def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        if self._random_weights is not None:
-            return self._random_weights[self.csr.routed_index(module)]
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # groups of heads share a key head
-        positions = self._positions.to(q.device)
-        queries = q[torch.arange(len(q), device=q.device), :, positions][:, :, None]
-        weights = _attention_weights(queries, k, self._real.to(q.device)[:, None, None], scale)
-        weights = weights * self._sentence.to(q.device)
+    def compute_weights(self, call: AttentionCall) -> Tensor:
+        query, device = call.query, call.query.device
+        # Groups of heads share a key head.
+        key = call.key.repeat_interleave(query.shape[1] // call.key.shape[1], dim=1)
+        queries = query[torch.arange(len(query), device=device), :, self._positions.to(device)]
+        visible = self._real[:, None, None]
+        weights = _attention_weights(queries[:, :, None], key, visible, call.scale)
+        weights = weights * self._sentence.to(device)
         return weights / weights.sum(dim=1, keepdim=True)
 
 
@@ -890,7 +834,11 @@ def _attention_weights(query: Tensor, key: Tensor, visible: Tensor, scale: float
     with torch.autocast(query.device.type, enabled=False):
         scale = query.shape[3] ** -0.5 if scale is None else scale
         scores = (query.float() @ key.float().transpose(2, 3)) * scale
-        return scores.masked_fill(~visible, float("-inf")).softmax(dim=3).mean(dim=1)[:, 0]
+        return (
+            scores.masked_fill(~visible.to(query.device), float("-inf"))
+            .softmax(dim=3)
+            .mean(dim=1)[:, 0]
+        )
 
 
 _READING_FORWARDS: Mapping[RouterMode, Callable[..., PaddedForward]] = {
@@ -898,3 +846,11 @@ _READING_FORWARDS: Mapping[RouterMode, Callable[..., PaddedForward]] = {
     "released-tri": _TriEncoderForward,
     "released-bi": _ReleasedBiEncoderForward,
 }
+
+
+_PASSES: Mapping[RouterKind, type[Passes]] = {"none": Passes, "csr": CsrPasses}
+
+
+def passes_class(identity: EncoderIdentity) -> type[Passes]:
+    """Return the class that creates an encoder's forward passes."""
+    return _PASSES[identity.router]

@@ -37,7 +37,7 @@ from llmcond.encoders.checkpoints.adapter import (
 )
 from llmcond.encoders.checkpoints.checkpoint import find_checkpoint
 from llmcond.encoders.engine.nv_embed import NVEmbedModel
-from llmcond.encoders.loading.architecture import build_on_meta, load_config
+from llmcond.encoders.loading.loading import build_on_meta, load_config
 from llmcond.errors import LlmcondError, UserError
 
 # Work on networks this small is done before a second thread has woken up.
@@ -361,7 +361,7 @@ def test_vectors_on_4_bit_weights_match_peft(tmp_path, dora):
     from peft import PeftModel
     from transformers import BertModel
 
-    from llmcond.encoders.loading.quantization import quantization_config
+    from llmcond.encoders.loading.memory import quantization_config
 
     checkpoint = checkpoints.build_checkpoint("simcse-bert", tmp_path / "base", hidden=64)
     save_adapter(

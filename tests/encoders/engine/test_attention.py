@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from llmcond.encoders.engine import attention, attention_kernels, attention_plan, batching, varlen
-from llmcond.encoders.engine.attention_plan import plan_attention
+from llmcond.encoders.engine import attention, batching
+from llmcond.encoders.engine.attention import plan_attention, plan_varlen, varlen_kernels
 from llmcond.encoders.engine.batching import pack, pack_shared
-from llmcond.encoders.engine.varlen import plan_varlen, varlen_kernels
 
 # Networks this small finish before a second thread would have started.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,10 +113,7 @@ CONSTANTS = st.one_of(
 def patched_constants(constants):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
-            module = next(
-                m for m in (attention_plan, attention_kernels, varlen) if hasattr(m, name)
-            )
-            patch.setattr(module, name, value)
+            patch.setattr(attention, name, value)
         yield
 
 
@@ -154,7 +150,7 @@ def test_attention_is_correct_for_branches_longer_than_a_block():
     middles = [prefix[:cut] + generator.choices(range(50), k=210) for cut in (250, 250, 100)]
     ids = [middle + generator.choices(range(50), k=n) for middle in middles for n in (1, 30, 200)]
     (batch,) = pack_tree([*ids, prefix, *middles])
-    assert batch.n_tokens > 3 * attention_plan.BRANCH_TOKENS
+    assert batch.n_tokens > 3 * attention.BRANCH_TOKENS
     check_plans(batch, True)
     check_plans(batch, True, heads=(4, 2))
 
@@ -237,12 +233,12 @@ def test_block_gathers_keys_of_one_path_and_few_branches(difficult_ids, monkeypa
     def record_sizes(query, key, value, **options):
         # A text without a path is not gathered, and has no mask if it is longer than ``SHORT``.
         if options["attn_mask"] is not None:
-            assert options["attn_mask"].numel() <= attention_plan.BRANCH_TOKENS * key.shape[2]
+            assert options["attn_mask"].numel() <= attention.BRANCH_TOKENS * key.shape[2]
             sizes.append((query.shape[2], len(key) * key.shape[2]))
         return scaled_dot_product_attention(query, key, value, **options)
 
-    monkeypatch.setattr(attention_kernels, "scaled_dot_product_attention", record_sizes)
-    monkeypatch.setattr(attention_kernels, "SHORT", 0)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", record_sizes)
+    monkeypatch.setattr(attention, "SHORT", 0)
     (batch,) = pack_tree(difficult_ids)
     plan_attention(batch, True, CPU, torch.float32).attend(
         *random_states(batch, heads=(1, 1)), SCALE
@@ -250,20 +246,20 @@ def test_block_gathers_keys_of_one_path_and_few_branches(difficult_ids, monkeypa
     longest = max(map(len, difficult_ids))
     assert sizes
     for n_queries, n_keys in sizes:
-        assert n_queries <= attention_plan.BRANCH_TOKENS
-        assert n_keys <= longest + attention_plan.BRANCH_TOKENS
+        assert n_queries <= attention.BRANCH_TOKENS
+        assert n_keys <= longest + attention.BRANCH_TOKENS
 
 
 def test_small_branches_share_blocks():
     """Each block is one call, so many branches of one token must share calls."""
     (batch,) = pack_tree(difficult_trees()["one prefix, many branches"])
     blocks = plan_attention(batch, True, CPU, torch.float32).blocks
-    assert len(blocks) <= 1 + -(-500 // attention_plan.BRANCH_TOKENS)
+    assert len(blocks) <= 1 + -(-500 // attention.BRANCH_TOKENS)
 
 
 def test_gathered_keys_of_a_kernel_call_are_limited(difficult_ids):
     (batch,) = pack_tree(difficult_ids)
-    limit = max(varlen._MAX_GATHERED * batch.n_tokens, *map(len, difficult_ids))
+    limit = max(attention._MAX_GATHERED * batch.n_tokens, *map(len, difficult_ids))
     key_counts = []
 
     def count_keys(query, key, value, *ends, **options):
@@ -345,9 +341,9 @@ def test_router_changes_attention_output_before_projection(tiny_checkpoint, kind
     class Router:
         factor = 1.0
 
-        def attend(self, module, query, key, value, scale, default):
-            layers.append((module.layer_idx, tuple(default().shape)))
-            return self.factor * default()
+        def attend(self, call):
+            layers.append((call.module.layer_idx, tuple(call.attend().shape)))
+            return self.factor * call.attend()
 
     plain = network(input_ids=ids).last_hidden_state
     router = Router()

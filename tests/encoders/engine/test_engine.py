@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from llmcond.encoders import MODELS, EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine import attention, engine, varlen
+from llmcond.encoders.engine import attention, engine
 from llmcond.errors import LlmcondError, UserError
 
 # Networks this small finish before a second thread would have started.
@@ -412,7 +412,7 @@ def test_encoder_with_eager_attention_is_padded(tmp_path, make_folder):
 
 
 def load_with_kernels(make_folder, name, monkeypatch, *kernels):
-    monkeypatch.setattr(varlen, "varlen_kernels", lambda device, dtype: [*kernels])
+    monkeypatch.setattr(attention, "varlen_kernels", lambda device, dtype: [*kernels])
     return load(make_folder(name), CASES[name])
 
 
@@ -492,7 +492,7 @@ def test_kernels_of_older_torch_versions_are_used(
     make_folder, get_encoder, monkeypatch, name, older_kernel
 ):
     encoder = load_with_kernels(
-        make_folder, name, monkeypatch, varlen._adapt_torch_kernel(older_kernel)
+        make_folder, name, monkeypatch, attention._adapt_torch_kernel(older_kernel)
     )
     assert encoder.engine.kernel_name == "varlen_attn"
     items = sample_inputs(encoder, seed=7, n_inputs=15)
@@ -505,7 +505,7 @@ def test_kernels_of_older_torch_versions_are_used(
 @pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
 def test_flash_attn_is_called_with_its_signature(make_folder, get_encoder, monkeypatch, name):
     encoder = load_with_kernels(
-        make_folder, name, monkeypatch, varlen._adapt_flash_attn(attend_like_flash_attn)
+        make_folder, name, monkeypatch, attention._adapt_flash_attn(attend_like_flash_attn)
     )
     assert encoder.engine.kernel_name == "flash_attn"
     items = sample_inputs(encoder, seed=7, n_inputs=15)

@@ -8,10 +8,10 @@ from llmcond import extract, load_encoder, plugins
 from llmcond.cli import run
 from llmcond.encoders import EncoderInput, EncoderOptions
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint
-from llmcond.encoders.engine.pooling import find_pooling
+from llmcond.encoders.engine.forward import find_pooling
 from llmcond.encoders.known import find_model
-from llmcond.encoders.poolings import POOLINGS
 from llmcond.encoders.resolve import resolve_checkpoint
+from llmcond.encoders.spec import POOLINGS
 from llmcond.errors import UserError
 from llmcond.files import write_json
 from llmcond.runs import open_run

@@ -11,12 +11,10 @@ from helpers.cases import CASES, MAX_LENGTH, WORDS
 from helpers.identities import IDENTITY
 
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.encoder import UNIT, load_encoder
-from llmcond.encoders.engine import pooling
+from llmcond.encoders.encoder import UNIT, Concurrency, load_encoder
+from llmcond.encoders.engine import forward
 from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.poolings import ROUTED_POOLINGS
-from llmcond.encoders.spec import Router
-from llmcond.encoders.threads import Concurrency
+from llmcond.encoders.spec import ROUTED_POOLINGS, Router
 from llmcond.errors import UserError
 from llmcond.features.extract import Chunking, extract
 from llmcond.features.store import FeatureStore
@@ -126,7 +124,7 @@ def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
 def test_gradients_are_finite_for_identical_tokens():
     token_states = torch.ones(2, 4, 8, requires_grad=True)
     routes = [Routes(torch.eye(8)[:2], Router("", 0.7, False, True))] * 2
-    pooling.pool_routed(token_states, [(0, 1), (0, 4)], routes).square().sum().backward()
+    forward.pool_routed(token_states, [(0, 1), (0, 4)], routes).square().sum().backward()
     assert torch.isfinite(token_states.grad).all()
 
 

@@ -10,9 +10,8 @@ from helpers.standin import StandIn
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.engine.pooling import pool_routed
-from llmcond.encoders.engine.token_weights import record_weights, recording_weights
+from llmcond.encoders.engine.forward import pool_routed
+from llmcond.encoders.engine.interface import Routes, record_weights, recording_weights
 from llmcond.encoders.spec import Router
 from llmcond.errors import UserError
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmcond import system
-from llmcond.encoders.loading.device import copy_to_cpu
+from llmcond.encoders.loading.memory import copy_to_cpu
 from llmcond.errors import UserError
 from llmcond.system import check_capability, choose_device, move_to_device
 

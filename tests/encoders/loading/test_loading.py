@@ -15,10 +15,8 @@ from safetensors.torch import load_file, save_file
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions, find_model, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
-from llmcond.encoders.loading.architecture import build_on_meta, load_config
-from llmcond.encoders.loading.loading import load_model
-from llmcond.encoders.loading.memory import measure_footprint
-from llmcond.encoders.loading.quantization import quantization_config
+from llmcond.encoders.loading.loading import build_on_meta, load_config, load_model
+from llmcond.encoders.loading.memory import measure_footprint, quantization_config
 from llmcond.errors import LlmcondError
 
 CPU = EncoderOptions(dtype="float32", device="cpu")

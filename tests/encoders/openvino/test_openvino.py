@@ -22,9 +22,8 @@ from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.openvino import engine, library, support
-from llmcond.encoders.openvino.engine import OpenVinoEngine, plan_packed
-from llmcond.encoders.openvino.graph import relative_buckets
+from llmcond.encoders.openvino import engine, support
+from llmcond.encoders.openvino.engine import OpenVinoEngine, plan_packed, relative_buckets
 from llmcond.encoders.openvino.tokenizer import JsonTokenizer, can_read
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
@@ -220,7 +219,7 @@ def test_batches_have_similar_lengths_and_fill_all_streams():
 # -- dtypes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not library.computes_bfloat16(), reason="no bfloat16 on this CPU")
+@pytest.mark.skipif(not support.computes_bfloat16(), reason="no bfloat16 on this CPU")
 def test_bfloat16_identity_differs_from_pytorch():
     encoder, reference = load_both_runtimes("minilm", dtype="bfloat16")
     assert encoder.identity.differences(reference.identity) == ["runtime: 'openvino', not 'torch'"]
@@ -270,7 +269,7 @@ def test_tokenizer_rebuilt_by_transformers_is_left_to_transformers(minilm, tmp_p
 
 
 def test_missing_openvino_falls_back_to_pytorch_with_log_line(monkeypatch, caplog):
-    monkeypatch.setattr(library, "is_installed", lambda: False)
+    monkeypatch.setattr(support, "is_installed", lambda name: False)
     caplog.set_level("INFO")
     encoder = load_encoder("minilm", **FLOAT32)
     assert encoder.resolved.runtime == "torch"
@@ -284,7 +283,7 @@ def test_missing_openvino_falls_back_to_pytorch_with_log_line(monkeypatch, caplo
 
 def test_cpu_on_which_openvino_lacks_bfloat16_uses_pytorch(monkeypatch):
     monkeypatch.setenv("LLMCOND_CPU_FEATURES", "avx512_bf16")
-    monkeypatch.setattr(library, "_supports_bfloat16", lambda: False)
+    monkeypatch.setattr(support, "_supports_bfloat16", lambda: False)
     resolved = resolve("minilm", EncoderOptions(dtype="bfloat16", device="cpu"))
     assert resolved.runtime == "torch"
     assert "does not compute bfloat16 on this CPU" in resolved.openvino_obstacle
@@ -419,7 +418,7 @@ def forbid(event, arguments):
 sys.addaudithook(forbid)
 import threading
 before = set(threading.enumerate())
-from llmcond.encoders.openvino.library import import_openvino
+from llmcond.encoders.openvino.architectures import import_openvino
 openvino = import_openvino()
 started = [thread for thread in threading.enumerate() if thread not in before]
 print([name for name in sys.modules if name.startswith("openvino_telemetry")], started)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 import llmcond
-from llmcond.encoders.openvino import library
+from llmcond.encoders.openvino import support
 from llmcond.errors import UserError
 from llmcond.runs.open import open_run
 
 pytest.importorskip("openvino")
 pytestmark = pytest.mark.processor
-in_bfloat16 = pytest.mark.skipif(not library.computes_bfloat16(), reason="no bfloat16 on this CPU")
+in_bfloat16 = pytest.mark.skipif(not support.computes_bfloat16(), reason="no bfloat16 on this CPU")
 ROW = (["two men play in the park"], "the place")
 
 
@@ -48,7 +48,7 @@ def test_openvino_run_is_usable_but_not_extensible_without_openvino(extract, mon
     run = extract("auto", "bfloat16")
     assert run.manifest["encoder"]["identity"]["runtime"] == "openvino"
     expected = llmcond.load_embedder(run.folder, head="none", device="cpu").encode(*ROW)
-    monkeypatch.setattr(library, "is_installed", lambda: False)
+    monkeypatch.setattr(support, "is_installed", lambda name: False)
     caplog.set_level("INFO")
     embedder = llmcond.load_embedder(run.folder, head="none", device="cpu")
     assert embedder.encoder.resolved.runtime == "torch"
@@ -63,6 +63,6 @@ def test_float32_run_is_shared_by_both_runtimes(extract, monkeypatch):
     assert load_runtime(run) == "openvino"
     expected = llmcond.load_embedder(run.folder, head="none", device="cpu").encode(*ROW)
     assert len(extract("openvino", "float32", "concat-sent-cond").prompts()) == 2
-    monkeypatch.setattr(library, "is_installed", lambda: False)
+    monkeypatch.setattr(support, "is_installed", lambda name: False)
     embedder = llmcond.load_embedder(run.folder, head="none", prompt="concat-cond-sent")
     np.testing.assert_allclose(embedder.encode(*ROW), expected, atol=1e-5)
