@@ -36,7 +36,7 @@ from llmcond.errors import UserError as UserError
 from llmcond.evaluation.results import Result as Result
 from llmcond.evaluation.results import Results as Results
 from llmcond.evaluation.results import Subset as Subset
-from llmcond.exporting.result import ExportResult as ExportResult
+from llmcond.exporting.export import ExportResult as ExportResult
 from llmcond.heads.estimator import Head as Head
 from llmcond.integrations.sentence_transformers import (
     load_sentence_transformer as load_sentence_transformer,
@@ -72,7 +72,7 @@ from llmcond.workflows.annotate import AnnotationResult as AnnotationResult
 from llmcond.workflows.bench import Benchmark as Benchmark
 from llmcond.workflows.check_condition import ConditionChecks as ConditionChecks
 from llmcond.workflows.compare import Comparison as Comparison
-from llmcond.workflows.compare_systems import SystemComparison as SystemComparison
+from llmcond.workflows.compare import SystemComparison as SystemComparison
 from llmcond.workflows.embed import EmbedResult as EmbedResult
 from llmcond.workflows.extract import ExtractResult as ExtractResult
 from llmcond.workflows.fit import FittedResult as FittedResult

@@ -44,7 +44,7 @@ from llmcond.arrays import MatrixLike, as_matrix
 from llmcond.commands.analyse import analyse
 from llmcond.commands.evaluate import evaluate
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.conditions import frobenius_variance
+from llmcond.evaluation.analyses import frobenius_variance
 from llmcond.features.view import FeatureView
 from llmcond.files import read_json, write_json
 from llmcond.heads import load_recipe

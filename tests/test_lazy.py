@@ -17,7 +17,7 @@ LIGHT_MODULES = """
     llmcond.data.rows
     llmcond.tasks llmcond.tasks.csts llmcond.kinds.dialogue.task llmcond.kinds.dialogue.data
     llmcond.kinds.ranking.graph llmcond.kinds.ranking.kgc
-    llmcond.evaluation.condition_checks llmcond.evaluation.conditions llmcond.evaluation.paired
+    llmcond.evaluation.condition_checks llmcond.evaluation.analyses llmcond.evaluation.paired
     llmcond.evaluation.results
     llmcond.features.extract llmcond.features.view llmcond.metrics llmcond.prompts
     llmcond.heads llmcond.heads.guide llmcond.heads.numpy_heads llmcond.heads.settings

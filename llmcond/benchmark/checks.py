@@ -6,6 +6,7 @@ difference of two vectors is the distance of the vectors at unit length.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from llmcond.benchmark.golden import golden_differences
 from llmcond.benchmark.shapes import Shape, csts_inputs, long_inputs, random_encoder
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.encoder import Encoder
@@ -31,6 +31,35 @@ from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
 from llmcond.errors import first_line
 from llmcond.files import digest_bytes
 from llmcond.system import is_installed, process_context
+
+STORED = Path(__file__).with_name("nv_embed.json")
+
+
+def stored_encoder(device: str, folder: Path) -> ResolvedEncoder:
+    """Resolve the encoder whose vectors are stored, without loading it."""
+    options = EncoderOptions(dtype="float32", max_tokens_per_batch=64)
+    return random_encoder("nv-embed-v2", folder, options, device, small=True, init_device="cpu")
+
+
+def stored_rows(stored: dict[str, Any]) -> list[Tokens]:
+    """Return the stored inputs: token ids, and the index of the first pooled token."""
+    return [
+        Tokens(row["ids"], row["first"], len(row["ids"]), len(row["ids"]), len(row["ids"]))
+        for row in stored["inputs"]
+    ]
+
+
+def golden_differences(device: str, folder: Path) -> tuple[float, str]:
+    """Return the largest distance of a device's vectors to the stored ones, and a note."""
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    encoder = Encoder(stored_encoder(device, folder))
+    rows, expected = stored_rows(stored), np.array(stored["vectors"], dtype=np.float32)
+    distances = [
+        float(np.linalg.norm(done.vectors - expected[list(done.inputs)], axis=1).max())
+        for done in encoder.engine.run(rows)
+    ]
+    return max(distances), f"{len(rows)} inputs"
+
 
 Vectors = NDArray[np.float32]
 DtypeOrAuto = Dtype | Literal["auto"]

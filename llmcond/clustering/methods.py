@@ -21,7 +21,7 @@ CLEAR_SILHOUETTE = 0.25
 STARTS, _STARTS_OF_CHOICE = 10, 2
 #: Number of principal components that HDBSCAN works on.
 _COMPONENTS = 5
-#: Up to this many vectors are clustered on one thread; ``llmcond.evaluation.clusters`` says why.
+#: Up to this many vectors are clustered on one thread; ``llmcond.evaluation.analyses`` says why.
 _SINGLE_THREAD_ROWS = 2_000
 
 

@@ -9,7 +9,7 @@ from llmcond.commands.base import REUSES_VECTORS, Command, as_function
 from llmcond.workflows.options.scoring import CompareSystemsOptions
 
 if TYPE_CHECKING:
-    from llmcond.workflows.compare_systems import SystemComparison
+    from llmcond.workflows.compare import SystemComparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Compare(CompareSystemsOptions, Command):
             >>> comparison.baseline
             'pets:none@concat-sent-cond'
         """
-        from llmcond.workflows.compare_systems import compare_systems
+        from llmcond.workflows.compare import compare_systems
 
         return compare_systems(self)
 

@@ -13,7 +13,7 @@ from llmcond.options import option
 from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions
 
 if TYPE_CHECKING:
-    from llmcond.exporting.result import ExportResult
+    from llmcond.exporting.export import ExportResult
 
 
 @dataclass(frozen=True, kw_only=True)

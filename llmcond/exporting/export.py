@@ -7,34 +7,507 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from llmcond.arrays import Array
 from llmcond.bundled import pretrained_folder
+from llmcond.display import Displayed
 from llmcond.encoders.checkpoints.checkpoint import find_hub_source, read_settings
-from llmcond.encoders.loading.loading import silence_transformers
-from llmcond.encoders.spec import Dtype
-from llmcond.errors import LlmcondError, UserError, shortened_repr
-from llmcond.exporting.modules import (
-    ModularEmbedder,
-    NotExportableError,
-    export_obstacles,
-    is_bidirectional_decoder,
-    to_modules,
-    write_modules,
+from llmcond.encoders.engine.tokenizing import InputTokenizer
+from llmcond.encoders.loading.loading import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_all_weights,
+    silence_transformers,
 )
-from llmcond.exporting.result import ConditionSelector, ExportResult
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.settings import SETTINGS, encoder_types
+from llmcond.encoders.spec import Dtype, get_pooling
+from llmcond.errors import LlmcondError, UserError, shortened_repr
 from llmcond.exporting.run import copy_run, strip_path
-from llmcond.exporting.tokenizers import TEXTS
 from llmcond.files import check_new_folder, create_folder_atomically, write_json, write_text
+from llmcond.finetune.loop import write_tensors
+from llmcond.heads.numpy_heads import DenseLayer
+from llmcond.heads.settings import Activation
+from llmcond.prompts import Prompt
+from llmcond.prompts.template import InputTemplate
 from llmcond.report.card import render_card
-from llmcond.runs.credits import read_credits
 from llmcond.runs.embedder import Embedder, describe, load_embedder
+from llmcond.runs.portable import read_credits
 from llmcond.runs.similarity import Vectors
 from llmcond.system import versions
+
+#: How a caller of the exported model selects the condition: it is fixed, one of several is selected
+#: by an argument (``prompt_name`` or ``task``), or any condition can be given.
+ConditionSelector = Literal["fixed", "prompt_name", "task", "any"]
+
+
+@dataclass(frozen=True)
+class ExportResult(Displayed):
+    """The result of an export.
+
+    Attributes:
+        out: folder that was written.
+        conditions: conditions of the export; empty: any condition.
+        chosen_by: how the condition is selected. ``fixed``: there is only one. ``task`` or
+            ``prompt_name``: the argument of ``encode`` that names one of several. ``any``: the
+            argument ``condition``, which needs llmcond.
+        modules: names of its sentence-transformers modules, in order.
+        dtype: number type of its weights.
+        dim: size of the embeddings.
+        difference: largest difference of a component of a unit vector from the vectors that llmcond
+            computes in that type; None: sentence-transformers is not installed, so the export was
+            not tested.
+        notes: what users of the export need to know, as sentences.
+        about: description of the exported embedder.
+
+    Examples:
+        >>> import llmcond
+        >>> result = llmcond.export(out="places", condition=["the place"])
+        >>> result.conditions, result.dim, result.dtype
+        (['the place'], 384, 'float32')
+    """
+
+    out: Path
+    conditions: Sequence[str]
+    chosen_by: ConditionSelector
+    modules: Sequence[str]
+    dtype: Dtype
+    dim: int
+    difference: float | None
+    notes: Sequence[str]
+    about: Mapping[str, Any]
+
+
+#: Texts on which exports are tested: with various beginnings and ends, and one that is cut.
+TEXTS = (
+    "Two women read a book at the beach.",
+    "a man rides a horse in the snow",
+    "3 dogs, 2 cats (and one bird)!",
+    '"Is it raining?" she asked; nobody knew',
+    "Crème brûlée für zwei – 東京 in May 2024",
+    "the end " * 700,
+)
+#: Texts with which the tokens around a text are determined. They use words that conditions are
+#: unlikely to contain.
+_PROBES = ("Zebras quickly juggled 17 oranges", "Three dogs walk in the park")
+
+
+@dataclass(frozen=True)
+class Affixes:
+    """Text and tokens around every text under one condition.
+
+    Attributes:
+        text_prefix: text prefix, for templates whose beginning a tokenizer must join to the text.
+        before: token ids before the text, including special ones.
+        after: token ids after the text, including special ones.
+    """
+
+    text_prefix: str
+    before: list[int]
+    after: list[int]
+
+
+def find_affixes(
+    reader: InputTokenizer,
+    tokenizer: Any,
+    part: InputTemplate,
+    condition: str,
+    *,
+    lead: bool = False,
+) -> Affixes | None:
+    """Return what a template puts around every sentence under a condition.
+
+    The result is tokens if these reproduce what the encoder reads; otherwise, or with
+    ``text_prefix``, the text in front of the sentence is kept as text. None means that neither
+    works, for example because the sentence occurs twice, or its last token merges with what
+    follows.
+    """
+    for probe in _PROBES:
+        text = reader.format(part.render(probe, condition))
+        prefix_text = text.partition(probe)[0]
+        for prefix in dict.fromkeys([prefix_text] if lead else ["", prefix_text]):
+            ids = _encode_part(reader, part, probe, condition)
+            text_ids = _encode_text(tokenizer, f"{prefix}{probe}")
+            for start in range(len(ids) - len(text_ids) + 1):
+                affixes = Affixes(prefix, ids[:start], ids[start + len(text_ids) :])
+                if ids[start : start + len(text_ids)] == text_ids and all(
+                    _encode_part(reader, part, other_text, condition)
+                    == [
+                        *affixes.before,
+                        *_encode_text(tokenizer, f"{prefix}{other_text}"),
+                        *affixes.after,
+                    ]
+                    for other_text in (*_PROBES, *TEXTS[:-1])
+                ):
+                    return affixes
+    return None
+
+
+def _encode_part(
+    reader: InputTokenizer, part: InputTemplate, text: str, condition: str
+) -> list[int]:
+    return reader([part.render(text, condition)])[0].ids
+
+
+def _encode_text(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def write_tokenizer(
+    tokenizer: Any, before: Sequence[int], after: Sequence[int], max_length: int, folder: Path
+) -> None:
+    """Write a tokenizer that puts these tokens around every text, and cuts only the text.
+
+    Its class is PreTrainedTokenizerFast, as other classes rebuild the rules for special tokens on
+    loading and would lose these.
+    """
+    from tokenizers import Tokenizer, processors
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    pieces = {name: ids for name, ids in (("<before>", before), ("<after>", after)) if ids}
+    single = [name for name in ("<before>", "$A", "<after>") if name == "$A" or name in pieces]
+    backend.post_processor = processors.TemplateProcessing(
+        single=single,
+        special_tokens=[
+            {"id": name, "ids": list(ids), "tokens": tokenizer.convert_ids_to_tokens(ids)}
+            for name, ids in pieces.items()
+        ],
+    )
+    write_text(folder / "tokenizer.json", backend.to_str(pretty=True))
+    special = {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
+    special.setdefault("pad_token", tokenizer.eos_token or tokenizer.unk_token)
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **special,
+            "model_max_length": max_length,
+            "model_input_names": list(tokenizer.model_input_names),
+            "padding_side": "right",
+            "truncation_side": tokenizer.truncation_side,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+TensorLayer: TypeAlias = DenseLayer[Tensor]
+
+#: Pooling modes in the form of the config that other servers read as well.
+_MODES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens",
+          "lasttoken")  # fmt: skip
+_ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {
+    "none": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh,
+}  # fmt: skip
+#: Positively homogeneous activations: f(a x) = a f(x) for a > 0.
+_HOMOGENEOUS = ("none", "relu")
+
+
+class NotExportableError(UserError):
+    """An embedder cannot be expressed as modules of sentence-transformers; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModularEmbedder:
+    """An embedder under some conditions, as layers and tokens.
+
+    Attributes:
+        affixes: text and tokens around every text, by condition.
+        layers: layers after the encoder's vectors, by condition.
+    """
+
+    affixes: Mapping[str, Affixes]
+    layers: Mapping[str, Sequence[TensorLayer]]
+
+    @property
+    def same_layers(self) -> bool:
+        """Whether the layers are the same under all conditions."""
+        first, *others = self.layers.values()
+        return all(
+            len(other) == len(first)
+            and all(
+                torch.equal(a.weight, b.weight) and _both_equal(a.bias, b.bias)
+                for a, b in zip(other, first, strict=True)
+            )
+            for other in others
+        )
+
+    @property
+    def text_prefixes(self) -> Mapping[str, str]:
+        """Text that sentence-transformers puts in front of texts, by condition."""
+        return {condition: affixes.text_prefix for condition, affixes in self.affixes.items()}
+
+
+def _both_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
+
+
+def export_obstacles(embedder: Embedder) -> Iterator[str]:
+    """Yield reasons why sentence-transformers has no modules for an embedder."""
+    identity, view = embedder.encoder.identity, embedder.view
+    if len(view.prompts) > 1:
+        yield f"it reads each text with {len(view.prompts)} prompts ({view.name})"
+    part, prompt = view.prompts[0].conditional, view.prompts[0]
+    if part.router is not None:
+        yield f"the prompt {prompt.name} pools by the condition"
+    if part.context is not None:
+        yield f"the prompt {prompt.name} reads a pair of texts and pools one of them"
+    if view.subtracts and not prompt.subtracts_condition:
+        yield f"the prompt {prompt.name} subtracts a vector that depends on the sentence"
+    if embedder.encoder.resolved.checkpoint.members:
+        yield "its encoder is an ensemble"
+    for name, setting in SETTINGS.items():
+        value = getattr(identity, name)
+        if setting.unplain and value != setting.settled_default:
+            yield setting.unplain.format(value)
+    if not get_pooling(identity.pooling).module:
+        yield f"{embedder.encoder.name} pools by {identity.pooling}"
+    if not embedder.head.compares_by_cosine:
+        yield f"the head {embedder.name} does not compare embeddings by their cosine"
+
+
+def to_modules(embedder: Embedder, conditions: Sequence[str]) -> tuple[ModularEmbedder, Any]:
+    """Express an embedder as layers and tokens; return them with its tokenizer.
+
+    The embedder must have no ``export_obstacles``.
+
+    Raises:
+        NotExportableError: its tokens or its head cannot be expressed as modules of
+            sentence-transformers.
+    """
+    resolved, prompt = embedder.encoder.resolved, embedder.view.prompts[0]
+    checkpoint, identity = resolved.checkpoint, resolved.identity
+    tokenizer = load_tokenizer(checkpoint, load_config(checkpoint, identity.attention))
+    if not tokenizer.is_fast:
+        raise NotExportableError(f"{checkpoint.name} has no fast tokenizer")
+    reader = InputTokenizer(tokenizer, identity, checkpoint.name)
+    # Callers can select a text prefix with each call, but not tokens.
+    several = len(conditions) > 1 and not prompt.separate
+    affixes = {
+        condition: find_affixes(reader, tokenizer, prompt.conditional, condition, lead=several)
+        for condition in conditions
+    }
+    constant_affixes = {
+        condition: value for condition, value in affixes.items() if value is not None
+    }
+    if len(constant_affixes) < len(affixes):
+        raise NotExportableError(
+            f"the tokens that the prompt {prompt.name} puts around a sentence depend on the "
+            "sentence"
+        )
+    return ModularEmbedder(constant_affixes, _layers_by_condition(embedder, conditions)), tokenizer
+
+
+def _layers_by_condition(
+    embedder: Embedder, conditions: Sequence[str]
+) -> dict[str, list[TensorLayer]]:
+    view, head, layers_by_condition = embedder.view, embedder.head, {}
+    of_condition, subtracts = view.condition_prompt(), view.subtracts
+    for condition in conditions:
+        condition_vector = None
+        if of_condition is not None:
+            condition_vector = _encode_condition(embedder, of_condition, condition)[None]
+        head_layers: Sequence[DenseLayer[Any]] | None = []
+        if not head.is_identity:
+            head_layers = head.dense_layers(condition_vector)
+        if head_layers is None:
+            raise NotExportableError(
+                f"the head {embedder.name} ({head.kind}) does not consist of dense layers"
+            )
+        layers = [_fold_mean(layer) for layer in head_layers]
+        if subtracts:
+            subtracted = _encode_condition(embedder, view.prompts[0], condition)
+            first = layers[0] if layers else DenseLayer(torch.eye(len(subtracted)))
+            layers = [_fold_mean(first._replace(mean=torch.from_numpy(subtracted))), *layers[1:]]
+        layers_by_condition[condition] = layers
+    return layers_by_condition
+
+
+def _fold_mean(layer: DenseLayer[Any]) -> TensorLayer:
+    """Return a layer of tensors with the subtracted mean folded into its bias."""
+    weight, bias, activation, mean = layer
+    weight = torch.as_tensor(weight)
+    bias = None if bias is None else torch.as_tensor(bias)
+    if mean is not None:
+        bias = -(weight @ torch.as_tensor(mean)) + (0 if bias is None else bias)
+    return DenseLayer(weight, bias, activation)
+
+
+def _encode_condition(embedder: Embedder, prompt: Prompt, condition: str) -> Array:
+    """Return the unconditional vector of a condition, (dim,)."""
+    item = prompt.unconditional.render("", condition)
+    vector: Array = embedder.encoder.encode([item])[0]
+    return vector
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def write_modules(
+    folder: Path,
+    resolved: ResolvedEncoder,
+    tokenizer: Any,
+    modular: ModularEmbedder,
+    *,
+    route: bool,
+) -> list[str]:
+    """Write the files of all modules; return their names.
+
+    Paths and settings of modules are those that sentence-transformers has read since its first
+    versions, as other servers know no others. If ``route`` is true, each call selects the layers by
+    condition.
+    """
+    identity = resolved.identity
+    first = next(iter(modular.affixes.values()))
+    write_tokenizer(tokenizer, first.before, first.after, identity.max_length, folder)
+    dense = _write_network(folder, resolved)
+    pooled = get_pooling(identity.pooling).module
+    pooling = {
+        "word_embedding_dimension": load_config(
+            resolved.checkpoint, identity.attention
+        ).hidden_size,
+        **{f"pooling_mode_{mode}": mode == pooled for mode in _MODES},
+        "include_prompt": True,
+    }
+    kinds: list[tuple[str, Any]] = [("Transformer", None), ("Pooling", pooling)]
+    kinds += [("Dense", layer) for layer in dense]
+    if identity.normalize and any(map(_depends_on_norm, modular.layers.values())):
+        kinds.append(("Normalize", {}))
+    if route:
+        kinds.append(("Router", modular.layers))
+    else:
+        kinds += [("Dense", layer) for layer in next(iter(modular.layers.values()))]
+    kinds.append(("Normalize", {}))
+    entries = []
+    for number, (kind, value) in enumerate(kinds):
+        path = f"{number}_{kind}" if number else ""
+        entries.append(
+            {"idx": number, "name": str(number), "path": path, "type": _module_type(kind)}
+        )
+        if kind == "Dense":
+            _write_dense(folder / path, value)
+        elif kind == "Router":
+            _write_router(folder / path, value)
+        elif value is not None:
+            write_json(folder / path / "config.json", value)
+    write_json(folder / "modules.json", entries)
+    write_json(
+        folder / "sentence_bert_config.json",
+        {"max_seq_length": identity.max_length, "do_lower_case": False},
+    )
+    return [kind for kind, _ in kinds]
+
+
+def _depends_on_norm(layers: Sequence[TensorLayer]) -> bool:
+    """Return whether the direction of the layers' output depends on the norm of their input."""
+    return any(layer.bias is not None or layer.activation not in _HOMOGENEOUS for layer in layers)
+
+
+def _module_type(kind: str) -> str:
+    return f"sentence_transformers.models.{kind}"
+
+
+def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]:
+    """Write the encoder's weights with merged adapters; return the encoder's own dense layers."""
+    checkpoint, identity = resolved.checkpoint, resolved.identity
+    config = read_settings(checkpoint.folder / "config.json", {})
+    loaded = load_model(resolved, load_config(checkpoint, identity.attention))
+    weights = read_all_weights(loaded.network, checkpoint)
+    kinds = {kind: name for name, kind in _ACTIVATIONS.items()}
+    modules: list[Any] = list(loaded.dense)
+    dense = [
+        DenseLayer(linear.weight, linear.bias, kinds[type(activation)])
+        for linear, activation in zip(modules[::2], modules[1::2], strict=True)
+    ]
+    if get_pooling(identity.pooling).part == "pooler":
+        pooler = loaded.network.pooler.dense
+        dense = [DenseLayer(pooler.weight, pooler.bias, "tanh"), *dense]
+    dtype = identity.dtype
+    write_tensors(
+        folder / "model.safetensors",
+        {name: _cast(value, dtype) for name, value in weights.items()},
+        {"format": "pt"},
+    )
+    for key in ("auto_map", "_name_or_path", "torch_dtype"):
+        config.pop(key, None)
+    if is_bidirectional_decoder(resolved):
+        config["is_causal"] = False
+    write_json(folder / "config.json", {**config, "torch_dtype": dtype})
+    return dense
+
+
+def _cast(value: Tensor, dtype: str) -> Tensor:
+    return value.to(getattr(torch, dtype)) if value.is_floating_point() else value
+
+
+def is_bidirectional_decoder(resolved: ResolvedEncoder) -> bool:
+    """Return whether the encoder is a decoder whose tokens also attend to later tokens."""
+    config = read_settings(resolved.checkpoint.folder / "config.json", {})
+    known_to_transformers = (
+        config.get("use_bidirectional_attention") or config.get("model_type") in encoder_types()
+    )
+    return resolved.identity.attention == "bidirectional" and not known_to_transformers
+
+
+def _write_dense(folder: Path, layer: TensorLayer) -> None:
+    kind = _ACTIVATIONS[layer.activation]
+    tensors = {"linear.weight": layer.weight.float()}
+    if layer.bias is not None:
+        tensors["linear.bias"] = layer.bias.float()
+    out, into = layer.weight.shape
+    write_json(
+        folder / "config.json",
+        {
+            "in_features": into,
+            "out_features": out,
+            "bias": layer.bias is not None,
+            "activation_function": f"{kind.__module__}.{kind.__name__}",
+        },
+    )
+    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+
+
+def _write_router(folder: Path, layers: Mapping[str, Sequence[TensorLayer]]) -> None:
+    """Write one route per condition.
+
+    Routes have numbered names, as a condition may contain characters that torch module names
+    cannot.
+    """
+    names = {condition: f"condition_{number}" for number, condition in enumerate(layers)}
+    types, structure = {}, {}
+    for condition, condition_layers in layers.items():
+        route = [f"{names[condition]}_{number}_Dense" for number in range(len(condition_layers))]
+        for name, layer in zip(route, condition_layers, strict=True):
+            _write_dense(folder / name, layer)
+            types[name] = _module_type("Dense")
+        structure[names[condition]] = route
+    routes = {str((condition, None)): name for condition, name in names.items()}
+    write_json(
+        folder / "router_config.json",
+        {
+            "types": types,
+            "structure": structure,
+            "parameters": {
+                "default_route": None,
+                "allow_empty_key": False,
+                "route_mappings": routes,
+            },
+        },
+    )
+
 
 #: Maximum distance of unit vectors from llmcond's, by the type they are computed in. In 16 bit,
 #: rounding errors are that large if an almost equal vector was subtracted.

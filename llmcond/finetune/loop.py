@@ -30,7 +30,7 @@ from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.encoders.engine.engine import is_out_of_memory
 from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.dev_gain import CrossValidatedGain
+from llmcond.evaluation.results import CrossValidatedGain
 from llmcond.files import replace_atomically
 from llmcond.finetune.model import DistributedCompute, P, R, RatedModel, TrainedModel
 from llmcond.finetune.settings import (

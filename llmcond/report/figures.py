@@ -26,7 +26,7 @@ from llmcond.report.tables import axis_label, settings_text
 from llmcond.text import shorten
 
 if TYPE_CHECKING:
-    from llmcond.evaluation.breakdown import Level
+    from llmcond.evaluation.analyses import Level
 
 #: An x value, a score and both ends of its interval; NaN or None for what is undefined.
 Point = tuple[Any, float, float | None, float | None]
@@ -468,7 +468,7 @@ def plot_predictions(
     """
     import altair as alt
 
-    from llmcond.evaluation.breakdown import Level  # which imports scipy
+    from llmcond.evaluation.analyses import Level  # which imports scipy
 
     columns = ("system", *(field.name for field in fields(Level)))
     rows = [(name, *astuple(level)) for name, levels in systems.items() for level in levels]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmcond.display import Column, Table, line_limit, print_sentences
 from llmcond.errors import escape_control_characters, format_count
-from llmcond.evaluation.dev_gain import CrossValidatedGain
 from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
 from llmcond.evaluation.results import (
+    CrossValidatedGain,
     Result,
     SettingsChoice,
     Subset,
@@ -21,7 +21,7 @@ from llmcond.metrics import METRICS, Estimate, Metric, finite_or_none, format_nu
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from llmcond.evaluation.agreement import Agreement
+    from llmcond.evaluation.analyses import Agreement
 
 MINUS = "\N{MINUS SIGN}"
 #: The sentence of a title that says what the intervals are.
@@ -663,7 +663,7 @@ def show_agreement(agreement: Agreement, model: str, form: str = "table") -> Non
         model: the model's name.
         form: the format of the tables: table, markdown or latex.
     """
-    from llmcond.evaluation.agreement import STEPS
+    from llmcond.evaluation.analyses import STEPS
 
     sentence = f"{model} and people: {agreement.n:,} rows that both rated."
     if agreement.n:

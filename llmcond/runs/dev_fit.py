@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.errors import UserError
-from llmcond.evaluation.dev_gain import CrossValidatedGain, check_fold_count
+from llmcond.evaluation.results import CrossValidatedGain, check_fold_count
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch, in_stage

@@ -38,7 +38,7 @@ from llmcond.data.datasets import (
 from llmcond.data.rows import Rows
 from llmcond.display import Displayed
 from llmcond.errors import UserError
-from llmcond.evaluation.agreement import Agreement, agreement
+from llmcond.evaluation.analyses import Agreement, agreement
 from llmcond.files import check_output, write_csv
 from llmcond.log import log
 from llmcond.progress import format_duration

@@ -1,33 +1,46 @@
-"""Comparison of prompts on the same rows, splits, seeds and heads, with paired tests."""
+"""Comparisons of prompts, and of heads, encoders and runs, on the same rows with paired tests."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.bundled import bundled_names
+from llmcond.bundled import bundled_names, pretrained_folder
 from llmcond.data.rows import QueryRows, Rows
+from llmcond.display import Displayed, make_frame
 from llmcond.encoders import ResolvedEncoder, resolve
-from llmcond.errors import UserError, nearest
+from llmcond.errors import UserError, nearest, shortened_repr
+from llmcond.evaluation.paired import MIN_PAIRS, paired_differences
 from llmcond.evaluation.results import (
     ComparedSystem,
     FittedResults,
+    Result,
+    Results,
     RowCounts,
+    Scored,
+    Subset,
+    add_metrics,
+    best_first,
+    bootstrap_results,
     compare_with_baseline,
+    difference_json,
+    take_scored,
 )
 from llmcond.features.view import recipe_view
 from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
-from llmcond.metrics import choose_metrics
+from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.report.page import (
     Page,
@@ -37,11 +50,18 @@ from llmcond.report.page import (
     write_figures,
     write_page,
 )
-from llmcond.report.tables import FEW_PAIRS, summary
+from llmcond.report.tables import FEW_PAIRS, summary, systems_summary
 from llmcond.runs import AnyRun, open_any_run, run_exists
-from llmcond.runs.examples import load_examples
+from llmcond.runs.cross import CrossEncoder, load_cross_encoder
+from llmcond.runs.embedder import choose_head
+from llmcond.runs.examples import Examples, load_examples
 from llmcond.runs.kind import build_inputs, find_kind
-from llmcond.runs.predictors import result_without_metrics, zero_shot_heads
+from llmcond.runs.predictors import (
+    AnyPredictor,
+    load_fitted_heads,
+    result_without_metrics,
+    zero_shot_heads,
+)
 from llmcond.runs.trials import Grid, Trial, combine_seeds, fit_trials
 from llmcond.system import provenance
 from llmcond.tasks import AnyTask
@@ -56,7 +76,11 @@ from llmcond.workflows.extract import (
 from llmcond.workflows.fit import save_best_trial
 from llmcond.workflows.options.common import RunOptions
 from llmcond.workflows.options.encoding import ExtractOptions
-from llmcond.workflows.options.scoring import CompareOptions, ComparePromptsOptions
+from llmcond.workflows.options.scoring import (
+    CompareOptions,
+    ComparePromptsOptions,
+    CompareSystemsOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,3 +368,485 @@ def _build_page(
         },
     )
     return replace(page, baseline=next(names, None))
+
+
+Predictor: TypeAlias = AnyPredictor | CrossEncoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemComparison(Displayed):
+    """The results of compared systems on the same rows.
+
+    Attributes:
+        results: the results, best first.
+        baseline: the name of the system that the others are compared with.
+
+    Examples:
+        >>> import llmcond
+        >>> rows = [
+        ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)
+        ...     for n in range(2, 22) for c, r in [("the action", 5), ("the animal", 1)]
+        ... ]
+        >>> features = llmcond.extract(model="minilm", run="demo", data=rows, prompt=["routed"])
+        >>> comparison = llmcond.compare(
+        ...     systems=["demo:none@routed", "demo:none@routed+c"], split="train"
+        ... )
+        >>> [result.name for result in comparison.results if result.difference is None]
+        ['demo:none@routed']
+    """
+
+    results: Results
+    baseline: str
+
+    @override
+    def to_json(self) -> dict[str, Any]:
+        return {**self.results.to_json(), "baseline": self.baseline, **provenance()}
+
+    def to_pandas(self) -> Any:
+        """Convert the scores and differences to a pandas DataFrame.
+
+        Returns:
+            A DataFrame with one row for each system and metric: ``system``, ``baseline``, the
+            number of ``seeds``, ``metric``, its ``value`` with the interval from ``low`` to
+            ``high``, and the fields of the difference, which the baseline does not have.
+
+        Raises:
+            LlmcondError: pandas is not installed.
+        """
+        return make_frame(
+            {
+                "system": result.name,
+                "baseline": self.baseline,
+                "seeds": len(result.seeds),
+                "metric": name,
+                "value": finite_or_none(estimate.value),
+                "low": finite_or_none(estimate.low),
+                "high": finite_or_none(estimate.high),
+                **_difference_columns(result, name),
+            }
+            for result in self.results
+            for name, estimate in result.metrics.items()
+            if not get_metric(name).secondary
+        )
+
+    @override
+    def _displayed(self) -> dict[str, Any]:
+        return {"baseline": self.baseline, **self.results._displayed()}
+
+
+def _difference_columns(result: Result, metric: str) -> dict[str, Any]:
+    if result.difference is None:
+        return {}
+    columns = difference_json(result.difference[metric])
+    return {f"difference_{key}": value for key, value in columns.items()}
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A head of a run, or a cross-encoder.
+
+    Attributes:
+        source: the run as the user named it.
+        run: the run.
+        predictor: the head, or the cross-encoder.
+    """
+
+    source: str
+    run: AnyRun
+    predictor: Predictor
+
+    @property
+    def name(self) -> str:
+        is_cross = isinstance(self.predictor, CrossEncoder)
+        return self.source if is_cross else f"{self.source}:{self.predictor.name}"
+
+    @property
+    def configuration(self) -> dict[str, str]:
+        """Everything that determines the head except for the encoder, the data and the seed.
+
+        The keys are the names of the settings, and the values are JSON.
+        """
+        predictor = self.predictor
+        if isinstance(predictor, CrossEncoder):
+            return {"recipe": predictor.name, "orders": json.dumps(predictor.orders)}
+        view = predictor.view
+        settings = asdict(predictor.head.settings) if predictor.is_fitted else {}
+        parts = {
+            "recipe": predictor.recipe,
+            **settings,
+            "prompt": [f"{prompt.name} ({prompt.digest})" for prompt in view.prompts],
+            "subtract": view.subtract,
+            "features": view.features,
+        }
+        return {
+            name: json.dumps(value, sort_keys=True, default=str) for name, value in parts.items()
+        }
+
+
+@dataclass(frozen=True)
+class _System:
+    """A system to compare: one head, or the fits of one recipe with several seeds."""
+
+    reference: str
+    members: Sequence[_Member]
+
+    @property
+    def name(self) -> str:
+        if len(self.members) == 1:
+            return self.members[0].name
+        return f"{self.reference}, {len(self.members)} seeds"
+
+
+def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
+    """Compare every system with the baseline on the same rows.
+
+    Raises:
+        UserError: a run or head does not exist, the heads of a system differ in more than their
+            seed, or the runs have different tasks or rows.
+    """
+    if options.report is not None:
+        check_page(Path(options.report))
+    references = [reference.strip() for reference in options.systems]
+    if len(references) < 2:
+        raise UserError(
+            f"{len(references)} system is named, and a comparison needs two or more. Name another "
+            "one: RUN, RUN:HEAD, or RUN:none for zero-shot."
+        )
+    runs: dict[str, AnyRun] = {}
+    parsed = [_parse_reference(reference) for reference in references]
+    for parts in parsed:
+        for source, _ in parts:
+            if source not in runs:
+                # A name that is neither a folder nor a bundled model is not looked up on the hub.
+                bundled = None if Path(source).exists() else pretrained_folder(source)
+                runs[source] = open_any_run(bundled or Path(source), cross=True)
+    split = _choose_split(runs, options.split)
+    systems = [
+        _find_system(reference, parts, runs, split, options.device)
+        for reference, parts in zip(references, parsed, strict=True)
+    ]
+    baseline = _find_baseline(systems, options.baseline)
+    task = next(iter(runs.values())).task
+    metrics = choose_metrics(task.metrics, options.metric)
+    examples = {source: load_examples(run) for source, run in runs.items()}
+    orders = _match_rows(examples, split)
+    first = next(iter(examples.values()))
+    rows = first.scored_rows(split)
+    log.info(f"comparing {len(systems):,} systems on {RowCounts.of(rows).text} of {split}")
+    results = [_describe(system, split, task.name) for system in systems]
+    predictions = [_predict(system, examples, orders, split) for system in systems]
+    draws = bootstrap_results(results, predictions, rows, metrics)
+    others = [i for i in range(len(systems)) if i != baseline]
+    tested = [metric for metric in metrics if not metric.secondary]
+    differences = paired_differences(draws, {baseline: others}, tested)
+    subsets = _compare_subsets(
+        results, predictions, rows, first.subsets(split), metrics[0], baseline
+    )
+    name = systems[baseline].name
+    compared = best_first(
+        replace(
+            result,
+            difference=differences.get(i),
+            against=None if i == baseline else name,
+            subsets={"subsets": {subset: parts[i] for subset, parts in subsets.items()}},
+        )
+        for i, result in enumerate(add_metrics(results, draws, rows))
+    )
+    comparison = SystemComparison(results=compared, baseline=name)
+    if options.report is not None:
+        similarity = {
+            result.name: predicted.mean(axis=0)
+            for result, predicted in zip(results, predictions, strict=True)
+        }
+        settings = {**asdict(options.select(CompareSystemsOptions)), "split": split}
+        page = _make_page(comparison, first, split, similarity, runs, settings)
+        write_page(page, Path(options.report))
+    return comparison
+
+
+# -- the systems -------------------------------------------------------------------------------
+
+
+def _parse_reference(reference: str) -> list[tuple[str, str | None]]:
+    """Return the runs and heads of a system, which are separated by commas.
+
+    A head that follows the head of a run is one of the same run.
+
+    Raises:
+        UserError: a run or a head is missing.
+    """
+    if Path(reference).exists():
+        return [(reference, None)]
+    parts: list[tuple[str, str | None]] = []
+    for part in (part.strip() for part in reference.split(",")):
+        # A path may contain colons, so the last one precedes the head, whose name has no slashes.
+        source, colon, head = part.rpartition(":")
+        if Path(part).exists() or not colon or "/" in head or "\\" in head:
+            source, head = part, ""
+        if not source or (colon and part.endswith(":")):
+            raise UserError(
+                f"{reference!r} is not a system. Expected RUN, RUN:HEAD, or RUN:none for zero-shot."
+            )
+        if not head and parts and parts[-1][1] and not Path(part).exists():
+            source, head = parts[-1][0], part
+        parts.append((source, head or None))
+    return parts
+
+
+def _choose_split(runs: Mapping[str, AnyRun], split: str | None) -> str:
+    """Check that all runs have the same task, and return the split to score.
+
+    Raises:
+        UserError: the tasks or the default splits differ.
+    """
+    tasks = {source: run.task.name for source, run in runs.items()}
+    if len(set(tasks.values())) > 1:
+        named = ", ".join(f"{source} of {task}" for source, task in tasks.items())
+        raise UserError(f"the runs have different tasks: {named}. Compare runs of one task.")
+    splits = {source: run.scored_split(split) for source, run in runs.items()}
+    if len(set(splits.values())) > 1:
+        named = ", ".join(f"{default} of {source}" for source, default in splits.items())
+        raise UserError(f"the default splits differ: {named}. Name one with --split.")
+    return next(iter(splits.values()))
+
+
+def _find_system(
+    reference: str,
+    parts: Sequence[tuple[str, str | None]],
+    runs: Mapping[str, AnyRun],
+    split: str,
+    device: str,
+) -> _System:
+    """Load the heads of a system, and check that they differ in their seeds only."""
+    members = [
+        _Member(source, runs[source], predictor)
+        for source, head in parts
+        for predictor in _load_predictors(runs[source], head, split, device)
+    ]
+    names = ", ".join(member.name for member in members)
+    _check_configurations(reference, members)
+    seeds = [member.predictor.head.seed for member in members if member.predictor.is_fitted]
+    if len(members) > 1 and len(set(seeds)) < len(members):
+        raise UserError(
+            f"{reference} names several heads that were not fitted with different seeds: {names}. "
+            "Name heads with different seeds, or one of them."
+        )
+    return _System(reference, members)
+
+
+def _check_configurations(reference: str, members: Sequence[_Member]) -> None:
+    """Check that the heads of a system differ in their seeds only.
+
+    Raises:
+        UserError: they differ in settings, which the message names.
+    """
+    configurations = [member.configuration for member in members]
+    values = {
+        key: dict.fromkeys(configuration.get(key, "none") for configuration in configurations)
+        for key in dict.fromkeys(key for configuration in configurations for key in configuration)
+    }
+    different = [f"{key} ({' or '.join(v)})" for key, v in values.items() if len(v) > 1]
+    if not different:
+        return
+    groups = [
+        [member.name for member in members if member.configuration == configuration]
+        for configuration in configurations
+    ]
+    largest: list[str] = max(groups, key=len)
+    raise UserError(
+        f"{reference} names heads that differ in more than their seed: "
+        f"{', '.join(member.name for member in members)}. They differ in {', '.join(different)}. "
+        f"Name heads with equal settings, separated by commas: {','.join(largest)}"
+    )
+
+
+def _load_predictors(run: AnyRun, name: str | None, split: str, device: str) -> Sequence[Predictor]:
+    if run.cross:
+        cross = load_cross_encoder(run.folder, device=device)
+        if name not in (None, cross.name):
+            raise UserError(
+                f"{run.folder} holds a cross-encoder, which has no head {name!r}. Name the "
+                "run only."
+            )
+        return [cross]
+    if name is None:
+        default = run.default_head()
+        name = default[0] if default else "none"
+        log.info(f"{run.folder}: {f'{name} ({default[1]})' if default else 'zero-shot'}")
+    if name == "none" or name.startswith("none@"):
+        return [_find_zero_shot(run, name)]
+    heads = load_fitted_heads(run, [name], split)
+    if not heads:
+        raise UserError(
+            f"the head {name} of {run.folder} leaves features unchanged. Name RUN:none instead."
+        )
+    return heads
+
+
+def _find_zero_shot(run: AnyRun, name: str) -> AnyPredictor:
+    """Return the zero-shot head of this name; ``none`` is that of the run's only prompt."""
+    prompts = run.prompts().values()
+    zero_shot = [zero.name for p in prompts for zero in zero_shot_heads(run, p)]
+    try:
+        return choose_head(run, name)
+    except UserError:
+        if not zero_shot or name != "none":
+            raise
+        named = ", ".join(f"{run.folder}:{zero}" for zero in zero_shot)
+        raise UserError(
+            f"{run.folder} has features of {len(prompts)} prompts, so that :none is ambiguous. "
+            f"Name one of {named}."
+        ) from None
+
+
+def _find_baseline(systems: Sequence[_System], reference: str | None) -> int:
+    """Return the position of the baseline, and check that the systems differ."""
+    names = [system.name for system in systems]
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise UserError(f"{repeated[0]} is named twice. Name different systems.")
+    if reference is None:
+        return 0
+    for position, system in enumerate(systems):
+        if reference in (system.reference, system.name):
+            return position
+    references = [system.reference for system in systems]
+    raise UserError(
+        f"the baseline {reference} is not among the systems. {nearest(reference, references)}"
+    )
+
+
+def _describe(system: _System, split: str, task: str) -> Result:
+    """Return the result of a system without figures."""
+    described = [result_without_metrics(member.predictor, split, task) for member in system.members]
+    return replace(
+        described[0],
+        name=system.name,
+        seeds=tuple(seed for result in described for seed in result.seeds),
+        fits=tuple(fit for result in described for fit in result.fits),
+        about={
+            "control": "",
+            "heads": [{"run": m.source, "head": m.predictor.name} for m in system.members],
+            "encoder": system.members[0].run.encoder_name,
+        },
+    )
+
+
+# -- the rows ----------------------------------------------------------------------------------
+
+
+def _match_rows(examples: Mapping[str, Examples], split: str) -> dict[str, NDArray[np.int64]]:
+    """Return, for each run, the position of each of the first run's examples.
+
+    Raises:
+        UserError: the runs have different examples, candidates or known answers.
+    """
+    (first, reference), *others = examples.items()
+    keys = reference.keys(split)
+    orders = {first: np.arange(len(keys))}
+    for source, other in others:
+        digests = [part.run.manifest["data"]["digest"] for part in (reference, other)]
+        if digests[0] == digests[1]:
+            orders[source] = orders[first]
+            continue
+        other_keys = other.keys(split)
+        missing, added = Counter(keys) - Counter(other_keys), Counter(other_keys) - Counter(keys)
+        if missing or added:
+            example = next(iter(missing or added))
+            raise UserError(
+                f"{first} and {source} have different rows in {split}: {missing.total():,} are "
+                f"only in the first, {added.total():,} only in the second, such as "
+                f"{shortened_repr(example, 120)}. Compare runs that were extracted from the same "
+                "data."
+            )
+        if reference.pool_keys() != other.pool_keys():
+            raise UserError(
+                f"{first} and {source} rank other candidates, or leave out other known answers. "
+                "Compare runs that were extracted from the same data."
+            )
+        orders[source] = np.empty(len(keys), dtype=np.int64)
+        orders[source][_sorted_positions(keys)] = _sorted_positions(other_keys)
+    return orders
+
+
+def _sorted_positions(keys: Sequence[tuple[Any, ...]]) -> NDArray[np.int64]:
+    # By text, because a rating may be missing, and None is not comparable.
+    return np.array(sorted(range(len(keys)), key=lambda i: repr(keys[i])), dtype=np.int64)
+
+
+def _predict(
+    system: _System,
+    examples: Mapping[str, Examples],
+    orders: Mapping[str, NDArray[np.int64]],
+    split: str,
+) -> NDArray[np.float32]:
+    """Return a system's predictions, (seeds, n), in the order of the first run's examples."""
+    predictions = []
+    for member in system.members:
+        if isinstance(member.predictor, CrossEncoder):
+            rows: Any = examples[member.source].rows(split)
+            predicted = member.predictor.predict(rows)
+        else:
+            predicted = examples[member.source].predict(member.predictor, split)
+        predictions.append(predicted[orders[member.source]])
+    return np.stack(predictions)
+
+
+def _compare_subsets(
+    results: Sequence[Result],
+    predictions: Sequence[NDArray[np.float32]],
+    rows: Scored,
+    masks: Mapping[str, NDArray[np.bool_]],
+    metric: Metric,
+    baseline: int,
+) -> dict[str, list[Subset]]:
+    """Return the figures of each subset that has enough, but not all, of the examples."""
+    subsets: dict[str, list[Subset]] = {}
+    others = [i for i in range(len(results)) if i != baseline]
+    for name, mask in masks.items():
+        selected = mask & rows.rated
+        part = take_scored(rows, selected)
+        if len(np.unique(part.pair)) < MIN_PAIRS or selected.sum() == rows.rated.sum():
+            continue
+        systems = [predicted[:, selected] for predicted in predictions]
+        draws = bootstrap_results(results, systems, part, [metric])
+        differences = paired_differences(draws, {baseline: others})
+        subsets[name] = [
+            Subset(
+                len(part.pair),
+                draws.estimates(i),
+                difference=differences[i][metric.name] if i in differences else None,
+            )
+            for i in range(len(results))
+        ]
+    return subsets
+
+
+def _make_page(
+    comparison: SystemComparison,
+    examples: Examples,
+    split: str,
+    similarity: Mapping[str, NDArray[np.floating]],
+    runs: Mapping[str, AnyRun],
+    settings: Mapping[str, Any],
+) -> Page:
+    described = {
+        source: {
+            "encoder": run.manifest["encoder"],
+            "store_dtype": run.manifest["store_dtype"],
+            "data": run.manifest["data"],
+            "prompts": {name: prompt.to_json() for name, prompt in run.prompts().items()},
+        }
+        for source, run in runs.items()
+    }
+    return Page(
+        title=f"{len(comparison.results)} systems compared on {split}",
+        summary=systems_summary(comparison.results, comparison.baseline),
+        results=comparison.results,
+        rows=examples.rows(split),
+        scale=examples.run.rating_range,
+        similarity=similarity,
+        provenance={"settings": settings, "runs": described, **provenance()},
+        baseline=comparison.baseline,
+        dev_metric=examples.run.dev_metric,
+    )

@@ -16,7 +16,7 @@ from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import IN_MEMORY
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
-from llmcond.evaluation.conditions import seen_unseen
+from llmcond.evaluation.analyses import seen_unseen
 from llmcond.evaluation.results import RankedResults, Result, Results, best_first
 from llmcond.files import check_output, write_csv
 from llmcond.log import log

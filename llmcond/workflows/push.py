@@ -22,9 +22,8 @@ from llmcond.log import log
 from llmcond.report.card import heads_card
 from llmcond.report.metadata import add_metadata, heads_metadata, trained_metadata
 from llmcond.runs import open_any_run
-from llmcond.runs.credits import read_credits
 from llmcond.runs.kind import find_kind
-from llmcond.runs.portable import list_files, open_portable_run, stage_run
+from llmcond.runs.portable import list_files, open_portable_run, read_credits, stage_run
 from llmcond.version import __version__
 from llmcond.workflows.options.training import PushOptions
 from llmcond.workflows.training_record import RECORD

@@ -18,8 +18,7 @@ from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
-from llmcond.evaluation.dev_gain import check_fold_count
-from llmcond.evaluation.results import Result
+from llmcond.evaluation.results import Result, check_fold_count
 from llmcond.features.view import FeatureView, recipe_view
 from llmcond.files import check_writable, write_json, write_text
 from llmcond.finetune.loop import TrainingProgress, TrainingState

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from llmcond.benchmark.golden import STORED, golden_differences, stored_encoder, stored_rows
+from llmcond.benchmark.checks import STORED, golden_differences, stored_encoder, stored_rows
 from llmcond.encoders.loading.loading import load_config, load_model
 
 HEADS = 2

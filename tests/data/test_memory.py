@@ -26,7 +26,7 @@ from llmcond.data.guides import read_guide
 from llmcond.data.readers import list_texts
 from llmcond.data.rows import to_arrow
 from llmcond.errors import UserError
-from llmcond.workflows.answers import read_questions
+from llmcond.workflows.analyse import read_questions
 from llmcond.workflows.index import index_texts
 from llmcond.workflows.options.texts import IndexOptions
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.evaluation.breakdown import (
+from llmcond.evaluation.analyses import (
     by_condition,
     calibration,
     chance_error,

@@ -19,18 +19,21 @@ from hypothesis.extra.numpy import arrays
 from scipy.stats import entropy
 
 import llmcond
-import llmcond.evaluation.isotropy as isotropy_module
+import llmcond.evaluation.analyses as isotropy_module
 from llmcond import fit_head
 from llmcond.errors import UserError
-from llmcond.evaluation.clusters import impurity, impurity_from_counts, project_2d
-from llmcond.evaluation.conditions import (
+from llmcond.evaluation.analyses import (
     Change,
+    Isotropy,
     change_table,
     frobenius_variance,
+    impurity,
+    impurity_from_counts,
+    isotropy,
     most_changed,
+    project_2d,
     seen_unseen,
 )
-from llmcond.evaluation.isotropy import Isotropy, isotropy
 from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.metrics import METRICS
 from llmcond.report.figures import check_figure, plot_clusters, plot_curve

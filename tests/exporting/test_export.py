@@ -17,7 +17,7 @@ from llmcond import extract, fit_head
 from llmcond.bundled import DEFAULT_MODEL
 from llmcond.encoders import EncoderOptions
 from llmcond.exporting import export as exporting
-from llmcond.exporting.modules import to_modules
+from llmcond.exporting.export import to_modules
 
 TEXTS = ["Two women read at the beach.", "three dogs play in the park", "rain " * 90]
 #: The second is not a valid name of a torch module.

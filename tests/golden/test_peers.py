@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from llmcond.clustering import scores as cluster_scores
 from llmcond.clustering.scores import score_clusters
 from llmcond.evaluation import paired
-from llmcond.evaluation.clusters import impurity_from_counts
+from llmcond.evaluation.analyses import impurity_from_counts
 from llmcond.evaluation.paired import (
     bootstrap_metrics,
     combine_errors,

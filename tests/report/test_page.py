@@ -18,7 +18,7 @@ from helpers.pages import (
 
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
-from llmcond.evaluation.breakdown import rank_error
+from llmcond.evaluation.analyses import rank_error
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import Result, RowCounts, Subset
 from llmcond.metrics import METRICS, Estimate

@@ -9,7 +9,7 @@ import llmcond
 from llmcond.bundled import pretrained_folder, pretrained_names
 from llmcond.encoders.checkpoints.adapter import CREDITS
 from llmcond.errors import LlmcondError, UserError
-from llmcond.runs.credits import read_credits
+from llmcond.runs.portable import read_credits
 
 WORK = {"name": "Data", "use": "texts", "authors": "Ada", "licence": "MIT", "url": "https://a.b/c"}
 

@@ -9,7 +9,7 @@ from helpers.commands import run_json, run_rejected
 
 from llmcond import cli
 from llmcond.data.rows import join_rows
-from llmcond.evaluation.dev_gain import CrossValidatedGain
+from llmcond.evaluation.results import CrossValidatedGain
 from llmcond.features.view import FeatureView
 from llmcond.files import digest_file
 from llmcond.heads import load_recipe

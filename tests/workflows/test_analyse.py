@@ -10,7 +10,7 @@ import llmcond
 from llmcond.arrays import as_matrix
 from llmcond.cli import run
 from llmcond.errors import UserError
-from llmcond.evaluation.clusters import impurity
+from llmcond.evaluation.analyses import impurity
 from llmcond.runs import open_run
 from llmcond.runs.rated import RatedExamples
 

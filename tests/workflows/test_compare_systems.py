@@ -10,7 +10,7 @@ from helpers.commands import read_page_data, run_json, run_rejected
 import llmcond
 from llmcond.cli import run
 from llmcond.runs import open_run
-from llmcond.workflows.compare_systems import _parse_reference
+from llmcond.workflows.compare import _parse_reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,7 +21,7 @@ from llmcond.finetune.loop import Trainer
 from llmcond.run_log import read_log
 from llmcond.workflows import sweep_lora
 from llmcond.workflows.options.training import SweepLoraOptions
-from llmcond.workflows.training_grid import plan_trainings
+from llmcond.workflows.sweep_lora import plan_trainings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

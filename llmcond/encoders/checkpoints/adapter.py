@@ -33,7 +33,7 @@ ENCODER_RECORD = "encoder.json"
 TRAINING_RECORD = "training.json"
 #: The manifest of a run; see ``llmcond.runs.manifest``.
 RUN_RECORD = "run.json"
-#: The works that the weights derive from; see ``llmcond.runs.credits``.
+#: The works that the weights derive from; see ``llmcond.runs.portable``.
 CREDITS = "credits.json"
 #: The model card.
 CARD = "README.md"

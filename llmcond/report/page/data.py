@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.rows import QueryRows, Rows
-from llmcond.evaluation.breakdown import (
+from llmcond.evaluation.analyses import (
     by_condition,
     calibration,
     chance_error,

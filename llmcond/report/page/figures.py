@@ -58,7 +58,7 @@ def write_figures(page: Page, folder: Path, form: str) -> None:
 
 
 def _plot_predictions(page: Page, rows: Rows, path: Path) -> None:
-    from llmcond.evaluation.breakdown import calibration  # which imports scipy
+    from llmcond.evaluation.analyses import calibration  # which imports scipy
 
     low, high = page.scale
     rating = low + (high - low) * rows.rating

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from llmcond.arrays import as_matrix
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.errors import UserError
-from llmcond.evaluation.isotropy import MAX_VECTORS, measure_isotropy
+from llmcond.evaluation.analyses import MAX_VECTORS, measure_isotropy
 from llmcond.evaluation.results import Result, Subset
 from llmcond.prompts import Prompt
 from llmcond.runs import AnyRun
