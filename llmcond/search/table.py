@@ -11,7 +11,7 @@ import datetime
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -389,25 +389,17 @@ class IndexRows:
         repeated = len(texts) - len(set(texts))
         if repeated:
             log.info(f"duplicate texts, which are all indexed: {repeated:,}")
-        row_ids = _digest_ids(texts) if ids is None else _check_row_ids(ids, len(texts))
+        row_ids = _digest_ids(texts) if ids is None else _check_row_ids(ids, texts)
         columns = {} if columns is None else columns
         check_argument("columns", columns, (Mapping,), "a dictionary from names to lists of values")
         check_column_names(columns)
-        columns = {
-            name: values
-            if hasattr(values, "__len__") and not isinstance(values, str | bytes)
-            else as_list(values, f"the column {name!r}")
-            for name, values in columns.items()
-        }
+        arrays = {}
         for name, values in columns.items():
-            if len(values) != len(texts):
-                raise UserError(
-                    f"the column {name!r} has {format_count(len(values), 'value')} for "
-                    f"{format_count(len(texts), 'text')}; the numbers must be equal."
-                )
-        return cls(
-            texts, row_ids, {name: to_column(name, values) for name, values in columns.items()}
-        )
+            if not hasattr(values, "__len__") or isinstance(values, str | bytes):
+                values = as_list(values, f"the column {name!r}")  # noqa: PLW2901
+            _check_count(f"the column {name!r} has", values, "value", texts)
+            arrays[name] = to_column(name, values)
+        return cls(texts, row_ids, arrays)
 
     def plan_update(self, table: TextTable) -> IndexUpdatePlan:
         """Compare the rows with a table, and return what must be written so that it holds them.
@@ -433,13 +425,10 @@ class IndexRows:
             numbers[existing[same]] = old_numbers[same]
             changed[existing] = ~same
             for name, column in rows.columns.items():
-                old_values, new_values = (
-                    old_rows[name].to_pylist(),
-                    column.take(existing).to_pylist(),
+                pairs = zip(
+                    old_rows[name].to_pylist(), column.take(existing).to_pylist(), strict=True
                 )
-                changed[existing] |= [
-                    old != new for old, new in zip(old_values, new_values, strict=True)
-                ]
+                changed[existing] |= [old != new for old, new in pairs]
         to_write = np.flatnonzero(changed)
         replaced = int((positions[to_write] >= 0).sum())
         written = WriteCounts(len(to_write) - replaced, replaced, len(self) - len(to_write))
@@ -521,14 +510,10 @@ class IndexUpdatePlan:
         schema = self.table.schema() or ()
         missing = set(self.table.columns) - set(self.rows.columns)
         columns |= {name: column.take(indices) for name, column in self.rows.columns.items()}
-        columns |= {
-            field.name: pa.nulls(len(indices), field.type)
-            for field in schema
-            if field.name in missing
-        }
+        empty = (field for field in schema if field.name in missing)
+        columns |= {field.name: pa.nulls(len(indices), field.type) for field in empty}
         columns[NUMBER] = pa.array(self.numbers[indices])
-        inputs = stored(texts[:1])
-        if inputs:
+        if stored(texts[:1]):
             columns[VECTOR] = self._read_vectors(indices, is_new[indices], texts, store, stored)
         return pa.record_batch(columns)
 
@@ -536,16 +521,17 @@ class IndexUpdatePlan:
         self, indices: Positions, is_new: Any, texts: Any, store: Any, stored: Any
     ) -> Any:
         """Read the vectors of new texts from the store, and of the others from the table."""
-        pieces = []
+        parts = []
         if is_new.any():
             inputs = stored([text for text, new in zip(texts, is_new, strict=True) if new])
-            pieces.append(store.lookup(inputs)[:].reshape(int(is_new.sum()), -1))
+            parts.append((is_new, store.lookup(inputs)[:].reshape(int(is_new.sum()), -1)))
         if not is_new.all():
-            pieces.append(vectors_of(self.table.take(self.positions[indices][~is_new], [VECTOR])))
-        vectors = np.empty((len(indices), pieces[0].shape[1]), dtype=pieces[0].dtype)
-        for selected in (is_new, ~is_new):
-            if selected.any():
-                vectors[selected] = pieces.pop(0)
+            rows = self.table.take(self.positions[indices][~is_new], [VECTOR])
+            parts.append((~is_new, vectors_of(rows)))
+        first = parts[0][1]
+        vectors = np.empty((len(indices), first.shape[1]), dtype=first.dtype)
+        for selected, part in parts:
+            vectors[selected] = part
         return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
 
 
@@ -596,13 +582,17 @@ def check_ids(ids: Iterable[object]) -> list[str]:
     return row_ids
 
 
-def _check_row_ids(ids: Iterable[object], n: int) -> list[str]:
-    row_ids = check_ids(ids)
-    if len(row_ids) != n:
+def _check_count(what: str, values: Sized, noun: str, texts: Sized) -> None:
+    if len(values) != len(texts):
         raise UserError(
-            f"there are {format_count(len(row_ids), 'id')} for {format_count(n, 'text')}; "
-            "the numbers must be equal."
+            f"{what} {format_count(len(values), noun)} for {format_count(len(texts), 'text')}; the "
+            "numbers must be equal."
         )
+
+
+def _check_row_ids(ids: Iterable[object], texts: Sized) -> list[str]:
+    row_ids = check_ids(ids)
+    _check_count("there are", row_ids, "id", texts)
     rows: dict[str, int] = {}
     for number, value in enumerate(row_ids, 1):
         if value in rows:

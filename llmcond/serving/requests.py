@@ -566,14 +566,10 @@ def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestErro
 
 def _is_token_ids(value: object) -> bool:
     """Return whether a value is a list of integers, or a list of such lists."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and (
-            all(type(item) is int for item in value)
-            or all(isinstance(item, list) and all(type(i) is int for i in item) for item in value)
-        )
-    )
+    if not isinstance(value, list) or not value:
+        return False
+    ids = [i for item in value for i in (item if isinstance(item, list) else [item])]
+    return all(type(i) is int for i in ids)
 
 
 def _without_alternatives(location: Sequence[int | str]) -> tuple[int | str, ...]:
