@@ -44,6 +44,7 @@ from llmcond.heads.fitted import GroupSampler
 from llmcond.log import log
 from llmcond.progress import TrainBar
 from llmcond.records import RECORD, check_record
+from llmcond.report.tables import dev_gain_text
 from llmcond.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -534,13 +535,41 @@ class LastStage(Generic[P]):
     training_config: Mapping[str, Any]
     run_log: RunLog
 
-    def cross_validate(self) -> CrossValidatedGain:
+    def run(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Train on the share of train and all of dev; leave the last weights in the model.
+
+        With folds, first measure the gain by cross-validation on dev.
+
+        Returns:
+            The stage's settings, steps and seconds for the training record, and the loss of each
+            epoch.
+
+        Raises:
+            UserError: the loss became NaN, the stage was begun with other settings, or dev has
+                fewer sentence pairs than folds.
+        """
+        stage, fold_record = self.stage, {}
+        if stage.folds:
+            gain = self._cross_validate()
+            log.info(dev_gain_text(gain))
+            fold_record["folds"] = gain.to_json()
+        progress = self._train("then", self.dev)
+        record = {
+            "share": stage.then_share,
+            "weight": stage.then_weight,
+            "learning_rate": self.settings.learning_rate * stage.learning_rate_scale(self.settings),
+            "epochs": stage.then_epochs,
+            "steps": progress.step,
+            "seconds": round(progress.seconds, 1),
+            **fold_record,
+        }
+        curve = [{key: entry[key] for key in ("step", "epoch", "loss")} for entry in progress.curve]
+        return {"then": record}, curve
+
+    def _cross_validate(self) -> CrossValidatedGain:
         """Cross-validate the stage over folds of dev, and compare with the weights before it.
 
         The model must have those weights; afterwards it has the weights of the last fold.
-
-        Raises:
-            UserError: dev has fewer sentence pairs than folds; or as in ``run``.
         """
         count, shared = self.stage.folds, distribute_over_processes(self.accelerator)
         fold = fold_of_pair(self.dev, count, self.model.seed)
@@ -555,14 +584,6 @@ class LastStage(Generic[P]):
         return CrossValidatedGain.of(
             count, baseline, predictions, self.dev, self.train, self.model.metric
         )
-
-    def run(self) -> TrainingProgress:
-        """Train on the share of train and all of dev; leave the last weights in the model.
-
-        Raises:
-            UserError: the loss became NaN, or the stage was begun with other settings.
-        """
-        return self._train("then", self.dev)
 
     def _train(self, name: str, dev: Rows) -> TrainingProgress:
         settings = replace(self.settings, epochs=self.stage.then_epochs, evaluations=1)

@@ -21,24 +21,11 @@ Share = Annotated[float, Ge(0), Lt(1)]
 _STAGE: dict[str, Any] = {"group": "last stage", "needs": "--then dev"}
 _ASPECTS: dict[str, Any] = {"group": "texts with attributes", "needs": "--aspects FOLDER"}
 
-#: Former names of settings, in old recipes and training records -> their current names.
-_RENAMED = {
-    "clip": "max_grad_norm",
-    "accumulate": "gradient_accumulation_steps",
-    "average": "ema_decay",
-    "patience": "early_stopping_patience",
-}
-
 
 def default_learning_rate(rank: int) -> float:
     """Return the default learning rate of the encoder, for LoRA or (rank 0) for all weights."""
     # When all weights are trained, each needs to change less.
     return 1e-3 if rank else 5e-5
-
-
-def upgrade_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under their current names; old recipes and records may have former ones."""
-    return {_RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 def _parse_rank(text: str) -> int:

@@ -81,8 +81,8 @@ class HeadModule(nn.Module):
         supervised: whether it learns from ratings by gradient descent; otherwise ``solve`` fits it.
         is_identity: whether embeddings are the unchanged features.
         Fitted: class of the fitted heads of this family, a subclass of
-            ``llmcond.heads.fitted.Fitted``. None means ``FittedHead``, which embeds sentences and
-            compares rated pairs.
+            ``llmcond.heads.fitted.FittedModule``. None means ``FittedHead``, which embeds
+            sentences and compares rated pairs.
         no_recipe: reason why recipes cannot name this family, worded to follow "a KIND head"; empty
             if they can.
         generates_matrices: whether it generates a matrix from each condition, as

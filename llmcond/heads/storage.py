@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from llmcond.heads.module import HeadModule
 
 
-#: In format 1 the weights always had the same name, so a head could not be replaced atomically.
 FORMAT = 2
 FIT_AGAIN = "Fit the head again."
 
@@ -134,7 +133,7 @@ def _weights_name(description: Mapping[str, Any]) -> str:
 def weights_path(folder: Path, description: Mapping[str, Any]) -> Path:
     """Return the path of the weights that head.json describes."""
     path = folder / _weights_name(description)
-    return path if path.is_file() else folder / "head.safetensors"  # in format 1, or pushed
+    return path if path.is_file() else folder / "head.safetensors"  # the name in pushed heads
 
 
 def _remove_obsolete_files(folder: Path) -> None:

@@ -111,7 +111,7 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[list[Planned
         planned.setdefault(
             trainings[0].digest,
             [
-                replace(training, job=replace(training.job, folder=folder / training.digest))
+                replace(training, job=training.job.in_folder(folder / training.digest))
                 for training in trainings
             ],
         )

@@ -1,12 +1,19 @@
-"""Training an encoder and a head together, and training cross-encoders, into a new run.
+"""Training on rated pairs: encoders with a head, cross-encoders, ensembles, and distillation.
 
-A cross-encoder is one model that rates two sentences under a condition together.
+A cross-encoder is one model that rates two sentences under a condition together. The members of an
+ensemble are adapters on one base encoder, each trained with its own seed in its own folder; the
+ensemble's vector is the concatenation of theirs.
+
+In distillation, a smaller model learns from the labels that a larger one gives to unlabelled inputs
+(Hinton et al. 2015, arXiv 1503.02531). The labels are similarities on the scale of ratings, and the
+inputs are sentence pairs of train under the conditions of other rows.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -18,17 +25,18 @@ from typing_extensions import override
 from llmcond.bundled import bundled_names
 from llmcond.config import build
 from llmcond.data.aspects import AspectSample, dataset_files, read_aspect_datasets
-from llmcond.data.rows import Rows
+from llmcond.data.datasets import DataOptions, Dataset
+from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import ResolvedEncoder
 from llmcond.encoders.checkpoints.adapter import (
     member_folders,
     read_encoder_record,
     write_encoder_record,
 )
-from llmcond.encoders.spec import Orders
 from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.results import Result, check_fold_count
 from llmcond.features.view import FeatureView, recipe_view
-from llmcond.files import check_writable, digest_file
+from llmcond.files import check_writable, digest_file, digest_text, read_json, write_json
 from llmcond.finetune.model import (
     AspectModel,
     AspectSampler,
@@ -38,7 +46,7 @@ from llmcond.finetune.model import (
     HeadConfig,
     RatedInputs,
 )
-from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
+from llmcond.finetune.settings import AspectSettings, StageSettings
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
 from llmcond.heads.dense import RegressionSettings
 from llmcond.heads.objectives import check_contrasts
@@ -48,47 +56,37 @@ from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
 from llmcond.progress import format_duration
 from llmcond.prompts import list_fields, load_prompt
-from llmcond.runs import Run
-from llmcond.runs.cross import KIND, NAME, load_cross_encoder
+from llmcond.runs import Run, open_run
+from llmcond.runs.cross import KIND, NAME, CrossEncoder, load_cross_encoder
+from llmcond.runs.embedder import Embedder, make_embedder
+from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
-from llmcond.runs.predictors import predict
+from llmcond.runs.predictors import AnyPredictor, predict, score_predictors
 from llmcond.runs.run import encoder_and_data_record
 from llmcond.runs.run_heads import is_selected_on_dev
 from llmcond.runs.trials import size_recipe
 from llmcond.tasks import Task, find_task
-from llmcond.workflows.extract import check_prompts, check_router_used
+from llmcond.workflows.extract import check_prompts, check_router_used, read_data
 from llmcond.workflows.options.training import (
-    HeadTrainingOptions,
-    TeacherOptions,
     TrainCrossOptions,
     TrainLoraOptions,
 )
-from llmcond.workflows.teacher import find_teacher
 from llmcond.workflows.train_job import (
-    RatedJob,
+    DataReader,
     TrainedHead,
-    TrainingParts,
-    check_folds,
-    check_stage_settings,
-    read_stage_splits,
+    TrainingJob,
+    build_tune_settings,
+    load_named_head,
+    resolve_trainable,
     save_trained_head,
-    score_predictor,
     train,
     write_training_record,
-)
-from llmcond.workflows.training_options import (
-    DataReader,
-    build_tune_settings,
-    find_rated_task,
-    has_router,
-    load_named_head,
-    read_rated_dataset,
-    resolve_trainable,
 )
 from llmcond.workflows.training_record import (
     STATE,
     TrainingResult,
+    head_config,
     load_finished_training,
     training_config,
 )
@@ -96,6 +94,362 @@ from llmcond.workflows.training_record import (
 if TYPE_CHECKING:
     from llmcond.encoders.engine.tokenizing import InputTokenizer
     from llmcond.finetune.encoder import TrainableEncoder
+
+
+#: The number of rows that are rated and saved together. A kill loses no more than these.
+_BLOCK = 2_048
+#: The second seed for sampling rows. The training steps use numbers from 0 as theirs.
+_ROW_SEED = 2**32 + 1
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A run whose head rates rows. Its model is loaded when it rates the first rows.
+
+    Attributes:
+        run: the run.
+        head: the full name of the head; for a cross-encoder, the name of its linear layer.
+        rows: the number of rows to rate.
+        record: what identifies the teacher: the digests of encoder and head, and ``rows``.
+        trained_on: the splits that its encoder or its head was trained on.
+    """
+
+    run: Run
+    head: str
+    rows: int
+    record: Mapping[str, Any]
+    trained_on: tuple[str, ...]
+
+    def record_fields(self) -> dict[str, Any]:
+        """Return the names of encoder and head for the training record, with an adapter's base."""
+        tuned = read_encoder_record(self.run.folder)
+        base = {} if tuned is None or tuned.base is None else {"base": tuned.base}
+        fields = {"encoder": self.run.encoder_name, **base}
+        return {**fields, "head": self.head, "rows": self.rows}
+
+    def was_trained_on_dev(self, dataset: Dataset) -> bool:
+        """Return whether the teacher was trained on the dev rows of a dataset."""
+        is_same_data = self.run.manifest["data"]["digest"] == dataset.digest
+        return is_same_data and "dev" in self.trained_on
+
+    def rate(self, train: Rows, seed: int, folder: Path, device: str) -> Rows:
+        """Return new rows, which train does not contain, with the teacher's ratings.
+
+        The ratings are saved in ``folder``, so that a killed call continues from there.
+
+        Args:
+            train: the rows whose sentence pairs and conditions are combined.
+            seed: the seed for sampling the new rows.
+            folder: the folder of the ratings.
+            device: the device to rate on.
+
+        Raises:
+            UserError: train has too few conditions, or a similarity is not finite.
+            LlmcondError: the encoder cannot be loaded, or the file of ratings is damaged.
+        """
+        rows = sample_unrated_rows(train, self.rows, seed)
+        identity = json.dumps([self.record, seed, list(rows.texts.values())])
+        path = folder / f"teacher-{digest_text(identity)}.json"
+        ratings = _read_ratings(path)
+        if len(ratings) < len(rows):
+            log.info(
+                f"rating {len(rows) - len(ratings):,} rows with {self.head} of {self.run.folder}"
+            )
+            model = self._load(device)
+            while len(ratings) < len(rows):
+                batch = slice(len(ratings), len(ratings) + _BLOCK)
+                texts = (rows.sentence1[batch], rows.sentence2[batch], rows.condition[batch])
+                similarities = model.similarity(*map(list, texts), show_progress=True)
+                # Cosines and regressions may lie outside the scale of ratings.
+                similarities = similarities.clip(0, 1)
+                ratings += similarities.astype(np.float64).tolist()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, {"ratings": ratings})
+        return replace(rows, rating=np.array(ratings))
+
+    def _load(self, device: str) -> CrossEncoder | Embedder:
+        if self.run.cross:
+            return load_cross_encoder(self.run.folder, device=device)
+        encoder = LazyEncoder(self.run.resolve_encoder(device))()
+        return make_embedder(encoder, self.run.load_head(self.head))
+
+
+def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) -> Teacher | None:
+    """Return the teacher of a run.
+
+    Args:
+        folder: the run's folder; None: there is no teacher.
+        rows: the number of rows to rate; None: as many as train has rated rows.
+        dataset: the dataset of the student.
+
+    Returns:
+        The teacher; None if there is none.
+
+    Raises:
+        UserError: there is no such run, it has no head, or its head does not give ratings.
+    """
+    if folder is None:
+        return None
+    run = open_run(Path(folder), cross=True)
+    splits, rows = run.trained_on, rows or int(dataset.splits["train"].rated.sum())
+    if run.cross:
+        name = NAME
+    else:
+        default_head = run.default_head()
+        if default_head is None or default_head[0] not in run.head_names():
+            raise UserError(
+                f"{folder} has no fitted head that is better than zero-shot, and cosines of its "
+                f"features are not ratings. Fit a head (llmcond fit-head --run {folder}), or train "
+                "its encoder (llmcond train-lora)."
+            )
+        saved_head, reason = run.load_head(default_head[0]), default_head[1]
+        log.info(f"teacher: {saved_head.name} of {folder}, {reason}")
+        if not getattr(saved_head.head.settings, "mse", 1.0):
+            raise UserError(
+                f"the head {saved_head.name} of {folder} was fitted to the order of ratings, so "
+                "its similarities are on another scale. Fit a head with mse above 0."
+            )
+        name, splits = saved_head.name, (*splits, *saved_head.trained_on)
+    record = {
+        "encoder": run.manifest["encoder"]["fingerprint"],
+        "head": run.head_record(name)["weights_sha256"],
+        "rows": rows,
+    }
+    return Teacher(run, name, rows, record, tuple(dict.fromkeys(splits)))
+
+
+def sample_unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
+    """Combine sentence pairs of rows with conditions of other rows into unrated rows.
+
+    Pairs are sampled uniformly, and conditions in proportion to their frequency. No new row repeats
+    another one, or a pair with its condition in ``rows``, rated or not.
+
+    Args:
+        rows: the rows to combine.
+        count: the number of new rows.
+        seed: the random seed.
+
+    Raises:
+        UserError: fewer than ``count`` such rows can be sampled.
+    """
+    generator = np.random.Generator(np.random.SFC64([seed, _ROW_SEED]))
+    _, first_rows = np.unique(rows.pair, return_index=True)
+    pair, condition = rows.pair.tolist(), rows.condition
+    used = set(zip(pair, condition, strict=True))
+    possible = len(first_rows) * len(set(condition)) - len(used)
+    if count > possible / 2:  # beyond that, sampling would mostly hit rows that are used already
+        raise UserError(
+            f"--teacher-rows is {count:,}, but {rows.file} gives {possible:,} new combinations of "
+            f"sentence pairs and conditions. Ask for at most half of them, {possible // 2:,}."
+        )
+    row_indices, texts = list[int](), list[str]()
+    while len(row_indices) < count:
+        pair_numbers = generator.integers(len(first_rows), size=count).tolist()
+        condition_rows = generator.integers(len(rows), size=count).tolist()
+        for number, row in zip(pair_numbers, condition_rows, strict=True):
+            if (number, condition[row]) not in used and len(row_indices) < count:
+                used.add((number, condition[row]))
+                row_indices.append(int(first_rows[number]))
+                texts.append(condition[row])
+    new_rows = rows.take(np.array(row_indices))
+    return replace(new_rows, condition=texts, rating=np.full(count, np.nan))
+
+
+def _read_ratings(path: Path) -> list[float]:
+    """Read the ratings of a file; empty if there is no such file."""
+    if not path.is_file():
+        return []
+    ratings = read_json(path).get("ratings")
+    if not isinstance(ratings, list) or not all(isinstance(rating, float) for rating in ratings):
+        raise LlmcondError(f"{path} is damaged. Delete it to rate the rows again.")
+    return ratings
+
+
+def find_rated_task(name: str | None) -> Task:
+    """Return a task of rated pairs by its name.
+
+    Raises:
+        UserError: there is no such task, or it has no rated pairs.
+    """
+    task = find_task(name)
+    if not isinstance(task, Task):
+        raise UserError(
+            f"the task {task.name} ranks candidates, but a cross-encoder is trained on rated pairs "
+            "of sentences. Leave out --task, or train an encoder of single texts: llmcond "
+            "train-lora."
+        )
+    return task
+
+
+def read_rated_dataset(task: Task, options: DataOptions, read: DataReader | None = None) -> Dataset:
+    """Read a dataset whose train split has rated rows, by ``read`` or by ``read_data``.
+
+    Raises:
+        UserError: train has fewer than two rated rows, or only equal ratings.
+    """
+    dataset: Dataset = (read or read_data)(task, options)
+    train = dataset.splits["train"]
+    if int(train.rated.sum()) < 2:
+        raise UserError(
+            f"{train.file} has {int(train.rated.sum())} rated rows among its {len(train):,}; "
+            "training needs rated sentence pairs. Name another --data, or its label column: "
+            "--columns label=COLUMN"
+        )
+    if len(set(train.rating[train.rated].tolist())) < 2:
+        raise UserError(
+            f"all rated rows of {train.file} have the same rating, so there is nothing to learn."
+        )
+    return dataset
+
+
+def read_stage_splits(dataset: Dataset, stage: StageSettings) -> tuple[Rows, Rows]:
+    """Return the rated rows of train and of dev.
+
+    Raises:
+        UserError: dev has no rated rows, or fewer sentence pairs than folds.
+    """
+    train, dev = dataset.splits["train"], dataset.splits.get("dev")
+    if dev is None or not dev.rated.any():
+        raise UserError(
+            f"{dataset.source} has no rated rows in dev to train on. Leave out --then, or add a "
+            "dev file."
+        )
+    dev = dev.take(dev.rated)
+    check_fold_count(dev, stage.folds)
+    return train.take(train.rated), dev
+
+
+def plan_stage(options: StageSettings, dataset: Dataset) -> StageSettings | None:
+    """Return the settings of the last stage, checked before any training; None: there is none.
+
+    Raises:
+        UserError: there is a single fold; or as in ``read_stage_splits``.
+    """
+    if options.then is None:
+        return None
+    if options.folds == 1:
+        raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
+    read_stage_splits(dataset, options)
+    return options
+
+
+def check_folds(
+    stage: StageSettings | None,
+    model: str,
+    resolved: ResolvedEncoder,
+    dataset: Dataset,
+    *others: str,
+) -> None:
+    """Raise a UserError for folds of dev if the encoder or another model was trained on dev.
+
+    Args:
+        stage: the last stage; None: there is none.
+        model: the name of the encoder.
+        resolved: the encoder.
+        dataset: the dataset with the dev rows.
+        others: the names of other models, such as a teacher, that were trained on dev.
+    """
+    sources = [model] if resolved.checkpoint.dev_digest == dataset.digest else []
+    if stage is not None and stage.folds and (sources or others):
+        raise UserError(
+            f"{[*sources, *others][0]} was trained on dev, so folds of dev would measure nothing. "
+            "Leave out --folds."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatedJob(TrainingJob):
+    """Training on rated rows.
+
+    Attributes:
+        stage: the last stage, which includes dev; None: there is none.
+        teacher: the teacher that rates additional training rows; None: there is none.
+    """
+
+    task: Task
+    dataset: Dataset
+    stage: StageSettings | None = None
+    teacher: Teacher | None = None
+
+    def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> Any:
+        """Return the rated rows of a table in the form that the model takes."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def trained_on(self) -> tuple[str, ...]:
+        return ("train", "dev") if self.stage is not None or self._dev_is_known else ("train",)
+
+    @property
+    def _dev_is_known(self) -> bool:
+        """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
+        if self.resolved.checkpoint.dev_digest == self.dataset.digest:
+            return True
+        return self.teacher is not None and self.teacher.was_trained_on_dev(self.dataset)
+
+    @override
+    def record_fields(self) -> dict[str, Any]:
+        fields = TrainingJob.record_fields(self)
+        return (
+            fields if self.teacher is None else {**fields, "teacher": self.teacher.record_fields()}
+        )
+
+    def train_with_teacher(self) -> Rows:
+        """Return the train split, with the rows that the teacher rates if there is one."""
+        train = self.dataset.splits["train"]
+        if self.teacher is None:
+            return train
+        from accelerate import PartialState
+
+        with PartialState().main_process_first():  # the other processes read its saved ratings
+            folder, device = self.folder / STATE, self.resolved.device
+            taught_rows = self.teacher.rate(train, self.seed, folder, device)
+        return join_rows([train.take(train.rated), taught_rows])
+
+    def rated_dev(self) -> Rows | None:
+        """Return the dev split; None if it has no rated rows or cannot choose the weights."""
+        if self._dev_is_known:
+            log.info(
+                "the encoder or its teacher was trained on dev, so dev does not choose the weights"
+            )
+            return None
+        dev = self.dataset.splits.get("dev")
+        return dev if dev is not None and dev.rated.any() else None
+
+    @override
+    def last_stage(
+        self, tokenizer: InputTokenizer, **parts: Any
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        if self.stage is None:
+            return {}, []
+        from llmcond.finetune.loop import LastStage
+
+        train, dev = read_stage_splits(self.dataset, self.stage)
+        return LastStage(
+            to_inputs=lambda rows: self.inputs(rows, tokenizer),
+            train=train,
+            dev=dev,
+            settings=self.settings,
+            stage=self.stage,
+            folder=self.folder / STATE,
+            **parts,
+        ).run()
+
+
+def score_predictor(
+    run: Run,
+    predictor: AnyPredictor | CrossEncoder,
+    predicted: Callable[[Rows], NDArray[np.float32]],
+) -> list[Result]:
+    """Return the scores of a predictor on dev and test, as ``evaluate`` gives them."""
+    results: list[Result] = []
+    for split in ("dev", "test"):
+        if split in run.splits and run.rows(split).rated.any() and split not in run.trained_on:
+            rows = run.rows(split)
+            results += score_predictors(
+                [predictor], [predicted(rows)], rows, split, task=run.task.name
+            )
+    return results
 
 
 def train_lora(options: TrainLoraOptions) -> TrainingResult:
@@ -116,33 +470,24 @@ def train_lora(options: TrainLoraOptions) -> TrainingResult:
 
 def plan_pairs(options: TrainLoraOptions, task: Task, read: DataReader | None = None) -> RatedJob:
     """Plan a training on rated pairs; see ``Kind.plan_training``."""
-    stage, teacher_options = (
-        check_stage_settings(options.select(StageSettings)),
-        options.select(TeacherOptions),
-    )
     aspects = None if options.aspects is None else options.select(AspectSettings)
     plan = _plan_head(options)
-    tuning = build_tune_settings(options.tune_settings(), plan.recipe)
-    dataset = read_rated_dataset(
-        task, replace(options.data_options(), extra=list_fields(plan.prompts)), read
-    )
-    if stage is not None:
-        read_stage_splits(dataset, stage)  # reports errors before training, not after it
-    folder = None if teacher_options.teacher is None else Path(teacher_options.teacher)
-    teacher = find_teacher(folder, teacher_options.teacher_rows, dataset)
-    sets = [] if aspects is None else read_aspect_datasets(Path(str(aspects.aspects)))
-    model, encoder_options, merge = options.model, options.encoder_options(), options.merge
-    resolved = resolve_trainable(model, encoder_options, tuning, merge)
-    dev_sources = (
-        [f"the teacher {teacher_options.teacher}"]
-        if teacher and teacher.was_trained_on_dev(dataset)
-        else []
-    )
-    check_folds(stage, model, resolved, dataset, *dev_sources)
+    settings = build_tune_settings(options.tune_settings(), plan.recipe)
+    data_options = replace(options.data_options(), extra=list_fields(plan.prompts))
+    dataset = read_rated_dataset(task, data_options, read)
+    stage = plan_stage(options.select(StageSettings), dataset)
+    teacher = find_teacher(options.teacher, options.teacher_rows, dataset)
+    samples = [] if aspects is None else read_aspect_datasets(Path(str(aspects.aspects)))
+    encoder_options = options.encoder_options()
+    resolved = resolve_trainable(options, encoder_options, settings)
+    teacher_knows_dev = teacher is not None and teacher.was_trained_on_dev(dataset)
+    sources = [f"the teacher {options.teacher}"] if teacher_knows_dev else []
+    check_folds(stage, options.model, resolved, dataset, *sources)
     plan, view = _add_prompts(plan, resolved, task)
     check_router_used(plan.prompts, encoder_options, task)
+    head = head_config(options, plan.prompts, plan.recipe)
     config = {
-        **training_config(resolved, dataset, plan.prompts, plan.recipe, options, tuning, merge),
+        **training_config(options, resolved, dataset, settings, head),
         "subtract": plan.subtract,
         "objective": asdict(plan.objective),
         **({} if stage is None else {"then": asdict(stage)}),
@@ -150,27 +495,24 @@ def plan_pairs(options: TrainLoraOptions, task: Task, read: DataReader | None = 
         **({} if aspects is None else {"aspects": _record_aspects(aspects)}),
         **({} if options.ensemble == 1 else {"ensemble": options.ensemble}),
     }
-    check_ensemble(options.ensemble, plan, resolved, tuning, merge)
-    return _HeadJob(
-        model=model,
+    job = _HeadJob(
+        options=options,
         resolved=resolved,
-        folder=Path(options.run),
         task=task,
         dataset=dataset,
-        settings=tuning,
+        settings=settings,
         head=plan.recipe.name,
-        seed=plan.seed,
-        merge=merge,
         config=config,
-        trackers=options.log,
-        plan=plan,
-        view=view,
         stage=stage,
         teacher=teacher,
+        plan=plan,
+        view=view,
         aspects=aspects,
-        sets=sets,
-        ensemble=options.ensemble,
+        samples=samples,
     )
+    if options.ensemble > 1:
+        _check_ensemble(job)
+    return job
 
 
 def _record_aspects(settings: AspectSettings) -> dict[str, Any]:
@@ -184,11 +526,11 @@ def _record_aspects(settings: AspectSettings) -> dict[str, Any]:
 class _HeadJob(RatedJob):
     """Training of an encoder that reads each text, with a head that compares the embeddings."""
 
+    options: TrainLoraOptions
     plan: HeadConfig
     view: FeatureView
-    aspects: AspectSettings | None = None
-    sets: Sequence[AspectSample] = ()
-    ensemble: int = 1
+    aspects: AspectSettings | None
+    samples: Sequence[AspectSample]
 
     @property
     def recipe(self) -> Recipe:
@@ -197,20 +539,18 @@ class _HeadJob(RatedJob):
 
     @override
     def run(self) -> TrainingResult:
-        if self.ensemble == 1:
-            return train(self)
-        return train_ensemble(self, [self._member(number) for number in range(self.ensemble)])
+        return train(self) if self.options.ensemble == 1 else _train_ensemble(self)
 
-    def _member(self, number: int) -> _HeadJob:
-        """Return the job of one member of an ensemble, which differs by its seed."""
-        seed = self.seed + number
-        config = {**self.config, "seed": seed}
+    def member(self, number: int, folder: Path) -> _HeadJob:
+        """Return the job of one member of an ensemble, which differs by its seed and folder."""
+        options = replace(self.options, run=folder, seed=self.seed + number, ensemble=1)
+        config = {**self.config, "seed": options.seed}
         del config["ensemble"]
-        plan = replace(self.plan, seed=seed)
-        return replace(self, seed=seed, plan=plan, config=config, ensemble=1)
+        plan = replace(self.plan, seed=options.seed)
+        return replace(self, options=options, plan=plan, config=config)
 
     @override
-    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
+    def build_parts(self, trainable: TrainableEncoder) -> tuple[BiEncoderModel, Any, Any]:
         plan, view = replace(self.plan, metric=self.task.main_metric), self.view
         dim = trainable.engine.dim
         dims = dim * len(view.prompts), dim if view.conditioned else 0
@@ -225,18 +565,16 @@ class _HeadJob(RatedJob):
                 f"{len(train_inputs):,} rows"
             )
         dev_inputs = None if dev is None else self.inputs(dev, trainable.tokenizer)
-        if self.aspects is None:
-            return TrainingParts(
-                BiEncoderModel(trainable.engine, plan, dims), train_inputs, dev_inputs
-            )
-        groups = AspectSampler(self.sets, self.aspects)
-        model = AspectModel(trainable.engine, plan, dims, groups, trainable.tokenizer)
-        return TrainingParts(model, train_inputs, dev_inputs)
+        model = BiEncoderModel(trainable.engine, plan, dims)
+        if self.aspects is not None:
+            groups = AspectSampler(self.samples, self.aspects)
+            model = AspectModel(trainable.engine, plan, dims, groups, trainable.tokenizer)
+        return model, train_inputs, dev_inputs
 
     @override
     def record_fields(self) -> dict[str, Any]:
         record = RatedJob.record_fields(self)
-        names = [sample.name for sample in self.sets]
+        names = [sample.name for sample in self.samples]
         return {**record, "aspects": names} if names else record
 
     @override
@@ -257,7 +595,7 @@ class _HeadJob(RatedJob):
         return replace(trained_head, takes=takes, scores=score_predictor(run, saved, predicted))
 
 
-def _plan_head(choice: HeadTrainingOptions) -> HeadConfig:
+def _plan_head(choice: TrainLoraOptions) -> HeadConfig:
     recipe, prompts, start, record = load_named_head(choice, None, _load_head)
     subtract = record.get("subtract", False) if choice.subtract is None else choice.subtract
     recipe, objective = _apply_changes(recipe, dict(choice.set or {}), choice.dim)
@@ -332,59 +670,45 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
         UserError: the input is invalid, the run holds something else, or the loss became NaN.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    model, orders, seed, merge = options.model, options.orders, options.seed, options.merge
-    stage = check_stage_settings(options.select(StageSettings))
-    tuning = build_tune_settings(options.tune_settings())
-    head_changes = parse_settings(
+    settings = build_tune_settings(options.tune_settings())
+    changes = parse_settings(
         RegressionSettings, dict(options.set or {}), "--set", "a cross-encoder"
     )
-    head_settings = build(RegressionSettings, head_changes, "--set")
+    head_settings = build(RegressionSettings, changes, "--set")
     task = find_rated_task(options.task)
     first, second = task.conditioned
-    if first != second and orders == "both":
+    if first != second and options.orders == "both":
         raise UserError(
             f"the task {task.name} puts only its {'first' if first else 'second'} text under the "
             "condition, so the order of the two texts matters. Give --orders given."
         )
     dataset = read_rated_dataset(task, options.data_options())
-    if stage is not None:
-        read_stage_splits(dataset, stage)  # reports errors before training, not after it
+    stage = plan_stage(options.select(StageSettings), dataset)
     # A linear layer also reads the length of a vector, so vectors keep theirs by default.
     encoder_options = replace(options.encoder_options(), normalize=bool(options.normalize))
-    resolved = resolve_trainable(model, encoder_options, tuning, merge)
-    check_folds(stage, model, resolved, dataset)
+    resolved = resolve_trainable(options, encoder_options, settings)
+    check_folds(stage, options.model, resolved, dataset)
     if resolved.identity.routes_inside:
         raise UserError(
             "a cross-encoder reads the condition as a part of its input, so a router would have no "
             "effect. Leave out --router, or name a --model without a router."
         )
-    return train(
-        _CrossJob(
-            model=model,
-            resolved=resolved,
-            folder=Path(options.run),
-            task=task,
-            dataset=dataset,
-            settings=tuning,
-            head=NAME,
-            seed=seed,
-            merge=merge,
-            config={
-                "encoder": resolved.identity.to_json(),
-                "data": dataset.digest,
-                "orders": orders,
-                "head": {"kind": KIND, **asdict(head_settings)},
-                "seed": seed,
-                "settings": tuning.to_json(),
-                "merge": merge,
-                **({} if stage is None else {"then": asdict(stage)}),
-            },
-            trackers=options.log,
-            stage=stage,
-            head_settings=head_settings,
-            orders=orders,
-        )
+    head = {"orders": options.orders, "head": {"kind": KIND, **asdict(head_settings)}}
+    job = _CrossJob(
+        options=options,
+        resolved=resolved,
+        task=task,
+        dataset=dataset,
+        settings=settings,
+        head=NAME,
+        config={
+            **training_config(options, resolved, dataset, settings, head),
+            **({} if stage is None else {"then": asdict(stage)}),
+        },
+        stage=stage,
+        head_settings=head_settings,
     )
+    return train(job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,11 +717,11 @@ class _CrossJob(RatedJob):
 
     cross: ClassVar[bool] = True
 
+    options: TrainCrossOptions
     head_settings: RegressionSettings
-    orders: Orders
 
     @override
-    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
+    def build_parts(self, trainable: TrainableEncoder) -> tuple[CrossModel, Any, Any]:
         train_rows, dev = self.dataset.splits["train"], self.rated_dev()
         rows = self.inputs(train_rows, trainable.tokenizer)
         dev_inputs = None if dev is None else self.inputs(dev, trainable.tokenizer)
@@ -409,67 +733,58 @@ class _CrossJob(RatedJob):
         mean = float(rows.rating.mean())
         metric = self.task.main_metric
         model = CrossModel(trainable.engine, self.head_settings, self.seed, mean, metric)
-        return TrainingParts(model, rows, dev_inputs)
+        return model, rows, dev_inputs
 
     @override
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> CrossInputs:
-        return CrossInputs.from_rows(rows, self.orders, tokenizer)
+        return CrossInputs.from_rows(rows, self.options.orders, tokenizer)
 
     @override
     def save(self, head: FittedHead) -> TrainedHead:
-        completed, resolved = self.complete_run(self.orders)
+        completed, resolved = self.complete_run(self.options.orders)
         run = cast(Run, completed)
         save_head(head, run.head_folder(NAME), encoder_and_data_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")
         cross = load_cross_encoder(self.folder, device=resolved.device)
-        return TrainedHead(
-            NAME, {"orders": self.orders}, score_predictor(run, cross, cross.predict)
-        )
+        scores = score_predictor(run, cross, cross.predict)
+        return TrainedHead(NAME, {"orders": self.options.orders}, scores)
 
 
 #: Prefixes of the keys in a member's summary that the ensemble's training record repeats.
 _REPEATED_KEYS = ("seed", "steps", "best_step", "dev_", "then")
 
 
-def check_ensemble(
-    count: int, plan: HeadConfig, resolved: ResolvedEncoder, settings: TuneSettings, merge: bool
-) -> None:
-    """Check that the options allow an ensemble, if there is more than one member.
+def _check_ensemble(job: _HeadJob) -> None:
+    """Check that the options allow an ensemble.
 
     Raises:
         UserError: there is a head behind the encoder, no adapter, a router, or vectors without
             unit length.
     """
-    if count == 1:
-        return
+    plan, identity = job.plan, job.resolved.identity
     if not plan.recipe.is_identity:
         raise UserError(
             f"an ensemble has no head while it is trained, but the head is {plan.recipe.name}. "
             "Give --head none, and fit the head afterwards: llmcond fit-head."
         )
-    if has_router(plan.prompts, resolved):
+    if identity.routes_inside or any(prompt.has_router for prompt in plan.prompts):
         raise UserError(
             "an ensemble does not support routers. Leave out --router, and name a --prompt without "
             "one, such as concat-cond-sent."
         )
-    if settings.full or merge:
+    if job.settings.full or job.options.merge:
         raise UserError(
             "an ensemble consists of adapters on one base. Leave out --merge, and give --rank a "
             "number."
         )
-    if not resolved.identity.normalize:
+    if not identity.normalize:
         raise UserError("members of an ensemble need vectors of unit length. Add --normalize.")
 
 
-def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult:
+def _train_ensemble(job: _HeadJob) -> TrainingResult:
     """Train the members one after the other, or continue where the training was stopped.
 
-    Each member continues as in ``llmcond.workflows.train_job.train``, and a finished member is not
-    trained again.
-
-    Args:
-        job: the ensemble's job, with its folder and its training configuration.
-        members: the members' jobs, in the order of their seeds; this function sets their folders.
+    Each member continues as in ``train``, and a finished member is not trained again.
 
     Raises:
         UserError: as ``train``.
@@ -480,11 +795,11 @@ def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult
     check_writable(job.folder / STATE / "state.safetensors")
     # This folder marks an ensemble whose training is not finished.
     (job.folder / STATE).mkdir(parents=True, exist_ok=True)
-    folders = member_folders(job.folder, len(members))
-    summaries = []
-    for number, (member, folder) in enumerate(zip(members, folders, strict=True), start=1):
-        log.info(f"member {number} of {len(members)}, seed {member.seed}:")
-        summaries.append(train(replace(member, folder=folder)).to_json())
+    count, summaries = job.options.ensemble, []
+    for number, folder in enumerate(member_folders(job.folder, count)):
+        member = job.member(number, folder)
+        log.info(f"member {number + 1} of {count}, seed {member.seed}:")
+        summaries.append(train(member).to_json())
     from accelerate import PartialState
 
     if not PartialState().is_main_process:
@@ -492,7 +807,7 @@ def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult
     return TrainingResult(_combine_members(job, summaries))
 
 
-def _combine_members(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _combine_members(job: _HeadJob, members: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Make the ensemble's folder one encoder, and a run with its features and scores."""
     folders = member_folders(job.folder, len(members))
     tuned = read_encoder_record(folders[0])
@@ -507,23 +822,16 @@ def _combine_members(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[s
     log.info(f"the ensemble of {len(members)}:")
     trained_head, seconds = job.save(head), sum(member["seconds"] for member in members)
     weights = members[0]["weights"]
-    summary = {
-        "run": str(job.folder),
-        "encoder": job.resolved.checkpoint.name,
-        "head": trained_head.name,
-        **trained_head.takes,
-        "seed": job.seed,
+    figures = {
         "weights": {**weights, "trained": len(members) * weights["trained"]},
         "steps": sum(member["steps"] for member in members),
         "seconds": round(seconds, 1),
-        **job.record_fields(),
         "members": [
             {key: value for key, value in member.items() if key.startswith(_REPEATED_KEYS)}
             for member in members
         ],
-        "scores": [result.to_json() for result in trained_head.scores],
     }
-    write_training_record(job, trained_head, summary, {})
+    summary = write_training_record(job, trained_head, figures, {})
     for folder in folders:  # the run has the features of the whole ensemble
         shutil.rmtree(folder / "features", ignore_errors=True)
     log.info(

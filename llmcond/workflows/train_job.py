@@ -1,4 +1,4 @@
-"""Training an encoder with any kind of head: the jobs, the training itself, and its results."""
+"""Training an encoder with any kind of head: checks of the options, the jobs, and the loop."""
 
 from __future__ import annotations
 
@@ -7,179 +7,204 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.data.datasets import Dataset
-from llmcond.data.rows import Rows, join_rows
+from llmcond.config import build
+from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
-from llmcond.evaluation.results import Result, check_fold_count
+from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView, recipe_view
 from llmcond.files import check_writable, write_json, write_text
-from llmcond.finetune.loop import TrainingProgress, TrainingState
-from llmcond.finetune.settings import StageSettings, TuneSettings
-from llmcond.heads import Recipe, save_head
+from llmcond.finetune.loop import TrainingState
+from llmcond.finetune.settings import TuneSettings, default_learning_rate
+from llmcond.heads import Recipe, load_recipe, save_head
 from llmcond.heads.fitted import FittedModule
 from llmcond.log import log
 from llmcond.metrics import finite_or_none
 from llmcond.progress import TrainBar, format_duration
-from llmcond.prompts import load_prompt
+from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
-from llmcond.report.tables import dev_gain_text, estimate_text
+from llmcond.report.tables import estimate_text
 from llmcond.run_log import TRAINING, RunLog, log_path
-from llmcond.runs import AnyRun, Run, complete_run, head_name, head_record, portable_model_name
-from llmcond.runs.cross import CrossEncoder
+from llmcond.runs import AnyRun, complete_run, head_name, head_record, portable_model_name
 from llmcond.runs.examples import load_examples
 from llmcond.runs.extraction import LazyEncoder, extract_run
-from llmcond.runs.predictors import AnyPredictor, score_predictors
-from llmcond.system import provenance
-from llmcond.tasks import AnyTask, Data, Task
+from llmcond.runs.run_heads import check_head_record
+from llmcond.runs.trials import size_recipe
+from llmcond.system import provenance, require_libraries
+from llmcond.tasks import AnyTask, Data
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import check_prompts, check_router_used, read_data
 from llmcond.workflows.options.common import Split
 from llmcond.workflows.options.scoring import EvaluateOptions
-from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.teacher import Teacher
-from llmcond.workflows.training_options import (
-    DataReader,
-    build_tune_settings,
-    check_rated_options,
-    choose_head,
-    resolve_trainable,
+from llmcond.workflows.options.training import (
+    HeadTrainingOptions,
+    TeacherOptions,
+    TrainCrossOptions,
+    TrainingOptions,
+    TrainLoraOptions,
 )
 from llmcond.workflows.training_record import (
     RECORD,
     STATE,
     TRAINING_FORMAT,
     TrainingResult,
+    head_config,
     load_finished_training,
     training_config,
 )
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from torch import Tensor
-
     from llmcond.encoders.engine.tokenizing import InputTokenizer
     from llmcond.finetune.encoder import TrainableEncoder
-    from llmcond.finetune.loop import LastStage
     from llmcond.finetune.model import TrainedModel
 
 
-@dataclass(frozen=True)
-class StageResult:
-    """The outcome of a last stage.
-
-    Attributes:
-        record: under the key ``then``, the stage's settings, steps and seconds, and
-            ``folds`` if they were evaluated.
-        curve: the loss of each epoch.
-    """
-
-    record: dict[str, Any]
-    curve: list[dict[str, Any]]
-
-    @property
-    def steps(self) -> int:
-        """The number of steps."""
-        return int(self.record["then"]["steps"])
+F = TypeVar("F", bound=FittedModule)
+#: A function that reads the data of a task, such as ``read_data``.
+DataReader = Callable[[AnyTask[Any], DataOptions], Any]
 
 
-def check_stage_settings(stage: StageSettings) -> StageSettings | None:
-    """Return the checked settings of the last stage; None if there is none.
-
-    Raises:
-        UserError: there is a single fold.
-    """
-    if stage.then is None:
-        return None
-    if stage.folds == 1:
-        raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
-    return stage
-
-
-def read_stage_splits(dataset: Dataset, stage: StageSettings) -> tuple[Rows, Rows]:
-    """Return the rated rows of train and of dev.
-
-    Raises:
-        UserError: dev has no rated rows, or fewer sentence pairs than folds.
-    """
-    train, dev = dataset.splits["train"], dataset.splits.get("dev")
-    if dev is None or not dev.rated.any():
-        raise UserError(
-            f"{dataset.source} has no rated rows in dev to train on. Leave out --then, or add a "
-            "dev file."
-        )
-    dev = dev.take(dev.rated)
-    check_fold_count(dev, stage.folds)
-    return train.take(train.rated), dev
+def check_rated_options(options: TrainLoraOptions, task: AnyTask[Any]) -> None:
+    """Raise a UserError for options that only training on rated pairs supports."""
+    is_set_by_option = {
+        f"--then {options.then}": options.then is not None,
+        f"--aspects {options.aspects}": options.aspects is not None,
+        "--ensemble": options.ensemble != 1,
+        "--teacher": options.select(TeacherOptions) != TeacherOptions(),
+    }
+    for option, is_set in is_set_by_option.items():
+        if is_set:
+            raise UserError(
+                f"{option} is for rated pairs, and the task {task.name} has none. Leave it out."
+            )
 
 
-def check_folds(
-    stage: StageSettings | None,
-    model: str,
-    resolved: ResolvedEncoder,
-    dataset: Dataset,
-    *others: str,
-) -> None:
-    """Raise a UserError for folds of dev if the encoder or another model was trained on dev.
+def build_tune_settings(options: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
+    """Return the training settings from the options, then a recipe, and then the defaults."""
+    defaults: dict[str, Any] = {}
+    if recipe is not None:
+        defaults = dict(recipe.finetune)
+        build(TuneSettings, defaults, f"{recipe.path}: [finetune]")
+    values = {**defaults, **options}
+    if isinstance(values.get("rank"), int):
+        values.setdefault("learning_rate", default_learning_rate(values["rank"]))
+    return build(TuneSettings, values, "training")
+
+
+def load_named_head(
+    choice: HeadTrainingOptions,
+    recipes: str | None,
+    load: Callable[[Path], tuple[F, dict[str, Any]]],
+) -> tuple[Recipe, tuple[Prompt, ...], F | None, dict[str, Any]]:
+    """Return the recipe and the prompts to train with, and the head to start from.
+
+    A head to start from gives the recipe, and the prompts unless others were named.
 
     Args:
-        stage: the last stage; None: there is none.
-        model: the name of the encoder.
-        resolved: the encoder.
-        dataset: the dataset with the dev rows.
-        others: the names of other models, such as a teacher, that were trained on dev.
+        choice: the options for the head.
+        recipes: the task whose recipes can be named; None: the recipes of rated pairs.
+        load: a function that reads a fitted head and its record.
+
+    Returns:
+        The recipe, the prompts, the head to start from or None, and its record (empty without one).
+
+    Raises:
+        UserError: no head is named, or two.
     """
-    sources = [model] if resolved.checkpoint.dev_digest == dataset.digest else []
-    if stage is not None and stage.folds and (sources or others):
+    prompts = tuple(load_prompt(name) for name in choice.prompt)
+    if choice.start is None:
+        if choice.head is None:
+            raise UserError("no head is named. Give --head (none: the encoder without a head).")
+        return load_recipe(choice.head, recipes), prompts, None, {}
+    if choice.head is not None or choice.dim is not None:
         raise UserError(
-            f"{[*sources, *others][0]} was trained on dev, so folds of dev would measure nothing. "
-            "Leave out --folds."
+            "a fitted head already has a kind and a size. With --start, leave out --head and --dim."
         )
+    folder = Path(choice.start)
+    start, record = load(folder)
+    record_path = str(folder / "head.json")
+    record = check_head_record(record, record_path)
+    prompts = prompts or tuple(
+        prompt_from_json(prompt_record, record_path) for prompt_record in record["prompts"]
+    )
+    recipe = replace(
+        load_recipe("none", recipes),
+        **{key: record["recipe"][key] for key in ("name", "description", "source")},
+        kind=start.kind,
+        family=start.family,
+        settings=start.settings,
+    )
+    return recipe, prompts, start, record
 
 
-def run_stage(last_stage: LastStage[Any]) -> StageResult:
-    """Train the last stage; with folds, first measure its gain by cross-validation on dev."""
-    fold_record: dict[str, Any] = {}
-    if last_stage.stage.folds:
-        fold_results = last_stage.cross_validate()
-        log.info(dev_gain_text(fold_results))
-        fold_record["folds"] = fold_results.to_json()
-    progress = last_stage.run()
-    stage = last_stage.stage
-    record = {
-        "share": stage.then_share,
-        "weight": stage.then_weight,
-        "learning_rate": last_stage.settings.learning_rate
-        * stage.learning_rate_scale(last_stage.settings),
-        "epochs": stage.then_epochs,
-        "steps": progress.step,
-        "seconds": round(progress.seconds, 1),
-        **fold_record,
-    }
-    curve = [{key: entry[key] for key in ("step", "epoch", "loss")} for entry in progress.curve]
-    return StageResult({"then": record}, curve)
+def choose_head(
+    choice: HeadTrainingOptions,
+    task: AnyTask[Any],
+    load: Callable[[Path], tuple[F, dict[str, Any]]],
+    check: Callable[[Recipe], object],
+) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
+    """Return the head to train for a task without rated pairs.
 
+    Args:
+        choice: the options for the head.
+        task: the task whose recipes can be named.
+        load: a function that reads a fitted head of the task, and its record.
+        check: a function that raises a UserError for a recipe that cannot be trained with an
+            encoder.
 
-@dataclass(frozen=True)
-class TrainingParts:
-    """The model and the data of the training loop.
+    Returns:
+        The recipe, the prompts that were named or that the head to start from was fitted on, and
+        the head to start from or None.
 
-    Attributes:
-        model: the model that is trained.
-        train: the rows or triples to train on.
-        dev: the rows or triples that choose the weights; None: the last weights are kept.
+    Raises:
+        UserError: no head is named, or two; the head cannot be trained; several prompts are named;
+            or features are to be subtracted.
     """
+    if choice.subtract:
+        raise UserError(
+            f"nothing can be subtracted in the task {task.name}, because its candidates have no "
+            "conditions. Leave out --subtract."
+        )
+    recipe, prompts, start, _ = load_named_head(choice, task.recipes, load)
+    if choice.set:
+        recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
+    if choice.dim is not None:
+        recipe = size_recipe(recipe, choice.dim, choice.dim)
+    check(recipe)
+    if len(prompts) > 1:
+        raise UserError(
+            f"in the task {task.name}, an encoder is trained with one prompt, but {len(prompts)} "
+            "are named. Give one --prompt."
+        )
+    return recipe, prompts, start
 
-    model: TrainedModel[Any, Any]
-    train: Any
-    dev: Any
+
+def resolve_trainable(
+    options: TrainingOptions, encoder_options: EncoderOptions, settings: TuneSettings
+) -> ResolvedEncoder:
+    """Resolve an encoder, and check that it can be trained with the settings.
+
+    Raises:
+        UserError: the encoder cannot be trained with them, or a package for training is missing.
+    """
+    if encoder_options.long_texts == "windows":
+        raise UserError(
+            "windows are only for frozen encoders, because training reads each text once. Leave "
+            "out --long-texts windows, or shorten the texts."
+        )
+    resolved = resolve(options.model, replace(encoder_options, runtime="torch"))
+    for assumption in resolved.assumed:
+        log.info(f"assumed: {assumption}")
+    require_libraries("training an encoder", "accelerate", "peft", extra="lora")
+    from llmcond.finetune.encoder import check_trainable
+
+    check_trainable(resolved, settings, options.merge)
+    return resolved
 
 
 @dataclass(frozen=True)
@@ -204,17 +229,13 @@ class TrainingJob:
     """A training: the encoder, the data, the settings and the folder. Subclasses add the head.
 
     Attributes:
-        model: the encoder's name as the user gave it.
+        options: the options of the command: model, run, seed, merge and trackers are read here.
         resolved: the encoder.
-        folder: the run's folder, which also gets the encoder.
         task: the task of the data.
         dataset: the data to train on.
         settings: the settings of the training.
         head: the name of the head, for messages.
-        seed: the random seed.
-        merge: whether adapters are merged into the encoder at the end.
         config: everything that decides the resulting weights.
-        trackers: the trackers that get the records of the training.
     """
 
     cross: ClassVar[bool] = False
@@ -224,24 +245,37 @@ class TrainingJob:
     scored_noun: ClassVar[str] = "rows"
     of_sample: ClassVar[bool] = False
 
-    model: str
+    options: TrainLoraOptions | TrainCrossOptions
     resolved: ResolvedEncoder
-    folder: Path
     task: AnyTask[Any]
     dataset: Data
     settings: TuneSettings
     head: str
-    seed: int
-    merge: bool
     config: Mapping[str, Any]
-    trackers: Sequence[str] = ()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, which also gets the encoder."""
+        return Path(self.options.run)
+
+    @property
+    def seed(self) -> int:
+        """The random seed."""
+        return self.options.seed
+
+    def in_folder(self, folder: Path) -> Self:
+        """Return the same training with another folder."""
+        return replace(self, options=replace(self.options, run=folder))
 
     def run(self) -> TrainingResult:
         """Train, or continue where the same job was stopped; see ``train``."""
         return train(self)
 
-    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
-        """Return the model, and the examples of train and dev in the form that it takes."""
+    def build_parts(self, trainable: TrainableEncoder) -> tuple[TrainedModel[Any, Any], Any, Any]:
+        """Return the model, and the examples of train and dev in the form that it takes.
+
+        Those of dev choose the weights; None: the last weights are kept.
+        """
         raise NotImplementedError
 
     @property
@@ -254,16 +288,14 @@ class TrainingJob:
         return {} if self.trained_on == ("train",) else {"trained_on": list(self.trained_on)}
 
     def last_stage(
-        self,
-        model: Any,
-        tokenizer: InputTokenizer,
-        start: Mapping[str, Tensor],
-        accelerator: Accelerator,
-        config: Mapping[str, Any],
-        run_log: RunLog,
-    ) -> StageResult | None:
-        """Train the model further from its best weights ``start``, if there is a last stage."""
-        return None
+        self, tokenizer: InputTokenizer, **parts: Any
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Train the model further, if there is a last stage; see ``LastStage``.
+
+        Returns:
+            The stage's entry in the training record and its curve; both are empty without a stage.
+        """
+        return {}, []
 
     def complete_run(self, orders: Orders | None = None) -> tuple[AnyRun, ResolvedEncoder]:
         """Make the folder of the saved encoder a run.
@@ -278,8 +310,8 @@ class TrainingJob:
         dtype, quantize = base.identity.dtype, base.identity.quantize
         options = EncoderOptions(dtype=dtype, quantize=quantize, device=base.device)
         trained = resolve(str(self.folder), options, cross=self.cross)
-        completion = (self.folder, trained, self.dataset, self.task, orders, self.trained_on)
-        return complete_run(*completion), trained
+        run = complete_run(self.folder, trained, self.dataset, self.task, orders, self.trained_on)
+        return run, trained
 
     def save(self, head: Any) -> TrainedHead:
         """Complete the run, and save the head in it."""
@@ -331,8 +363,7 @@ class RankingJob(TrainingJob):
         settings = build_tune_settings(options.tune_settings(), recipe)
         dataset = (read or read_data)(task, options.data_options())
         cls.check_data(dataset, task)
-        model, merge = options.model, options.merge
-        resolved = resolve_trainable(model, options.encoder_options(), settings, merge)
+        resolved = resolve_trainable(options, options.encoder_options(), settings)
         if not prompts:
             prompt_names = {"separate": "separate", "alone": task.prompt}
             prompts = (load_prompt(str(prompt_names.get(recipe.features, resolved.joint_prompt))),)
@@ -341,17 +372,15 @@ class RankingJob(TrainingJob):
         view.check_texts()
         check_router_used(prompts, options.encoder_options(), task)
         return cls(
-            model=model,
+            options=options,
             resolved=resolved,
-            folder=Path(options.run),
             task=task,
             dataset=dataset,
             settings=settings,
             head=recipe.name,
-            seed=options.seed,
-            merge=merge,
-            config=training_config(resolved, dataset, prompts, recipe, options, settings, merge),
-            trackers=options.log,
+            config=training_config(
+                options, resolved, dataset, settings, head_config(options, prompts, recipe)
+            ),
             recipe=recipe,
             start=start,
             view=view,
@@ -372,97 +401,6 @@ class RankingJob(TrainingJob):
             if result.name == trained_head.name
         ]
         return replace(trained_head, scores=scores)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RatedJob(TrainingJob):
-    """Training on rated rows.
-
-    Attributes:
-        stage: the last stage, which includes dev; None: there is none.
-        teacher: the teacher that rates additional training rows; None: there is none.
-    """
-
-    task: Task
-    dataset: Dataset
-    stage: StageSettings | None = None
-    teacher: Teacher | None = None
-
-    def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> Any:
-        """Return the rated rows of a table in the form that the model takes."""
-        raise NotImplementedError
-
-    @property
-    @override
-    def trained_on(self) -> tuple[str, ...]:
-        return ("train", "dev") if self.stage is not None or self._dev_is_known else ("train",)
-
-    @property
-    def _dev_is_known(self) -> bool:
-        """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
-        if self.resolved.checkpoint.dev_digest == self.dataset.digest:
-            return True
-        return self.teacher is not None and self.teacher.was_trained_on_dev(self.dataset)
-
-    @override
-    def record_fields(self) -> dict[str, Any]:
-        fields = TrainingJob.record_fields(self)
-        return (
-            fields if self.teacher is None else {**fields, "teacher": self.teacher.record_fields()}
-        )
-
-    def train_with_teacher(self) -> Rows:
-        """Return the train split, with the rows that the teacher rates if there is one."""
-        train = self.dataset.splits["train"]
-        if self.teacher is None:
-            return train
-        from accelerate import PartialState
-
-        with PartialState().main_process_first():  # the other processes read its saved ratings
-            folder, device = self.folder / STATE, self.resolved.device
-            taught_rows = self.teacher.rate(train, self.seed, folder, device)
-        return join_rows([train.take(train.rated), taught_rows])
-
-    def rated_dev(self) -> Rows | None:
-        """Return the dev split; None if it has no rated rows or cannot choose the weights."""
-        if self._dev_is_known:
-            log.info(
-                "the encoder or its teacher was trained on dev, so dev does not choose the weights"
-            )
-            return None
-        dev = self.dataset.splits.get("dev")
-        return dev if dev is not None and dev.rated.any() else None
-
-    @override
-    def last_stage(
-        self,
-        model: Any,
-        tokenizer: InputTokenizer,
-        start: Mapping[str, Tensor],
-        accelerator: Accelerator,
-        config: Mapping[str, Any],
-        run_log: RunLog,
-    ) -> StageResult | None:
-        if self.stage is None:
-            return None
-        from llmcond.finetune.loop import LastStage
-
-        train, dev = read_stage_splits(self.dataset, self.stage)
-        return run_stage(
-            LastStage(
-                model=model,
-                to_inputs=lambda rows: self.inputs(rows, tokenizer),
-                train=train,
-                dev=dev,
-                settings=self.settings,
-                stage=self.stage,
-                start=start,
-                accelerator=accelerator,
-                folder=self.folder / STATE,
-                training_config=config,
-                run_log=run_log,
-            )
-        )
 
 
 def save_trained_head(
@@ -508,119 +446,122 @@ def _train(job: TrainingJob) -> dict[str, Any]:
     from llmcond.finetune.encoder import load_trainable, prepare_accelerator, save_encoder
     from llmcond.finetune.loop import Trainer
 
-    resolved, settings = job.resolved, job.settings
+    resolved, settings, options = job.resolved, job.settings, job.options
     accelerator = prepare_accelerator(resolved)
     trainable = load_trainable(resolved, settings, job.seed)
-    parts = job.build_parts(trainable)
-    if parts.dev is None:
+    model, train_inputs, dev_inputs = job.build_parts(trainable)
+    if dev_inputs is None:
         log.info(f"no {job.unit} in dev to score, so the last weights are kept")
     config = {**job.config, "processes": accelerator.num_processes}
     # A different last stage can continue from the same training, so it is left out.
     main_config = {key: value for key, value in config.items() if key != "then"}
     state = TrainingState(job.folder / STATE, main_config)
-    trainer = Trainer(parts.model, parts.train, parts.dev, settings, accelerator, state)
+    trainer = Trainer(model, train_inputs, dev_inputs, settings, accelerator, state)
     n_trained, n_all = trainable.count_weights()
-    n_head = sum(value.numel() for value in parts.model.head.parameters())
+    n_head = sum(value.numel() for value in model.head.parameters())
     weights = {"trained": n_trained, "of": n_all, "head": n_head}
-    quantize = resolved.identity.quantize
+    quantize, first_step = resolved.identity.quantize, trainer.progress.step
     log.info(
         f"training {n_trained:,} weights of {resolved.checkpoint.name} "
         f"({100 * n_trained / n_all:.1f} % of {n_all:,}) and {n_head:,} of the head "
         f"{job.head} in {resolved.identity.dtype}"
         + ("" if quantize == "none" else f" ({quantize})")
         + f" on {resolved.device}: {trainer.steps:,} steps"
-        + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
+        + (f", from step {first_step:,}" if first_step else "")
     )
     path = log_path(job.folder, TRAINING) if accelerator.is_main_process else None
+    # The last two parts of the path, as members of an ensemble share the last.
+    name_in_trackers = "/".join(job.folder.absolute().parts[-2:])
     log_config = {"task": job.task.name, **config, "weights": weights}
-    first_step = trainer.progress.step
-    with RunLog(path, _name_in_trackers(job), log_config, job.trackers, first_step) as run_log:
-        on_dev, metric = parts.model.dev_score_name, parts.model.metric
+    with RunLog(path, name_in_trackers, log_config, options.log, first_step) as run_log:
+        metric = model.metric
         score_heading = metric.heading + (" of a sample" if job.of_sample else "")
-        with TrainBar(key=on_dev, score=score_heading, show=metric.format) as bar:
+        with TrainBar(key=model.dev_score_name, score=score_heading, show=metric.format) as bar:
             trainer.run(run_log.on_step(bar.on_step))
         accelerator.wait_for_everyone()
         progress, head = trainer.progress, None
         trainer.load_best_weights()
-        del trainer
+        del trainer, train_inputs, dev_inputs
         accelerator.free_memory()
-        staged = job.last_stage(
-            parts.model, trainable.tokenizer, state.load_best(), accelerator, config, run_log
+        stage, stage_curve = job.last_stage(
+            trainable.tokenizer,
+            model=model,
+            start=state.load_best(),
+            accelerator=accelerator,
+            training_config=config,
+            run_log=run_log,
         )
         # All processes must have read the state before the main process deletes it.
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            name, cross = portable_model_name(job.model, resolved), job.cross
-            dev_of = job.dataset.digest if "dev" in job.trained_on else None
-            save_encoder(trainable, name, job.folder, merge=job.merge, cross=cross, dev_of=dev_of)
-            head = parts.model.fitted_head(
+            save_encoder(
+                trainable,
+                portable_model_name(options.model, resolved),
+                job.folder,
+                merge=options.merge,
+                cross=job.cross,
+                dev_of=job.dataset.digest if "dev" in job.trained_on else None,
+            )
+            head = model.fitted_head(
                 {
                     "best_step": progress.best_step,
                     "selected_on": None if progress.best_score is None else "dev",
                     "n_parameters": n_head,
                     "curve": list(progress.curve),
                     **job.record_fields(),
-                    **({} if staged is None else staged.record),
+                    **stage,
                 }
             )
+        on_dev = model.dev_score_name
         # The saved encoder is loaded next, and a GPU may not have room for both.
-        del trainable, parts
+        del trainable, model
         accelerator.free_memory()
-        summary = (
-            {} if head is None else _finish(job, head, progress, weights, on_dev, staged, run_log)
-        )
+        summary = {}
+        if head is not None:
+            figures = {
+                "weights": weights,
+                "steps": progress.step,
+                "best_step": progress.best_step,
+                on_dev: None if stage else progress.best_score,
+                "seconds": round(progress.seconds, 1),
+                # The score on dev is that of the weights before the last stage.
+                **({**stage, f"{on_dev}_before": progress.best_score} if stage else {}),
+            }
+            summary = _finish(job, head, figures, stage_curve, run_log)
         accelerator.wait_for_everyone()
         return summary
-
-
-def _name_in_trackers(job: TrainingJob) -> str:
-    """Return the last two parts of a run's path, as members of an ensemble share the last."""
-    return "/".join(job.folder.absolute().parts[-2:])
 
 
 def _finish(
     job: TrainingJob,
     head: FittedModule,
-    progress: TrainingProgress,
-    weights: Mapping[str, int],
-    on_dev: str,
-    staged: StageResult | None,
+    figures: Mapping[str, Any],
+    stage_curve: Sequence[Mapping[str, Any]],
     run_log: RunLog,
 ) -> dict[str, Any]:
     """Save the head, its scores, the card and, as the last step, the training record."""
-    folder, base, trained_head = job.folder, job.resolved, job.save(head)
-    best_score, best_step = progress.best_score, progress.best_step
-    summary = {
-        "run": str(folder),
-        "encoder": base.checkpoint.name,
-        "head": trained_head.name,
-        **trained_head.takes,
-        "seed": job.seed,
-        "weights": weights,
-        "steps": progress.step,
-        "best_step": best_step,
-        on_dev: best_score if staged is None else None,
-        "seconds": round(progress.seconds, 1),
-        **job.record_fields(),
-        # The score on dev is that of the weights before the last stage.
-        **({} if staged is None else {**staged.record, f"{on_dev}_before": best_score}),
-        "scores": [result.to_json() for result in trained_head.scores],
-    }
+    trained_head = job.save(head)
     scores = {
         f"{result.split}_{name}": estimate.value
         for result in trained_head.scores
         for name, estimate in result.metrics.items()
     }
-    figures = {key: summary[key] for key in ("steps", "best_step", on_dev, "seconds")}
-    run_log.write("end", {**figures, **scores})
+    unlogged = ("weights", "then")
+    logged = {
+        key: value
+        for key, value in figures.items()
+        if key not in unlogged and not key.endswith("_before")
+    }
+    run_log.write("end", {**logged, **scores})
     curves = {"curve": head.fit.record["curve"]}
-    if staged is not None:
-        curves["then_curve"] = staged.curve
-    write_training_record(job, trained_head, summary, curves)
+    then = figures.get("then")
+    if then is not None:
+        curves["then_curve"] = stage_curve
+    summary = write_training_record(job, trained_head, figures, curves)
     log.info(
-        f"{trained_head.name}: step {best_step:,} of {progress.step:,}"
-        + ("" if staged is None else f" and {staged.steps:,} of the last stage, with dev")
-        + f", trained in {format_duration(progress.seconds)} -> {folder}"
+        f"{trained_head.name}: step {figures['best_step']:,} of {figures['steps']:,}"
+        + ("" if then is None else f" and {then['steps']:,} of the last stage, with dev")
+        + f", trained in {format_duration(figures['seconds'])} -> {job.folder}"
     )
     return summary
 
@@ -628,21 +569,31 @@ def _finish(
 def write_training_record(
     job: TrainingJob,
     trained_head: TrainedHead,
-    summary: Mapping[str, Any],
+    figures: Mapping[str, Any],
     curves: Mapping[str, Any],
-) -> None:
-    """Write the model card and then the training record, and log the scores."""
+) -> dict[str, Any]:
+    """Write the model card and then the training record, log the scores, and return the summary."""
     from llmcond.finetune.encoder import hub_name
 
-    folder, base = job.folder, job.resolved
+    folder, base, model = job.folder, job.resolved, job.options.model
+    summary = {
+        "run": str(folder),
+        "encoder": base.checkpoint.name,
+        "head": trained_head.name,
+        **trained_head.takes,
+        "seed": job.seed,
+        **figures,
+        **job.record_fields(),
+        "scores": [result.to_json() for result in trained_head.scores],
+    }
     record = {
         "format": TRAINING_FORMAT,
         "summary": summary,
         **curves,
         "made_of": job.config,
         "base": {
-            "model": job.model,
-            "repo": hub_name(job.model, base),
+            "model": model,
+            "repo": hub_name(model, base),
             "weights": base.identity.weights,
         },
         "data": job.dataset.to_json(),
@@ -657,19 +608,4 @@ def write_training_record(
             f"{result.split}: {result.primary.heading} "
             f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored_noun}"
         )
-
-
-def score_predictor(
-    run: Run,
-    predictor: AnyPredictor | CrossEncoder,
-    predicted: Callable[[Rows], NDArray[np.float32]],
-) -> list[Result]:
-    """Return the scores of a predictor on dev and test, as ``evaluate`` gives them."""
-    results: list[Result] = []
-    for split in ("dev", "test"):
-        if split in run.splits and run.rows(split).rated.any() and split not in run.trained_on:
-            rows = run.rows(split)
-            results += score_predictors(
-                [predictor], [predicted(rows)], rows, split, task=run.task.name
-            )
-    return results
+    return summary

@@ -18,7 +18,7 @@ from llmcond.encoders import ResolvedEncoder
 from llmcond.encoders.checkpoints.adapter import TRAINING_RECORD
 from llmcond.errors import UserError
 from llmcond.files import read_json
-from llmcond.finetune.settings import TuneSettings, describe_differences, upgrade_setting_names
+from llmcond.finetune.settings import TuneSettings, describe_differences
 from llmcond.heads import Recipe
 from llmcond.log import log
 from llmcond.metrics import Estimate
@@ -28,7 +28,7 @@ from llmcond.records import check_record, read_record
 from llmcond.run_log import LOGS
 from llmcond.runs import open_any_run
 from llmcond.tasks import Data
-from llmcond.workflows.options.training import HeadTrainingOptions
+from llmcond.workflows.options.training import TrainCrossOptions, TrainLoraOptions
 
 #: The version of the training record's format.
 TRAINING_FORMAT = 1
@@ -102,34 +102,39 @@ class TrainingResult(Displayed):
 
 
 def training_config(
+    options: TrainLoraOptions | TrainCrossOptions,
     resolved: ResolvedEncoder,
     dataset: Data,
-    prompts: Sequence[Prompt],
-    recipe: Recipe,
-    choice: HeadTrainingOptions,
     settings: TuneSettings,
-    merge: bool,
+    head: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return everything that decides the weights of an encoder and its head, for the record.
 
     Args:
+        options: the options of the command, of which the seed and ``merge`` are recorded.
         resolved: the encoder that is trained.
         dataset: the data that it is trained on.
-        prompts: the prompts of its inputs.
-        recipe: the head's recipe.
-        choice: the options for the head, of which the start and the seed are recorded.
         settings: the settings of the training.
-        merge: whether adapters are merged into the encoder at the end.
+        head: what decides the head and its inputs.
     """
     return {
         "encoder": resolved.identity.to_json(),
         "data": dataset.digest,
+        **head,
+        "seed": options.seed,
+        "settings": settings.to_json(),
+        "merge": options.merge,
+    }
+
+
+def head_config(
+    options: TrainLoraOptions, prompts: Sequence[Prompt], recipe: Recipe
+) -> dict[str, Any]:
+    """Return what decides a head that takes prompts' features, for ``training_config``."""
+    return {
         "prompts": {prompt.name: prompt.digest for prompt in prompts},
         "head": {"kind": recipe.kind, **asdict(recipe.settings)},
-        "start": choice.start and read_json(Path(choice.start, "head.json"))["weights_sha256"],
-        "seed": choice.seed,
-        "settings": settings.to_json(),
-        "merge": merge,
+        "start": options.start and read_json(Path(options.start, "head.json"))["weights_sha256"],
     }
 
 
@@ -178,7 +183,7 @@ def load_finished_training(folder: Path, config: Mapping[str, Any]) -> dict[str,
                 f"{folder} already holds {content}, which is a different kind of model. Name "
                 "another --run."
             )
-        changes = describe_differences(_upgrade_config(record["made_of"]), config)
+        changes = describe_differences(record["made_of"], config)
         if changes:
             raise UserError(
                 f"{folder} holds an encoder that was trained with other settings: "
@@ -199,13 +204,3 @@ def load_finished_training(folder: Path, config: Mapping[str, Any]) -> dict[str,
     if other_files and not (folder / STATE).is_dir():
         raise UserError(f"{folder} holds other files ({other_files[0]}). Name another --run.")
     return None
-
-
-def _upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration of an older version with the names that settings have now."""
-    upgraded = {**config, "settings": upgrade_setting_names(config.get("settings", {}))}
-    added = {"objective": "", "objective_weight": 1.0, "matryoshka": []}
-    for part in ("head", "objective"):
-        if "mse" in config.get(part, {}):
-            upgraded[part] = {**added, **config[part]}
-    return upgraded

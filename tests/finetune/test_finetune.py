@@ -34,7 +34,7 @@ from llmcond.prompts import load_prompt
 from llmcond.run_log import TRAINING, log_path, read_log
 from llmcond.schedules import learning_rate_factor
 from llmcond.workflows.extract import _choose_default_prompt
-from llmcond.workflows.training_options import build_tune_settings
+from llmcond.workflows.train_job import build_tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,7 +18,7 @@ from llmcond.finetune.loop import STATE, stage_rows
 from llmcond.finetune.settings import StageSettings
 from llmcond.progress import TrainBar
 from llmcond.run_log import TRAINING, log_path, read_log
-from llmcond.workflows.train_job import check_stage_settings
+from llmcond.workflows.train import plan_stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -233,4 +233,4 @@ def test_invalid_options_are_rejected_in_one_line(command, tmp_path, capsys, opt
 
 def test_single_fold_is_rejected():
     with pytest.raises(UserError, match="--folds is 1"):
-        check_stage_settings(StageSettings(then="dev", folds=1))
+        plan_stage(StageSettings(then="dev", folds=1), None)

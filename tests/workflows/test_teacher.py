@@ -14,8 +14,8 @@ from llmcond.data.datasets import read_dataset
 from llmcond.errors import UserError
 from llmcond.files import digest_file
 from llmcond.runs.embedder import Embedder
-from llmcond.workflows import teacher as teachers
-from llmcond.workflows.teacher import find_teacher, sample_unrated_rows
+from llmcond.workflows import train as teachers
+from llmcond.workflows.train import find_teacher, sample_unrated_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

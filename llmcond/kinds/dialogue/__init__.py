@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from llmcond.workflows.analyse import AnalysisResult
     from llmcond.workflows.options.scoring import AnalyseOptions, EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
-    from llmcond.workflows.train_job import TrainingJob
-    from llmcond.workflows.training_options import DataReader
+    from llmcond.workflows.train_job import DataReader, TrainingJob
 
 
 class DialogueKind(Kind):

@@ -43,8 +43,7 @@ from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.kinds.dialogue.turns import turn_scores
 from llmcond.metrics import METRICS, Metric
 from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.train_job import RankingJob, TrainingParts
-from llmcond.workflows.training_options import DataReader
+from llmcond.workflows.train_job import DataReader, RankingJob
 
 if TYPE_CHECKING:
     from llmcond.finetune.encoder import TrainableEncoder
@@ -205,7 +204,7 @@ class _DialogueJob(RankingJob):
     dataset: Dialogues
     start: FittedRoleHead | None
 
-    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
+    def build_parts(self, trainable: TrainableEncoder) -> tuple[TurnModel, Any, Any]:
         splits, (prompt,) = self.dataset.splits, self.view.prompts
         metric = self.task.main_metric
         model = TurnModel(trainable.engine, self.recipe, self.seed, self.start, metric)
@@ -217,4 +216,4 @@ class _DialogueJob(RankingJob):
                 "dialogues."
             )
         dev = replace(train, turns=splits["dev"]) if "dev" in splits else None
-        return TrainingParts(model, train, dev)
+        return model, train, dev

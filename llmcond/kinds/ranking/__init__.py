@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from llmcond.kinds.ranking.examples import QueryExamples
     from llmcond.workflows.options.scoring import EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
-    from llmcond.workflows.train_job import TrainingJob
-    from llmcond.workflows.training_options import DataReader
+    from llmcond.workflows.train_job import DataReader, TrainingJob
 
 
 class Ranking(Kind):

@@ -43,8 +43,7 @@ from llmcond.metrics import METRICS, Metric
 from llmcond.runs.trials import size_recipe
 from llmcond.tasks import AnyTask, Data
 from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.train_job import RankingJob, TrainingParts
-from llmcond.workflows.training_options import DataReader
+from llmcond.workflows.train_job import DataReader, RankingJob
 
 if TYPE_CHECKING:
     from llmcond.finetune.encoder import TrainableEncoder
@@ -363,7 +362,7 @@ class _QueryJob(RankingJob):
                 f"only knowledge graphs can train an encoder, and the task {task.name} has none."
             )
 
-    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
+    def build_parts(self, trainable: TrainableEncoder) -> tuple[QueryModel, Any, Any]:
         graph, (prompt,) = self.dataset, self.view.prompts
         texts = self.task.texts(graph)
         inputs = QueryInputs(texts, prompt)
@@ -395,4 +394,4 @@ class _QueryJob(RankingJob):
             recipe = size_recipe(recipe, None, trainable.engine.dim)
         metric = self.task.main_metric
         model = QueryModel(trainable.engine, recipe, train, self.seed, self.start, metric)
-        return TrainingParts(model, train, dev)
+        return model, train, dev
