@@ -509,9 +509,11 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
         help="compute a common beginning of several inputs only once, if that is exact, as for "
         "causal encoders that pool the last token",
     )
-    #: Whether NV-Embed-v2's latent block is multiplied out when the model is loaded. This gives the
-    #: same vectors up to rounding in a fraction of the time and memory.
-    fold_latents: bool = True
+    fold_latents: bool = _option(
+        True,
+        help="multiply out NV-Embed-v2's latent block when the model is loaded, which gives the "
+        "same vectors up to rounding in a fraction of the time and memory",
+    )
 
     def __post_init__(self) -> None:
         """Check the values."""
