@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from string import Formatter
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from llmcond.config import STRICT, build, check_name, read_toml, resolve_toml
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import ROUTED_POOLINGS, EncoderInput, Router, Span, get_pooling
 from llmcond.errors import UserError, list_legal_values
-from llmcond.files import digest_text
+from llmcond.files import digest_text, fields_as_json
 
 PLACEHOLDERS = ("sentence", "condition")
 #: The settings of a ``Router``, which are keys of the same table in a template.
@@ -218,7 +218,7 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""
-        return {**asdict(self), "digest": self.digest}
+        return {**fields_as_json(self), "digest": self.digest}
 
 
 def list_fields(prompts: Iterable[Prompt]) -> tuple[str, ...]:
