@@ -139,8 +139,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(manifest: Mapping[str, Any]) -> str:
-    """Return the kind of a run's task, which older versions did not record."""
-    return str(manifest.get("kind", "ranking" if manifest.get("ranking") else "rated"))
+    """Return the kind of a run's task."""
+    return str(manifest.get("kind", "rated"))
 
 
 class _Recorded(Protocol):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from llmcond.evaluation.results import default_name
 from llmcond.features.view import FeatureView
 from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
 from llmcond.heads.storage import EmbeddingHead
-from llmcond.metrics import get_metric
 from llmcond.records import check_record
 from llmcond.runs.manifest import FittedHeadRecord
 
@@ -80,8 +79,6 @@ def check_head_record(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         LlmcondError: It is damaged.
     """
-    if "prompt" in record:  # written by a version whose heads had a single prompt
-        record = {**record, "prompts": [record["prompt"]]}
     check_record(record, FittedHeadRecord, where, "Fit it again.")
     return dict(record)
 
@@ -98,13 +95,8 @@ def dev_score(record: Mapping[str, Any], metric: str) -> float | None:
     """
     if "dev" in training_splits(record):
         return None
-    key = f"dev_{metric}"
-    if key in record:
-        entries = [record[key]]
-    else:  # written by a version that recorded the score of each epoch only
-        entries = [entry.get(key) for entry in record["fit"].get("curve") or ()]
-    scores = (score for score in entries if isinstance(score, float))
-    return cast(float | None, get_metric(metric).best(scores, default=None))
+    score = record.get(f"dev_{metric}")
+    return score if isinstance(score, float) else None
 
 
 def is_selected_on_dev(summary: Mapping[str, Any]) -> bool:
