@@ -51,6 +51,7 @@ from llmcond.kinds.ranking.complete import Completions as Completions
 from llmcond.kinds.ranking.completer import Completer as Completer
 from llmcond.kinds.ranking.completer import Completion as Completion
 from llmcond.kinds.ranking.completer import load_completer as load_completer
+from llmcond.kinds.rated import Task as Task
 from llmcond.metrics import Estimate as Estimate
 from llmcond.plugins import register as register
 from llmcond.quantization import quantize_embeddings as quantize_embeddings
@@ -58,14 +59,13 @@ from llmcond.runs.cross import CrossEncoder as CrossEncoder
 from llmcond.runs.cross import load_cross_encoder as load_cross_encoder
 from llmcond.runs.embedder import Embedder as Embedder
 from llmcond.runs.embedder import load_embedder as load_embedder
+from llmcond.runs.examples import PairFeatures as PairFeatures
+from llmcond.runs.examples import load_features as load_features
 from llmcond.runs.explanation import ConditionExplanation as ConditionExplanation
 from llmcond.runs.explanation import Explanation as Explanation
-from llmcond.runs.features import PairFeatures as PairFeatures
-from llmcond.runs.features import load_features as load_features
 from llmcond.search.index import Index as Index
 from llmcond.search.query import Hits as Hits
 from llmcond.serving.server import ServeResult as ServeResult
-from llmcond.tasks import Task as Task
 from llmcond.version import __version__ as __version__
 from llmcond.workflows.analyse import AnalysisResult as AnalysisResult
 from llmcond.workflows.annotate import AnnotationResult as AnnotationResult

@@ -37,7 +37,7 @@ from llmcond.log import log, log_to_terminal
 from llmcond.metrics import METRICS, Estimate, finite_or_none
 from llmcond.options import option
 from llmcond.prompts import load_prompt
-from llmcond.runs import AnyRun, Run, open_any_run, open_run
+from llmcond.runs import Run, open_any_run, open_run
 from llmcond.runs.examples import load_examples
 from llmcond.runs.rated import RatedExamples
 from llmcond.runs.trials import size_recipe
@@ -291,7 +291,7 @@ def fit_once(**options: Any) -> str:
     return name
 
 
-def _has_fitted(run: AnyRun, name: str, options: FitHeadOptions) -> bool:
+def _has_fitted(run: Run, name: str, options: FitHeadOptions) -> bool:
     """Return whether a run's head is what ``fit_head`` would fit with the options."""
     try:
         saved = run.load_head(name)

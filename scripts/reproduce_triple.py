@@ -47,7 +47,6 @@ from llmcond.evaluation.results import Result
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import read_dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
-from llmcond.kinds.dialogue.inputs import UtteranceInputs
 from llmcond.kinds.dialogue.queries import (
     NextQueries,
     join_turns,
@@ -55,11 +54,11 @@ from llmcond.kinds.dialogue.queries import (
     next_queries,
     rank_next,
 )
-from llmcond.kinds.dialogue.run import DialogueRun
+from llmcond.kinds.dialogue.task import DialogueTask, UtteranceInputs
 from llmcond.log import log
 from llmcond.metrics import METRICS
 from llmcond.report.figures import Point, check_figure, plot_curve
-from llmcond.runs import open_any_run
+from llmcond.runs import Run, open_any_run
 from llmcond.system import provenance
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ class Encoder:
         return Path(self.options.folder, Path(self.name).name)
 
     @cached_property
-    def run(self) -> DialogueRun:
+    def run(self) -> Run:
         """The run, whose features are extracted first.
 
         Raises:
@@ -189,7 +188,7 @@ class Encoder:
             run=self.folder,
         )
         run = open_any_run(self.folder)
-        if not isinstance(run, DialogueRun):
+        if not isinstance(run.kind, DialogueTask):
             raise UserError(f"{self.folder} is a run of another task. Use another --folder.")
         return run
 

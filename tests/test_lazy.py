@@ -15,8 +15,8 @@ LIGHT_MODULES = """
     llmcond.commands.embed llmcond.commands.similarity llmcond.workflows.embed
     llmcond.data.aspects llmcond.data.datasets llmcond.data.guides llmcond.data.readers
     llmcond.data.rows
-    llmcond.tasks llmcond.tasks.csts llmcond.kinds.dialogue.task llmcond.kinds.dialogue.data
-    llmcond.kinds.ranking.graph llmcond.kinds.ranking.kgc
+    llmcond.tasks llmcond.kinds.rated llmcond.kinds.dialogue.task llmcond.kinds.dialogue.data
+    llmcond.kinds.ranking.graph llmcond.kinds.ranking.task
     llmcond.evaluation.condition_checks llmcond.evaluation.analyses llmcond.evaluation.paired
     llmcond.evaluation.results
     llmcond.features.extract llmcond.features.view llmcond.metrics llmcond.prompts

@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.rows import QueryRows, Rows
+from llmcond.data.rows import Rows
 from llmcond.display import Displayed, make_frame
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import (
@@ -23,7 +23,6 @@ from llmcond.evaluation.paired import (
 from llmcond.metrics import (
     DEFAULT_METRICS,
     Estimate,
-    Floats,
     Metric,
     comparisons,
     estimates_json,
@@ -484,19 +483,6 @@ def _difference_cells(result: Result) -> dict[str, Any]:
         "p": finite_or_none(difference.p_holm),
         "verdict": difference.verdict,
     }
-
-
-@dataclass(frozen=True)
-class RankedResults(Results):
-    """Results of rankings, with the ranks that they are computed from.
-
-    Attributes:
-        ranks: For each result, the ranks, (m,), of the queries' right answers.
-        queries: The m queries.
-    """
-
-    ranks: Sequence[Floats]
-    queries: QueryRows
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from llmcond.files import read_json, write_json
 from llmcond.heads.storage import weights_path
 from llmcond.log import log
 from llmcond.runs.embedder import Embedder
-from llmcond.runs.manifest import IN_RUN_FOLDER, read_manifest
+from llmcond.runs.run import IN_RUN_FOLDER, read_manifest
 
 #: Name of the file that ``read_export`` reads.
 EXPORT_SETTINGS = "llmcond.json"

@@ -1,4 +1,4 @@
-"""The bundled kinds of task, which ``llmcond.runs.kind`` finds by name.
+"""The bundled kinds of task, which ``llmcond.tasks`` finds by name.
 
 The rest of the package does not import them directly.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,20 +31,6 @@ _SEED = "0"
 _CONDITIONS = 4_096
 
 
-class PromptInputs(Protocol):
-    """All inputs of some data under a prompt, repeats included, rendered during iteration."""
-
-    def __iter__(self) -> Iterator[EncoderInput]: ...
-
-    def __len__(self) -> int: ...
-
-    def locate(self, item: EncoderInput) -> str | None:
-        """Describe the first row or text that needs an input, for messages; None if none does."""
-
-    def check_distinct(self) -> None:
-        """Raise a ``UserError`` if the prompt gives the same input for different conditions."""
-
-
 @dataclass(frozen=True, slots=True)
 class RowInputs:
     """The inputs of n rows, as columns: conditional and unconditional, for both sentences."""
@@ -56,7 +42,7 @@ class RowInputs:
 
 
 class SplitInputs:
-    """The ``PromptInputs`` of some rows."""
+    """The inputs of some rows; see ``AnyTask.inputs``."""
 
     def __init__(self, splits: Iterable[Rows], prompt: Prompt) -> None:
         """Prepare rows, each split separately.

@@ -18,9 +18,9 @@ from llmcond.metrics import METRICS, Estimate, Metric, get_metric
 from llmcond.prompts import Prompt
 from llmcond.report.metadata import PIPELINE_TAG, heads_metadata, trained_metadata
 from llmcond.report.tables import estimate_text, factors_text, range_text
-from llmcond.runs import AnyRun, dev_score
-from llmcond.runs.kind import find_kind
-from llmcond.runs.run_heads import is_selected_on_dev
+from llmcond.runs import Run, dev_score
+from llmcond.runs.run import is_selected_on_dev
+from llmcond.tasks import find_kind
 
 
 def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], recipe: Any) -> str:
@@ -67,12 +67,12 @@ def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], 
     )
 
 
-def heads_card(run: AnyRun) -> str:
+def heads_card(run: Run) -> str:
     """Return the card of a run whose heads were fitted on a frozen encoder.
 
     The run must have heads, and ``default_head`` in its manifest.
     """
-    heads, text = run.find_heads(sorted(run.head_names())), find_kind(run.kind).card
+    heads, text = run.find_heads(sorted(run.head_names())), run.kind.card
     encoder, metric = run.manifest["encoder"], get_metric(run.dev_metric)
     known = find_model(encoder["model"])
     repo, revision = known.repo if known else encoder["model"], encoder["revision"]

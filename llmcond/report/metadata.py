@@ -14,8 +14,8 @@ from llmcond.data.readers import hub_dataset
 from llmcond.encoders import find_model
 from llmcond.errors import UserError, first_line
 from llmcond.metrics import METRICS
-from llmcond.runs import AnyRun, dev_score
-from llmcond.runs.kind import find_kind
+from llmcond.runs import Run, dev_score
+from llmcond.tasks import find_kind
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -48,14 +48,14 @@ def trained_metadata(record: Mapping[str, Any], kind: str) -> dict[str, Any]:
     }
 
 
-def heads_metadata(run: AnyRun) -> dict[str, Any]:
+def heads_metadata(run: Run) -> dict[str, Any]:
     """Return the metadata of a run with heads on a frozen encoder; see ``trained_metadata``.
 
     The score is that of the head in ``default_head`` of the run's manifest.
     """
     encoder, data = run.manifest["encoder"], run.manifest["data"]
     known, head = find_model(encoder["model"]), run.manifest["default_head"]
-    card = find_kind(run.kind).card
+    card = run.kind.card
     score = dev_score(run.head_record(head), run.dev_metric)
     results = [] if score is None else [_result(data, "dev", run.dev_metric, score)]
     return {

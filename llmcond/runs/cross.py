@@ -22,8 +22,8 @@ from llmcond.records import check_record
 from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.explanation import Explanation, leave_one_out
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.manifest import TrainedHeadRecord
 from llmcond.runs.open import open_run
+from llmcond.runs.run import TrainedHeadRecord
 from llmcond.runs.similarity import SimilarityModel, Vectors, as_conditions
 
 if TYPE_CHECKING:

@@ -33,12 +33,11 @@ from llmcond.quantization import (
     check_truncate_dim,
     convert_embeddings,
 )
-from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunHead, open_run
+from llmcond.runs import Run, RunEmbeddingHead, RunHead, open_run
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
-from llmcond.runs.manifest import IN_RUN_FOLDER
 from llmcond.runs.open import resolve_run
 from llmcond.runs.portable import save_portable_run
-from llmcond.runs.run_heads import zero_shot_head
+from llmcond.runs.run import IN_RUN_FOLDER, zero_shot_head
 from llmcond.runs.similarity import (
     SimilarityModel,
     Vectors,
@@ -895,7 +894,7 @@ def _encode_alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str
     return normalise_vectors(store.lookup(inputs).read())
 
 
-def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> RunHead[Any]:
+def choose_head(run: Run, name: str | None, prompt: str | None = None) -> RunHead[Any]:
     """Load the head that a name refers to.
 
     Args:
@@ -932,7 +931,7 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Run
     return saved
 
 
-def _find_zero_shot(run: AnyRun, name: str) -> RunHead[Any]:
+def _find_zero_shot(run: Run, name: str) -> RunHead[Any]:
     """Return the zero-shot head of a name such as ``none@pair-cond``.
 
     Raises:
@@ -945,7 +944,7 @@ def _find_zero_shot(run: AnyRun, name: str) -> RunHead[Any]:
     return heads[name]
 
 
-def log_model(run: AnyRun, saved: RunHead[Any], requested: str | None) -> None:
+def log_model(run: Run, saved: RunHead[Any], requested: str | None) -> None:
     """Log the model, the head and the prompt in one line.
 
     ``requested`` is the head that the user named. If it is None, the reason why this head was

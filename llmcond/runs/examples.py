@@ -1,7 +1,7 @@
-"""A run's examples, which heads are fitted on and predictors are scored on.
+"""A run's examples and predictors: features as arrays, heads that predict from them, and scores.
 
-Commands that fit or score heads use this interface, so that they need not know whether examples
-are rated pairs or queries against candidates.
+Commands that fit or score heads use ``Examples``, so that they need not know whether examples are
+rated pairs or queries against candidates.
 """
 
 from __future__ import annotations
@@ -9,32 +9,319 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.rows import QueryRows, Rows
+from llmcond.arrays import Array, ConcatenatedMatrix, Matrix
+from llmcond.bundled import DEFAULT_RUN
+from llmcond.data.rows import QueryRows, Rows, leaked_pairs
 from llmcond.errors import UserError
-from llmcond.evaluation.results import Result, Scored
-from llmcond.features.view import FeatureView
-from llmcond.heads import Recipe
-from llmcond.heads.fitted import FittedModule
-from llmcond.heads.pairs import DEV_SCORE_KEY, HeldOut, OnEpoch
-from llmcond.metrics import Estimate, Metric, get_metric
-from llmcond.runs.kind import find_kind
-from llmcond.runs.predictors import AnyPredictor
-from llmcond.runs.run import AnyRun
-from llmcond.runs.run_heads import zero_shot_head
+from llmcond.evaluation.paired import RESAMPLES
+from llmcond.evaluation.results import Result, Results, Scored, score_results
+from llmcond.features.view import FeaturePart, FeatureView, ReadFeatures, recipe_view
+from llmcond.heads.numpy_heads import NumpyHead
+from llmcond.heads.pairs import DEV_SCORE_KEY, PairArrays
+from llmcond.log import log
+from llmcond.metrics import DEFAULT_METRICS, Estimate, Metric, get_metric
+from llmcond.prompts import Prompt
+from llmcond.prompts.inputs import render_rows
+from llmcond.runs.cross import CrossEncoder
+from llmcond.runs.open import open_run
+from llmcond.runs.run import Run, RunEmbeddingHead, RunHead, zero_shot_head
+from llmcond.tasks import DEFAULT_TASK, OTHER_SPLIT
 
 if TYPE_CHECKING:
-    from llmcond.runs.dev_fit import DevFit
+    from llmcond.features.store import FeatureStore
+    from llmcond.heads.fitted import FittedModule
+    from llmcond.heads.pairs import HeldOut, OnEpoch
+    from llmcond.heads.recipes import Recipe
+    from llmcond.runs.rated import DevFit
+
+# -- features of rows --------------------------------------------------------------------------
+
+Side = Literal["first", "second"]
+
+
+class RowFeatures:
+    """The features of rows, in the stored type. Each kind is read once; equal inputs share it."""
+
+    def __init__(self, rows: Rows, store: FeatureStore) -> None:
+        self.rows = rows
+        inputs = cache(partial(render_rows, rows))
+
+        @cache
+        def column(prompt: Prompt, name: str) -> Matrix:
+            return store.lookup(getattr(inputs(prompt), name))
+
+        self._column = column
+
+    def pairs(self, view: FeatureView) -> PairArrays:
+        """Return the features of all rows under a view, including unrated rows (NaN)."""
+        view.check_sides(self.rows.conditioned)
+        first, second = self.rows.conditioned
+        return PairArrays(
+            first=view.sentence_features(self._reader("first"), conditioned=first),
+            second=view.sentence_features(self._reader("second"), conditioned=second),
+            rating=self.rows.rating,
+            condition=view.condition_features(self._reader("first")),
+            pair=self.rows.pair,
+        )
+
+    def _reader(self, side: Side) -> ReadFeatures:
+        def read(prompt: Prompt, part: FeaturePart) -> Matrix:
+            column = side if part == "conditional" else f"{side}_{part}"
+            if (
+                prompt.subtracts_condition
+                and part == "unconditional"
+                and all(self.rows.conditioned)
+            ):
+                # The input is the same for both sentences.
+                column = "first_unconditional"
+            return self._column(prompt, column)
+
+        return read
+
+
+class PairFeatures(NamedTuple):
+    """The training data of ``llmcond.Head``: ``fit(X, y, pair=pair)``.
+
+    Attributes:
+        X: (n, 2 d + n_condition) float32, in the layout that ``Head`` expects.
+        y: (n,) ratings from 0 to 1.
+        pair: (n,) the number of each row's sentence pair. It can be used as ``groups`` in
+            scikit-learn.
+        n_condition: The number of last columns that hold the features of conditions; 0 for heads
+            without them.
+
+    Examples:
+        >>> import llmcond
+        >>> data = [
+        ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
+        ...      "condition": condition, "label": label}
+        ...     for n in range(20)
+        ...     for condition, label in (("the animal", 1), ("the action", 5))
+        ... ]
+        >>> result = llmcond.extract(model="minilm", data=data, run="pets")
+        >>> features = llmcond.load_features("pets")
+        >>> features.X.shape, features.y.shape, features.n_condition
+        ((28, 768), (28,), 0)
+    """
+
+    X: Array
+    y: NDArray[np.float64]
+    pair: NDArray[np.int64]
+    n_condition: int
+
+
+def load_features(
+    run: str | Path = DEFAULT_RUN,
+    head: str = "linear",
+    *,
+    split: str = "train",
+    prompt: str | None = None,
+    subtract: bool = True,
+) -> PairFeatures:
+    """Load the features of a run's rated rows as training data for ``llmcond.Head``.
+
+    ``llmcond fit-head`` fits on the same features; it also lets dev choose the epoch.
+
+    Args:
+        run: The run's folder.
+        head: The recipe of the head. It determines whether features are e(s|c) or e(s), and
+            whether the features of conditions are appended.
+        split: ``train``, ``dev`` or ``test``.
+        prompt: The name of the prompt. The features of several prompts, joined by ``+``, are
+            concatenated. None: the run's only prompt.
+        subtract: Whether to subtract the unconditional features.
+
+    Returns:
+        The features, ratings and sentence pairs of the n rated rows.
+
+    Raises:
+        UserError: The run, recipe, split or prompt does not exist, or features are missing.
+
+    Examples:
+        >>> import llmcond
+        >>> data = [
+        ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
+        ...      "condition": condition, "label": label}
+        ...     for n in range(20)
+        ...     for condition, label in (("the animal", 1), ("the action", 5))
+        ... ]
+        >>> result = llmcond.extract(model="minilm", data=data, run="pets")
+        >>> llmcond.load_features("pets", split="dev").X.shape
+        (6, 768)
+    """
+    from llmcond.heads import load_recipe
+
+    opened, recipe = open_run(Path(run)), load_recipe(head)
+    view = recipe_view(recipe, opened.find_prompts(prompt, recipe.features), subtract)
+    rows = opened.rows(split)
+    pairs = RowFeatures(rows, opened.store()).pairs(view).take(rows.rated)
+    parts = [pairs.first, pairs.second, *([] if pairs.condition is None else [pairs.condition])]
+    pair = np.arange(len(pairs)) if pairs.pair is None else pairs.pair
+    return PairFeatures(ConcatenatedMatrix(parts).read(), pairs.rating, pair, pairs.dim_condition)
+
+
+# -- predictors --------------------------------------------------------------------------------
+
+#: The number of rows that are compared at a time.
+_BLOCK = 8_192
+
+#: A head of a run of any kind.
+AnyPredictor: TypeAlias = RunHead[Any]
+
+
+def zero_shot_heads(run: Run, prompt: Prompt) -> list[RunHead[NumpyHead]]:
+    """Return the zero-shot heads of a prompt, the one with subtraction last."""
+    return [zero_shot_head(view) for view in run.zero_shot_views(prompt)]
+
+
+def load_fitted_heads(
+    run: Run, names: Sequence[str], split: str | None = None
+) -> list[RunHead[Any]]:
+    """Load the named heads, or all heads that match the run's features. Zero-shot is left out.
+
+    ``split`` is the split of the run's data that they are scored on. Heads that were fitted on dev
+    are not scored on dev.
+
+    Raises:
+        UserError: A head does not exist, or a named head was fitted on ``split``.
+    """
+    if names:
+        heads = run.find_heads([name for name in names if name != "none"])
+    else:
+        heads = []
+        for name in run.head_names():
+            try:
+                heads.append(run.load_head(name))
+            except UserError as error:  # The head is stale, or its plug-in cannot be loaded.
+                log.info(f"left out: {error}")
+    with_dev = [head.name for head in heads if split == "dev" and "dev" in head.trained_on]
+    if with_dev and names:
+        raise UserError(
+            f"the head {with_dev[0]} was fitted on dev, so it cannot be scored on dev. Give "
+            "--split test, or leave out this head."
+        )
+    if with_dev:
+        log.info(
+            f"left out: {', '.join(with_dev)}, because dev is scored and they were fitted on it"
+        )
+    return [head for head in heads if not head.head.is_identity and head.name not in with_dev]
+
+
+def resolve_heads_and_prompts(
+    run: Run, names: Sequence[str], split: str | None = None
+) -> tuple[list[RunHead[Any]], list[Prompt]]:
+    """Return the fitted heads to score, and the prompts to score zero-shot with.
+
+    Raises:
+        UserError: As ``load_fitted_heads``, or the run has no features.
+    """
+    fitted = load_fitted_heads(run, names, split)
+    prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
+    if not fitted or not names:
+        prompts = list(run.prompts().values())
+    if not prompts:
+        raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
+    return fitted, prompts
+
+
+def check_scorable(
+    rows: Rows,
+    run: Run,
+    is_other_data: bool,
+    predictions: bool = False,
+    heads: Sequence[RunHead[Any]] = (),
+) -> None:
+    """Check that rows have ratings, and warn of sentence pairs that were trained on.
+
+    The warning is for other data than the run's (``is_other_data``). It covers the run's train
+    split, and dev if the run's encoder or one of ``heads`` was trained on it. Unrated rows are
+    accepted if ``predictions`` are written, for example for a hidden test set.
+
+    Raises:
+        UserError: No row is rated.
+    """
+    if not rows.rated.any() and not predictions:
+        raise UserError(
+            f"none of the {len(rows):,} rows of {rows.file} is rated, so there is nothing to score."
+        )
+    with_dev = any(
+        "dev" in splits for splits in (run.trained_on, *(head.trained_on for head in heads))
+    )
+    for split in (("train", "dev") if with_dev else ("train",)) if is_other_data else ():
+        leaked = leaked_pairs(rows, run.rows(split))
+        if leaked:
+            log.warning(
+                f"{leaked:,} sentence pairs of {rows.file} are in the run's {split} split"
+                + (", which was trained on" if split == "dev" else "")
+            )
+
+
+def result_without_metrics(
+    predictor: AnyPredictor | CrossEncoder,
+    split: str,
+    task: str = DEFAULT_TASK,
+    **about: Any,
+) -> Result:
+    """Return the result of a predictor on a split without figures; ``about`` are further fields."""
+    head = predictor.head
+    view = None if isinstance(predictor, CrossEncoder) else predictor.view
+    return Result(
+        name=predictor.name,
+        head=predictor.recipe,
+        prompts=tuple(prompt.name for prompt in view.prompts) if view else (),
+        subtract=view is not None and view.subtracts,
+        split=split,
+        task=task,
+        dim=(head.dim_out or None) if view else None,
+        seeds=(head.seed,) if predictor.is_fitted else (),
+        fits=(head.fit.record,) if predictor.is_fitted else (),
+        **about,
+    )
+
+
+def score_predictors(
+    predictors: Sequence[AnyPredictor | CrossEncoder],
+    similarity: Sequence[NDArray[np.float32]],
+    rows: Scored,
+    split: str,
+    metrics: Sequence[Metric] = DEFAULT_METRICS,
+    resamples: int = RESAMPLES,
+    task: str = DEFAULT_TASK,
+) -> Results:
+    """Score predictors, with confidence intervals from the same bootstrap samples.
+
+    ``similarity`` holds the finite predictions, (n,), of each predictor for the rows. ``split`` is
+    the name of the rows in results. With ``resamples=0`` there are no intervals.
+    """
+    described = [result_without_metrics(predictor, split, task) for predictor in predictors]
+    seeded = [predictions[None] for predictions in similarity]
+    return Results(tuple(score_results(described, seeded, rows, metrics, resamples)))
+
+
+def predict(predictor: RunEmbeddingHead, pairs: PairArrays) -> NDArray[np.float32]:
+    """Return the predicted similarity of each row, (n,) float32."""
+    blocks = []
+    for start in range(0, len(pairs), _BLOCK):
+        block = pairs.take(np.arange(len(pairs))[start : start + _BLOCK])
+        blocks.append(predictor.head.similarity(block.first, block.second, block.condition))
+    return np.concatenate(blocks)
+
+
+# -- examples of any kind of task --------------------------------------------------------------
 
 
 class Examples(ABC):
     """The examples of a run with their features, which are read once per prompt and split."""
 
-    run: AnyRun
+    run: Run
     data: Any
     #: The noun for the examples in messages.
     unit: str
@@ -178,7 +465,42 @@ class Examples(ABC):
         )
 
 
-def load_examples(run: AnyRun) -> Examples:
-    """Return the examples of a run of any kind of task."""
-    examples: Examples = find_kind(run.kind).examples(run)
+def load_examples(run: Run) -> Examples:
+    """Return the examples of a run of any kind of task.
+
+    Raises:
+        UserError: Heads are not fitted for the run's task.
+    """
+    examples: Examples = run.kind.examples(run)
     return examples
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results of an evaluation, with what the files of ``evaluate`` are written from.
+
+    Attributes:
+        results: The result of each system.
+        predictions: For each result, the similarity of each example or the rank of its answer.
+        examples: The examples as text; None: no files can be written.
+    """
+
+    results: Results
+    predictions: Sequence[NDArray[Any]] = ()
+    examples: Rows | QueryRows | None = None
+
+
+def read_ranked_data(run: Run, options: Any) -> tuple[Any, str, str]:
+    """Return the data of a run that ranks candidates, the split to score, and the results' split.
+
+    The two splits differ if the ``EvaluateOptions`` name other data than the run's.
+
+    Raises:
+        UserError: The data or the split does not exist.
+    """
+    if options.data is None:
+        split = run.scored_split(options.split)
+        return run.data, split, split
+    task: Any = run.task
+    data, split = task.add_external_data(run.data, options.data_options(), options.split)
+    return data, OTHER_SPLIT, split

@@ -14,9 +14,7 @@ from llmcond.features.missing import MissingCount
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import PromptInputs
-from llmcond.runs.kind import build_inputs
-from llmcond.runs.run import AnyRun
+from llmcond.runs.run import Run
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -65,7 +63,7 @@ def extract_prompt(
     store: FeatureStore,
     encoder: LazyEncoder,
     prompt: Prompt,
-    inputs: PromptInputs,
+    inputs: Any,
     missing: MissingCount | None = None,
 ) -> Extraction:
     """Extract all inputs of a dataset under a prompt; see ``extract_inputs``.
@@ -77,14 +75,14 @@ def extract_prompt(
     try:
         return extract_inputs(store, encoder, prompt.name, inputs, missing)
     except InputError as error:
-        where = inputs.locate(error.item)
+        where = inputs.locate(error.item) if hasattr(inputs, "locate") else None
         if where is None:
             raise
         raise UserError(f"{where}, prompt {prompt.name}: {error}") from error
 
 
 def extract_other_data(
-    run: AnyRun, prompts: Sequence[Prompt], inputs: Callable[[Prompt], PromptInputs], device: str
+    run: Run, prompts: Sequence[Prompt], inputs: Callable[[Prompt], Any], device: str
 ) -> FeatureStore:
     """Extract ``inputs`` of data other than the run's, and return the store that holds them.
 
@@ -134,10 +132,10 @@ def extract_inputs(
 
 
 def extract_run(
-    run: AnyRun, encoder: LazyEncoder, prompt: Prompt, missing: MissingCount | None = None
+    run: Run, encoder: LazyEncoder, prompt: Prompt, missing: MissingCount | None = None
 ) -> tuple[Extraction, dict[str, Any]]:
     """Extract a run's data under a prompt. Return the extraction and its record in run.json."""
-    resolved, inputs = encoder.resolved, build_inputs(run.task, run.data, prompt)
+    resolved, inputs = encoder.resolved, run.task.inputs(run.data, prompt)
     extraction = extract_prompt(run.store(), encoder, prompt, inputs, missing)
     record = {
         "n_inputs": extraction.n_inputs,

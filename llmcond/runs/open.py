@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from llmcond.bundled import (
     DEFAULT_MODEL,
     DEFAULT_RUN,
     bundled_folder,
+    bundled_names,
     pretrained_folder,
     pretrained_names,
 )
+from llmcond.data.datasets import Columns, RatingScale
 from llmcond.data.readers import SAMPLE
+from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.checkpoints.adapter import CARD, CONFIG, RUN_RECORD
 from llmcond.encoders.checkpoints.checkpoint import (
     RECORDS,
@@ -27,39 +32,17 @@ from llmcond.encoders.known import find_model, known_names
 from llmcond.encoders.resolve import cross_encoder_error
 from llmcond.errors import LlmcondError, UserError, did_you_mean, format_list, shortened_repr
 from llmcond.evaluation.condition_checks import CALIBRATION
-from llmcond.files import path_exists
+from llmcond.files import path_exists, write_json
 from llmcond.log import log
-from llmcond.plugins import is_plugin
-from llmcond.runs.encoder_run import find_encoder_run
-from llmcond.runs.kind import find_kind
-from llmcond.runs.manifest import kind_of, read_manifest
-from llmcond.runs.run import AnyRun
-from llmcond.runs.task_runs import Run
+from llmcond.prompts import load_prompt
+from llmcond.runs.run import NO_DATA, Run, create_manifest, portable_model_name, read_manifest
+from llmcond.tasks import find_task
 
 #: Patterns for the files of a run on the hub.
 _RUN_FILES = (
     *RECORDS, CARD, CALIBRATION, "heads/*/head.json", CONFIG, *SETTINGS, "*/config.json",
     *SAFETENSORS,
 )  # fmt: skip
-
-
-def run_from_manifest(folder: Path, manifest: dict[str, Any]) -> AnyRun:
-    """Return the run of a folder from the contents of its run.json.
-
-    Raises:
-        LlmcondError: The kind of task does not exist.
-    """
-    name = kind_of(manifest)
-    try:
-        kind = find_kind(name)
-    except UserError as error:
-        if is_plugin(name):
-            raise
-        raise LlmcondError(
-            f"{folder / 'run.json'} has kind = {name!r}: {error} The file is damaged, a newer "
-            "version wrote it, or the package of that kind is not installed."
-        ) from error
-    return kind.run(folder, manifest)
 
 
 def open_run(folder: Path, *, cross: bool = False) -> Run:
@@ -69,9 +52,9 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
         UserError: As ``open_any_run``, or the run is of another kind of task.
     """
     run = open_any_run(folder, cross=cross)
-    if not isinstance(run, Run):
+    if not run.is_rated:
         commands = ["extract", "fit-head", "evaluate", "sweep", "compare-prompts", "heads"]
-        commands += [run.task_command] if run.task_command else []
+        commands += [run.kind.command] if run.kind.command else []
         raise UserError(
             f"this command needs rated pairs of sentences, and {folder} is a run of the task "
             f"{run.manifest['task']}, which has none. Commands for that run: "
@@ -80,7 +63,7 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
     return run
 
 
-def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
+def open_any_run(folder: Path, *, cross: bool = False) -> Run:
     """Open a run of any task. With ``cross``, a cross-encoder's run is accepted as well.
 
     Raises:
@@ -98,7 +81,7 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
             f"{folder} is not a run of llmcond (it has no run.json). Name another --run. The "
             "folder was not changed."
         )
-    run = run_from_manifest(folder, read_manifest(folder))
+    run = Run(folder, read_manifest(folder))
     if run.cross is not None and not cross:
         raise cross_encoder_error(folder)
     return run
@@ -268,3 +251,60 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
         raise type(error)(
             f"there is no local run at {name}, so it was looked up on the hub: {error}"
         ) from error
+
+
+# -- runs of an encoder alone ------------------------------------------------------------------
+
+#: The folders of this process's runs, which are removed when it ends, by model and fingerprint.
+_FOLDERS: dict[tuple[str, str], TemporaryDirectory[str]] = {}
+
+
+class _NoData:
+    """The data of a run that has none."""
+
+    digest = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record of the data for run.json."""
+        return {
+            "source": NO_DATA,
+            "digest": self.digest,
+            "columns": asdict(Columns()),
+            "scale": asdict(RatingScale()),
+            "split_seed": 0,
+            "rows": {},
+            "unrated": {},
+        }
+
+
+def find_encoder_run(model: str, revision: str | None = None) -> Path:
+    """Return the folder of a run that has only an encoder, in its default settings.
+
+    The folder is temporary. Its prompts are the bundled ones that the encoder can use; the prompt
+    that suits the encoder is the default.
+
+    Args:
+        model: alias, hub name or folder of the encoder.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        UserError: the encoder does not exist, or is a cross-encoder.
+        LlmcondError: the hub cannot be reached.
+    """
+    resolved = resolve(model, EncoderOptions(revision=revision))
+    name = portable_model_name(model, resolved)
+    key = name, resolved.identity.fingerprint
+    if key not in _FOLDERS:
+        for assumption in resolved.assumed:
+            log.info(f"assumed: {assumption}")
+        temporary = TemporaryDirectory(prefix="llmcond-")
+        write_json(Path(temporary.name) / "run.json", _manifest(name, resolved))
+        _FOLDERS[key] = temporary
+    return Path(_FOLDERS[key].name)
+
+
+def _manifest(name: str, resolved: ResolvedEncoder) -> dict[str, Any]:
+    manifest = create_manifest(name, resolved, _NoData(), "float16", find_task())
+    prompts = map(load_prompt, bundled_names("prompts"))
+    usable = [prompt for prompt in prompts if not prompt.obstacle(resolved.identity)]
+    return {**manifest, "prompts": {prompt.name: {"prompt": prompt.to_json()} for prompt in usable}}

@@ -52,10 +52,8 @@ from llmcond.files import (
 from llmcond.heads.storage import weights_path
 from llmcond.log import log
 from llmcond.records import RECORD, read_record
-from llmcond.runs.kind import find_kind
-from llmcond.runs.manifest import IN_RUN_FOLDER
 from llmcond.runs.open import open_any_run
-from llmcond.runs.run import AnyRun
+from llmcond.runs.run import IN_RUN_FOLDER, Run
 
 FORMAT = 1
 
@@ -169,7 +167,7 @@ _VERBATIM |= {field.name for field in fields(Columns)}
 _PATH = re.compile(r"(?<![\w.:/~-])~?(?:/[^\s/'\"`,;()]+)+/([^\s/'\"`,;()]+)")
 
 
-def open_portable_run(folder: Path) -> tuple[AnyRun, EncoderRecord | None]:
+def open_portable_run(folder: Path) -> tuple[Run, EncoderRecord | None]:
     """Open a run, and check that others could use a copy of it.
 
     Args:
@@ -187,7 +185,7 @@ def open_portable_run(folder: Path) -> tuple[AnyRun, EncoderRecord | None]:
             "which continues where it stopped."
         )
     run = open_any_run(folder)
-    if find_kind(run.kind).heads_need_data:
+    if run.kind.heads_need_data:
         raise UserError(
             f"{folder} is a run of the task {run.manifest['task']}. Its heads rank candidates of "
             "the data, which is never pushed, so others could not use them. If the data may be "
@@ -236,7 +234,7 @@ def _is_local_only(model: str, folder: Path) -> bool:
 
 
 def stage_run(
-    run: AnyRun, tuned: EncoderRecord | None, staged: Path, heads: Sequence[str] = ()
+    run: Run, tuned: EncoderRecord | None, staged: Path, heads: Sequence[str] = ()
 ) -> None:
     """Collect the files of a portable run in an empty folder; files with local paths are rewritten.
 
@@ -301,7 +299,7 @@ def save_portable_run(folder: Path, out: Path, heads: Sequence[str] = ()) -> Non
             shutil.copytree(temporary, target, dirs_exist_ok=True)
 
 
-def _stage_encoder(run: AnyRun, tuned: EncoderRecord, staged: Path) -> dict[str, str]:
+def _stage_encoder(run: Run, tuned: EncoderRecord, staged: Path) -> dict[str, str]:
     """Collect a trained encoder's files; return its old and new digests if settings changed."""
     folder, identity, merged = run.folder, run.identity, tuned.base is None
     encoder = [CONFIG, WEIGHTS]

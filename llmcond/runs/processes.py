@@ -21,7 +21,6 @@ from llmcond.log import log, log_to_terminal
 from llmcond.plugins import load, loaded_names
 from llmcond.prompts import Prompt
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.kind import build_inputs
 from llmcond.runs.open import open_any_run
 from llmcond.system import process_context
 
@@ -124,7 +123,7 @@ def _work(
         run.check_encoder(resolved)
         encoder, by_prefix = LazyEncoder(resolved), resolved.shares_prefixes
         for prompt in prompts:
-            inputs = iter(build_inputs(run.task, run.data, prompt))
+            inputs = iter(run.task.inputs(run.data, prompt))
             extract(inputs, run.store(), encoder, ParentWatch(), Chunking(by_prefix=by_prefix))
     except KeyboardInterrupt:
         raise SystemExit(1) from None

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.data.datasets import Dataset
-from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
-from llmcond.errors import format_count
+from llmcond.data.datasets import DataOptions, Dataset
+from llmcond.data.rows import Rows, fold_of_pair, join_rows, leaked_pairs, shares_sentence
+from llmcond.errors import UserError, format_count
+from llmcond.evaluation.analyses import seen_unseen
 from llmcond.evaluation.paired import bootstrap_metrics
-from llmcond.evaluation.results import Result
+from llmcond.evaluation.results import (
+    CrossValidatedGain,
+    Result,
+    Results,
+    Subset,
+    check_fold_count,
+    score_results,
+)
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.numpy_heads import NumpyHead
-from llmcond.heads.pairs import HeldOut, OnEpoch, score_key
+from llmcond.heads.pairs import HeldOut, OnEpoch, in_stage, score_key
 from llmcond.log import log
-from llmcond.metrics import Estimate, Metric, get_metric
-from llmcond.runs.dev_fit import DevFit
-from llmcond.runs.examples import Examples
-from llmcond.runs.features import RowFeatures
-from llmcond.runs.new_sentences import add_new_sentences, collect_training_sentences
-from llmcond.runs.predictors import AnyPredictor, check_scorable, predict
-from llmcond.runs.run_heads import zero_shot_head
-from llmcond.runs.task_runs import Run
+from llmcond.metrics import Estimate, Metric, choose_metrics, get_metric
+from llmcond.prompts import Prompt
+from llmcond.prompts.inputs import SplitInputs
+from llmcond.runs.cross import CrossEncoder, load_cross_encoder
+from llmcond.runs.examples import (
+    AnyPredictor,
+    Evaluation,
+    Examples,
+    RowFeatures,
+    check_scorable,
+    predict,
+    resolve_heads_and_prompts,
+    score_predictors,
+    zero_shot_heads,
+)
+from llmcond.runs.extraction import extract_other_data
+from llmcond.runs.run import Run, RunFittedHead, RunHead, zero_shot_head
 
 
 class RatedExamples(Examples):
@@ -118,13 +137,14 @@ class RatedExamples(Examples):
 
     @override
     def scored_rows(self, split: str) -> Rows:
-        rows = self.run.rows(split)
+        rows: Rows = self.run.rows(split)
         check_scorable(rows, self.run, is_other_data=False)
         return rows
 
     @override
     def rows(self, split: str) -> Rows:
-        return self.run.rows(split)
+        rows: Rows = self.run.rows(split)
+        return rows
 
     @override
     def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
@@ -194,3 +214,245 @@ def log_rows(dataset: Dataset) -> None:
                 f"{name}: {shared:,} of {int(rows.rated.sum()):,} rated rows share a sentence with "
                 "train; evaluate and compare-prompts also report the score on the other rows"
             )
+
+
+@dataclass(frozen=True)
+class DevFit:
+    """The fit of a recipe on train and dev of a run, for all epochs of its settings.
+
+    No split is left to choose the epoch, so the last epoch is used.
+
+    Attributes:
+        run: The run.
+        recipe: The recipe, sized to the features.
+        view: The features that the head is fitted on.
+        seed: The random seed.
+        device: The device to fit on.
+        weight: How often an epoch contains each row of dev.
+        on_epoch: Called after each epoch of every fit.
+    """
+
+    run: Run
+    recipe: Recipe
+    view: FeatureView
+    seed: int
+    device: str
+    weight: int
+    on_epoch: OnEpoch
+
+    def __post_init__(self) -> None:
+        """Check that the recipe can be fitted on dev.
+
+        Raises:
+            UserError: The head does not learn from ratings, dev has no rated rows, or the inputs of
+                a prompt depend on the other rows of the split.
+        """
+        if not self.recipe.family.supervised:
+            raise UserError(
+                f"the head {self.recipe.name} does not learn from ratings, so dev has no effect on "
+                "it. Leave out --with."
+            )
+        if not self.run.rows("dev").rated.any():
+            raise UserError(f"{self.run.folder} has no rated dev rows. Leave out --with.")
+        for prompt in self.view.prompts:
+            if prompt.control:
+                raise UserError(
+                    f"the prompt {prompt.name} is a control, and controls are fitted on train "
+                    "only. Leave out --with."
+                )
+
+    def fit(self) -> FittedHead:
+        """Fit on all rated rows of train and dev, and record this in ``trained_on``."""
+        head = self._fit(self._dev, self.on_epoch)
+        record = {**head.fit.record, "trained_on": ["train", "dev"], "weight": self.weight}
+        return replace(head, fit=replace(head.fit, record=record))
+
+    def folds(self, count: int) -> CrossValidatedGain:
+        """Fit ``count`` times, each time without one fold of dev, and once without dev.
+
+        All fits run for the same number of epochs.
+
+        Raises:
+            UserError: Dev has fewer sentence pairs than folds.
+        """
+        dev = self._dev
+        check_fold_count(dev, count)
+        fold = fold_of_pair(dev, count, self.seed)
+        without = self._predict(self._fit(None, in_stage(self.on_epoch, "without-dev")), dev)
+        trained = np.empty_like(without)
+        for number in range(count):
+            is_held_out = fold == number
+            on_epoch = in_stage(self.on_epoch, f"fold-{number}")
+            head = self._fit(dev.take(~is_held_out), on_epoch)
+            trained[is_held_out] = self._predict(head, dev.take(is_held_out))
+        metric = self.run.task.main_metric
+        return CrossValidatedGain.of(count, without, trained, dev, self.run.rows("train"), metric)
+
+    @property
+    def _dev(self) -> Rows:
+        rows: Rows = self.run.rows("dev")
+        return rows.take(rows.rated)
+
+    def _fit(self, dev: Rows | None, on_epoch: OnEpoch) -> FittedHead:
+        train = self.run.rows("train")
+        parts = [train.take(train.rated), *([] if dev is None else [dev] * self.weight)]
+        pairs = RowFeatures(join_rows(parts), self.run.store()).pairs(self.view)
+        return fit_recipe(self.recipe, pairs, None, self.seed, on_epoch, self.device)
+
+    def _predict(self, head: FittedHead, rows: Rows) -> NDArray[np.float32]:
+        pairs = RowFeatures(rows, self.run.store()).pairs(self.view)
+        return predict(RunHead("", head, self.view, {}), pairs)
+
+
+def collect_training_sentences(
+    run: Run, heads: Sequence[RunFittedHead], split: str | None
+) -> set[str]:
+    """Return the folded sentences of the rated rows that the encoder or a head was trained on.
+
+    ``split`` is the split of the run that is scored; its sentences are not included.
+    """
+    splits = {"train", *run.trained_on, *(name for head in heads for name in head.trained_on)}
+    sentences: set[str] = set()
+    for name in splits - {split}:
+        rows = run.rows(name)
+        sentences |= rows.take(rows.rated).folded_sentences()
+    return sentences
+
+
+def add_new_sentences(
+    results: Sequence[Result],
+    similarity: Sequence[NDArray[np.floating]],
+    rows: Rows,
+    sentences: Set[str],
+    metrics: Sequence[Metric],
+) -> list[Result]:
+    """Add the scores on rows with none, and with any, of the ``sentences`` to each result.
+
+    Results are unchanged if no row contains any of them. ``similarity`` holds, for each result, the
+    (seeds, n) predictions of all rows, including unrated ones.
+    """
+    is_new = rows.rated & ~shares_sentence(rows, sentences)
+    if is_new.sum() == rows.rated.sum():
+        return list(results)
+    new, shared = (
+        score_results(
+            results, [predictions[:, mask] for predictions in similarity], rows.take(mask), metrics
+        )
+        for mask in (is_new, rows.rated & ~is_new)
+    )
+    return [
+        replace(
+            result,
+            subsets={
+                **result.subsets,
+                "sentences": {
+                    name: Subset(part.counts.n, part.metrics, {"n_pairs": part.counts.n_pairs})
+                    for name, part in (
+                        ("unseen_sentences", new_part),
+                        ("shared_sentences", shared_part),
+                    )
+                },
+            },
+        )
+        for result, new_part, shared_part in zip(results, new, shared, strict=True)
+    ]
+
+
+# -- evaluation --------------------------------------------------------------------------------
+
+
+def evaluate_pairs(run: Run, options: Any) -> Evaluation:
+    """Score a run of rated pairs with an ``EvaluateOptions``; see ``AnyTask.evaluate``."""
+    data = options.data_options()
+    metrics = choose_metrics(run.task.metrics, options.metric)
+    if "dev" in run.trained_on:
+        log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
+    rows, split = _choose_rows(run, data, options.split)
+    has_other_data = data.source is not None
+    if run.cross and options.head:
+        raise UserError(
+            f"{run.folder} holds a cross-encoder, which has no separate heads. Leave out --head."
+        )
+    fitted: list[RunFittedHead] = []
+    prompts: list[Prompt] = []
+    if not run.cross:
+        fitted, prompts = resolve_heads_and_prompts(
+            run, options.head, None if has_other_data else split
+        )
+    check_scorable(
+        rows, run, has_other_data, predictions=options.predictions is not None, heads=fitted
+    )
+    predictors: list[AnyPredictor | CrossEncoder]
+    if run.cross:
+        cross = load_cross_encoder(run.folder, device=options.device)
+        predictors, predictions = [cross], [cross.predict(rows)]
+    else:
+        store = run.store()
+        if has_other_data:
+            inputs = partial(SplitInputs, [rows])
+            store = extract_other_data(run, prompts, inputs, options.device)
+        compared: list[AnyPredictor]
+        compared = [
+            *(predictor for prompt in prompts for predictor in zero_shot_heads(run, prompt)),
+            *fitted,
+        ]
+        features = RowFeatures(rows, store)
+        predictions = [predict(predictor, features.pairs(predictor.view)) for predictor in compared]
+        predictors = [*compared]
+    results = score_predictors(predictors, predictions, rows, split, metrics, task=run.task.name)
+    known_sentences = collect_training_sentences(run, fitted, None if has_other_data else split)
+    single_seed = [values[None] for values in predictions]
+    results = Results(
+        tuple(add_new_sentences(results, single_seed, rows, known_sentences, metrics))
+    )
+    if not has_other_data and split == "dev":
+        results = Results(tuple(map(_add_held_out, results, predictors)))
+    results = _add_condition_scores(results, predictors, predictions, rows, run, metrics[0])
+    return Evaluation(results, predictions, rows)
+
+
+def _choose_rows(run: Run, options: DataOptions, split: str | None) -> tuple[Rows, str]:
+    """Return the rows to score, and the name of their split."""
+    if options.source is not None:
+        rows, split = run.task.read_split(options.with_defaults(run.data_options), split)
+        log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
+        return rows, split
+    split = run.scored_split(split)
+    return run.rows(split), split
+
+
+def _add_held_out(result: Result, predictor: AnyPredictor | CrossEncoder) -> Result:
+    """Add the held-out score on dev that the fit recorded, if dev chose the epoch."""
+    record = {} if isinstance(predictor, CrossEncoder) else predictor.record.get("held_out", {})
+    name = result.primary.name
+    if name not in record:
+        return result
+    return replace(result, held_out=Estimate.from_json(record[name], record[f"{name}_ci"]))
+
+
+def _add_condition_scores(
+    results: Results,
+    predictors: Sequence[AnyPredictor | CrossEncoder],
+    predicted: Sequence[NDArray[np.float32]],
+    rows: Rows,
+    run: Run,
+    metric: Metric,
+) -> Results:
+    """Add the scores on rows with seen and with unseen conditions to results."""
+    train, rated = run.rows("train"), rows.rated
+    known_conditions = {train.condition[i] for i in np.flatnonzero(train.rated).tolist()}
+    condition = [rows.condition[i] for i in np.flatnonzero(rated).tolist()]
+    if not 0 < sum(text in known_conditions for text in condition) < len(condition):
+        return results
+    new_results = []
+    for result, predictor, similarity in zip(results, predictors, predicted, strict=True):
+        if predictor.is_fitted:
+            scored = similarity[rated]
+            rating, pair = rows.rating[rated], rows.pair[rated]
+            parts = seen_unseen(known_conditions, condition, rating, scored, pair, metric, 0)
+            del parts["overall"]
+            subsets = {"conditions": parts, **result.subsets}
+            new_results.append(replace(result, subsets=subsets))
+        else:
+            new_results.append(result)
+    return Results(tuple(new_results))

@@ -1,10 +1,9 @@
 """A run: the folder of one piece of work, with a manifest that records how it was created.
 
-The manifest ``run.json`` names the encoder, data and prompts. ``rows.parquet`` next to it holds the
-data, rows by split. ``features/`` is the feature store, unless run.json gives another store URI,
-and ``heads/`` holds the fitted heads. The encoder and the dataset of a run never change; prompts
-and heads can be added. This module has the base class of all runs. Runs of rated pairs are in
-``task_runs.py``, runs of other kinds of task in ``kinds/``.
+The manifest ``run.json`` names the encoder, data, task and prompts. The data lies next to it, of
+rated pairs as ``rows.parquet``. ``features/`` is the feature store, unless run.json gives another
+store URI, and ``heads/`` holds the fitted heads. The encoder and the dataset of a run never change;
+prompts and heads can be added. What differs between kinds of tasks are methods of ``Run.kind``.
 """
 
 from __future__ import annotations
@@ -12,60 +11,321 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
+from annotated_types import Ge, MinLen
 from filelock import FileLock
 
 from llmcond.bundled import bundled_names, pretrained_folder
 from llmcond.config import check_name
-from llmcond.data.datasets import DataOptions
+from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.checkpoints.checkpoint import HubSource, find_hub_source
 from llmcond.encoders.spec import Orders, Runtime
-from llmcond.errors import UserError, install_command, nearest
+from llmcond.errors import LlmcondError, UserError, install_command, nearest
+from llmcond.evaluation.results import default_name
+from llmcond.features.keys import StoreDtype
 from llmcond.features.view import FeatureView
-from llmcond.files import write_json
+from llmcond.files import check_format, create_folder_atomically, read_json, write_json
+from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
+from llmcond.heads.storage import EmbeddingHead
 from llmcond.log import log
 from llmcond.metrics import get_metric
+from llmcond.plugins import is_plugin
 from llmcond.prompts import Prompt, prompt_from_json
-from llmcond.runs.manifest import IN_RUN_FOLDER, NO_DATA, read_manifest
-from llmcond.runs.run_heads import (
-    H_co,
-    RunHead,
-    check_head_record,
-    dev_score,
-    training_splits,
-)
+from llmcond.records import RECORD, check_record
 from llmcond.system import provenance
-from llmcond.tasks import AnyTask, Data, find_task
+from llmcond.tasks import AnyTask, Data, find_kind, find_task
 
 if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
+    from llmcond.heads import FittedHead
+    from llmcond.heads.fitted import FittedModule
+
+FORMAT = 1
+#: The ``model`` in ``run.json`` of an encoder that lies in the run's folder, which may be moved.
+IN_RUN_FOLDER = "."
+#: The ``source`` of the data in ``run.json`` of a run that has only an encoder.
+NO_DATA = "none"
 
 
-class AnyRun(ABC):
+@dataclass(frozen=True)
+class _Encoder:
+    name: str
+    model: str
+    revision: str | None
+    fingerprint: str
+    identity: EncoderIdentity
+
+
+@dataclass(frozen=True)
+class _RunEncoder(_Encoder):
+    default_prompt: str
+    like: str | None = None
+
+
+@dataclass(frozen=True)
+class _Data:
+    source: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class _Rows(_Data):
+    columns: Columns
+    scale: RatingScale
+    split_seed: int
+    rows: Mapping[str, Annotated[int, Ge(0)]]
+    unrated: Mapping[str, Annotated[int, Ge(0)]]
+
+
+@dataclass(frozen=True)
+class _Extracted:
+    prompt: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _CrossEncoder:
+    orders: Orders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The schema of ``run.json``."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    encoder: _RunEncoder
+    store_dtype: StoreDtype
+    data: _Data
+    prompts: Mapping[str, _Extracted]
+    task: str
+    kind: str
+    store: str | None = None
+    cross_encoder: _CrossEncoder | None = None
+    trained_on: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatedManifest(Manifest):
+    """The schema of ``run.json`` for rated rows."""
+
+    data: _Rows
+
+
+@dataclass(frozen=True)
+class TrainedHeadRecord:
+    """The part of ``head.json`` about the encoder that a head was trained with."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    encoder: _Encoder
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    name: str
+    description: str
+    source: str
+
+
+@dataclass(frozen=True)
+class FittedHeadRecord:
+    """The part of ``head.json`` about a head's recipe and the features it was fitted on."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    recipe: _Recipe
+    encoder: _Encoder
+    store_dtype: StoreDtype
+    prompts: Annotated[Sequence[Mapping[str, Any]], MinLen(1)]
+    subtract: bool
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read and check a run's ``run.json``.
+
+    Raises:
+        UserError: A newer version wrote it.
+        LlmcondError: It is damaged.
+    """
+    manifest = read_json(folder / "run.json")
+    check_format(manifest, FORMAT, str(folder))
+    schema = RatedManifest if manifest.get("kind") == "rated" else Manifest
+    check_record(manifest, schema, str(folder / "run.json"), "Extract into a new --run.")
+    return manifest
+
+
+def create_manifest(
+    model: str,
+    resolved: ResolvedEncoder,
+    data: Any,
+    store_dtype: StoreDtype,
+    task: AnyTask[Any],
+) -> dict[str, Any]:
+    """Return the content of run.json of a new run, without prompts."""
+    identity = resolved.identity
+    return {
+        "format": FORMAT,
+        "task": task.name,
+        # Recorded because the task may be the user's code, which later commands may not name.
+        "kind": task.kind,
+        "encoder": {
+            "name": resolved.checkpoint.name,
+            "model": model,
+            "revision": resolved.checkpoint.commit,
+            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
+            "fingerprint": identity.fingerprint,
+            "identity": identity.to_json(),
+            "default_prompt": resolved.default_prompt,
+            "assumed": list(resolved.assumed),
+        },
+        "store_dtype": store_dtype,
+        # The encoder was trained in another folder, on the same data.
+        **(
+            {"trained_on": ["train", "dev"]}
+            if resolved.checkpoint.dev_digest == data.digest
+            else {}
+        ),
+        "data": data.to_json(),
+        "prompts": {},
+        **provenance(),
+    }
+
+
+def portable_model_name(model: str, resolved: ResolvedEncoder) -> str:
+    """Return a model's name, or an absolute path, which is valid in any working folder."""
+    local = Path(model).expanduser()
+    return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
+
+
+# -- heads of a run ----------------------------------------------------------------------------
+
+H_co = TypeVar("H_co", bound="FittedModule | NumpyHead", covariant=True)
+
+
+@dataclass(frozen=True)
+class RunHead(Generic[H_co]):
+    """A head of a run with its view and record; for zero-shot see ``zero_shot_head``.
+
+    Attributes:
+        name: The name of its folder, unique in the run.
+        head: The head.
+        view: The features that it was fitted on.
+        record: The content of head.json.
+    """
+
+    name: str
+    head: H_co
+    view: FeatureView
+    record: Mapping[str, Any]
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it was fitted; if not, it is zero-shot."""
+        return self.head.dim_in > 0  # not an identity check: the head may be a pickled copy
+
+    @property
+    def recipe(self) -> str:
+        """The name of the recipe that it was fitted with."""
+        return str(self.record["recipe"]["name"])
+
+    @property
+    def reference(self) -> str:
+        """The value of ``--head`` that selects it: its name, or ``none`` for zero-shot."""
+        return self.name if self.is_fitted else self.recipe
+
+    @property
+    def trained_on(self) -> tuple[str, ...]:
+        """The splits that it was fitted on, as recorded."""
+        return training_splits(self.record)
+
+
+RunFittedHead: TypeAlias = "RunHead[FittedHead]"
+RunEmbeddingHead: TypeAlias = "RunHead[EmbeddingHead]"
+
+
+def head_name(recipe: str, view: FeatureView) -> str:
+    """Return the default name of a head in a run."""
+    plain = not view.subtract and view.features not in ("separate", "alone")
+    return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
+
+
+def zero_shot_head(view: FeatureView) -> RunHead[NumpyHead]:
+    """Return the zero-shot head ``none@PROMPT``, whose embeddings are the features of a view."""
+    record = {"recipe": {"name": "none"}, "weights_sha256": None, "fit": {"trained_on": ()}}
+    return RunHead(head_name("none", view), ZERO_SHOT, view, record)
+
+
+def check_head_record(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check that head.json describes the features of a head, and return its content.
+
+    Raises:
+        LlmcondError: It is damaged.
+    """
+    check_record(record, FittedHeadRecord, where, "Fit it again.")
+    return dict(record)
+
+
+def training_splits(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the splits that a head was fitted on, as head.json records them."""
+    return tuple(record["fit"].get("trained_on", ("train",)))
+
+
+def dev_score(record: Mapping[str, Any], metric: str) -> float | None:
+    """Return the dev score in the record of a head or a fit; None if it has none.
+
+    A head that was trained on dev has no dev score, even if dev chose its weights before that.
+    """
+    if "dev" in training_splits(record):
+        return None
+    score = record.get(f"dev_{metric}")
+    return score if isinstance(score, float) else None
+
+
+def is_selected_on_dev(summary: Mapping[str, Any]) -> bool:
+    """Return whether a dev score chose the weights of a training, by its summary.
+
+    The summary has the score as ``dev_METRIC``, or as ``dev_METRIC_before`` if a final stage
+    followed.
+    """
+    return any(name.startswith("dev_") and value is not None for name, value in summary.items())
+
+
+# -- the run -----------------------------------------------------------------------------------
+
+
+class Run:
     """An existing run folder of any task; ``manifest`` is the content of run.json.
 
     Use ``open_run``, ``open_any_run`` or ``create_run`` to get one.
 
     Attributes:
-        kind: The kind of its task, see ``AnyTask``.
-        subtracts: Whether the unconditional embedding is subtracted from e(s|c) by default.
-        task_command: The command for runs of this kind only; empty: there is none.
+        kind: A task of the run's kind, whose class has what differs between kinds. Unlike ``task``,
+            it needs no code of the user, but its names and metrics are those of the kind.
     """
 
-    kind: ClassVar[str]
-    subtracts: ClassVar[bool]
-    task_command: ClassVar[str] = ""
-
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        self.folder = folder
-        self.manifest = manifest
+        """Find the kind of the run's task.
+
+        Raises:
+            LlmcondError: The kind of task does not exist.
+        """
+        self.folder, self.manifest = folder, manifest
+        name = manifest["kind"]
+        try:
+            self.kind = find_kind(name)
+        except UserError as error:
+            if is_plugin(name):
+                raise
+            raise LlmcondError(
+                f"{folder / 'run.json'} has kind = {name!r}: {error} The file is damaged, a newer "
+                "version wrote it, or the package of that kind is not installed."
+            ) from error
 
     # -- encoder and features ------------------------------------------------------------------
 
@@ -198,41 +458,72 @@ class AnyRun(ABC):
     # -- data ----------------------------------------------------------------------------------
 
     @property
-    def task(self) -> AnyTask[Any]:
+    def task(self) -> Any:
         """The run's task; raises a UserError if it is the user's code and was not named."""
         return find_task(self.manifest.get("task"), f"the run {self.folder}")
 
     @cached_property
-    def data(self) -> Data:
+    def data(self) -> Any:
         """The dataset, which is read once.
 
         Raises:
             UserError: It cannot be read.
             LlmcondError: It differs from the record in run.json.
         """
-        data: Data = self.task.load(self.folder, self.manifest["data"])
-        return data
+        return self.task.load(self.folder, self.manifest["data"])
 
     @property
-    @abstractmethod
+    def n_rows(self) -> Mapping[str, int]:
+        """The number of examples in each split."""
+        recorded: Mapping[str, int] | None = self.manifest["data"].get("rows")
+        if recorded is not None:
+            return recorded
+        return {name: len(examples) for name, examples in self.data.splits.items()}
+
+    @property
     def splits(self) -> list[str]:
         """The names of the run's splits."""
+        return list(self.n_rows)
+
+    @property
+    def is_rated(self) -> bool:
+        """Whether its examples are rated pairs of texts."""
+        return self.kind.has_columns
 
     @property
     def data_options(self) -> DataOptions:
         """The options that the data was read with, without its source."""
-        options = ("columns", "scale", "split_seed", "drop_leaks")
+        names = ("columns", "scale", "split_seed", "drop_leaks")
         recorded = self.manifest["data"]
-        return DataOptions(**{name: recorded[name] for name in options if name in recorded})
+        options = {name: recorded[name] for name in names if name in recorded}
+        extra = tuple(self.rows("train").extra) if self.is_rated else ()
+        return DataOptions(**options, extra=extra)
 
     @property
     def rating_range(self) -> tuple[float, float]:
         """The lowest and the highest rating; 0 and 1 if examples are not rated."""
-        return 0.0, 1.0
+        scale = self.manifest["data"].get("scale")
+        return (scale["low"], scale["high"]) if scale else (0.0, 1.0)
 
-    @abstractmethod
+    def rows(self, split: str) -> Any:
+        """Return the examples of a split: of rated pairs, their ``Rows``.
+
+        Raises:
+            UserError: The run does not have the split, or its examples cannot be read.
+            LlmcondError: The number of rows differs from the record in run.json.
+        """
+        if split not in self.data.splits:
+            raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
+        return self.data.splits[split]
+
     def default_split(self) -> str:
-        """Return the split that is scored by default."""
+        """Return ``test`` if it has examples to score, otherwise ``dev``.
+
+        Test comes first because dev scores chose the epoch.
+        """
+        unrated = self.manifest["data"].get("unrated", {}).get("test", 0)
+        has_test = self.n_rows.get("test", 0) > unrated
+        return "test" if has_test or "dev" in self.trained_on else "dev"
 
     def scored_split(self, split: str | None) -> str:
         """Return the split to score: the named one, or the default.
@@ -378,7 +669,8 @@ class AnyRun(ABC):
     @property
     def dev_metric(self) -> str:
         """The name of the metric that chooses epochs and heads on dev: the task's main metric."""
-        return self.task.main_metric.name
+        name: str = self.task.main_metric.name
+        return name
 
     def head_folder(self, name: str) -> Path:
         """Return the folder of a head.
@@ -438,15 +730,11 @@ class AnyRun(ABC):
 
     def zero_shot_views(self, prompt: Prompt) -> list[FeatureView]:
         """Return the zero-shot views of a prompt, the one with subtraction last."""
-        # Separate features without subtraction ignore the condition. A control without the
-        # condition has nothing to subtract.
-        options = (True,) if prompt.separate or not prompt.subtractable else (False, True)
-        return [FeatureView((prompt,), subtract) for subtract in options]
+        return [FeatureView((prompt,), **each) for each in self.kind.zero_shot_settings(prompt)]
 
     def zero_shot_view(self, prompt: Prompt) -> FeatureView:
         """Return the features of zero-shot under a prompt, with subtraction by default."""
-        views = self.zero_shot_views(prompt)
-        return views[-1] if self.subtracts else views[0]
+        return self.zero_shot_views(prompt)[-1 if self.kind.subtracts else 0]
 
     def head_record(self, name: str) -> dict[str, Any]:
         """Return the content of a head's ``head.json``.
@@ -458,13 +746,21 @@ class AnyRun(ABC):
 
         return read_description(self.head_folder(name))
 
-    @abstractmethod
     def load_head(self, name: str) -> RunHead[Any]:
         """Load a head by its full name, and check that it was fitted on features of this run.
 
         Raises:
             UserError: Its features are from another encoder, prompt or setting.
         """
+        return self._check_loaded_head(name, self.kind.load_head(self.head_folder(name)))
+
+    def load_applied_head(self, name: str) -> RunHead[Any]:
+        """Load a head to apply it to new texts. Some heads need no torch for this.
+
+        Raises:
+            UserError: As ``load_head``.
+        """
+        return self._check_loaded_head(name, self.kind.load_applied_head(self.head_folder(name)))
 
     def load_head_folder(self, folder: Path) -> RunHead[Any]:
         """Load a head from any folder, and check that it was fitted on features of this run.
@@ -478,14 +774,6 @@ class AnyRun(ABC):
         files = read_head(folder)
         loaded = restore_head(files, FittedModule), files.description
         return self._check_loaded_head(folder.name, loaded, f"the head in {folder}")
-
-    def load_applied_head(self, name: str) -> RunHead[Any]:
-        """Load a head to apply it to new texts. Some heads need no torch for this.
-
-        Raises:
-            UserError: As ``load_head``.
-        """
-        return self.load_head(name)
 
     def _check_loaded_head(
         self, name: str, loaded: tuple[H_co, dict[str, Any]], where: str = ""
@@ -566,7 +854,7 @@ class AnyRun(ABC):
         return [self.load_head(name) for name in self.full_head_names(names)]
 
 
-def head_record(run: AnyRun, view: FeatureView, recipe: Mapping[str, Any]) -> dict[str, Any]:
+def head_record(run: Run, view: FeatureView, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of head.json about the features that a head was fitted on."""
     return {
         "recipe": dict(recipe),
@@ -578,7 +866,7 @@ def head_record(run: AnyRun, view: FeatureView, recipe: Mapping[str, Any]) -> di
     }
 
 
-def encoder_and_data_record(run: AnyRun) -> dict[str, Any]:
+def encoder_and_data_record(run: Run) -> dict[str, Any]:
     """Return the part of head.json about the encoder and the data of a head."""
     encoder = run.manifest["encoder"]
     names = ("name", "model", "revision", "fingerprint", "identity")
@@ -587,3 +875,66 @@ def encoder_and_data_record(run: AnyRun) -> dict[str, Any]:
         "data": run.manifest["data"],
         **provenance(),
     }
+
+
+# -- creation ----------------------------------------------------------------------------------
+
+
+class RunExistsError(UserError):
+    """Another process created the run in the meantime."""
+
+
+def create_run(
+    folder: Path,
+    model: str,
+    resolved: ResolvedEncoder,
+    data: Data,
+    store_dtype: StoreDtype,
+    task: AnyTask[Any],
+    store: str | None = None,
+) -> Run:
+    """Create a run folder, which is complete as soon as it exists.
+
+    ``store`` is the store URI of its features, or an absolute path; None: in the folder.
+
+    Raises:
+        RunExistsError: Another process created the run first.
+        UserError: The folder cannot be written, or the disk is full.
+    """
+    name = portable_model_name(model, resolved)
+    manifest = create_manifest(name, resolved, data, store_dtype, task)
+    if store is not None:
+        manifest["store"] = store
+    try:
+        with create_folder_atomically(folder) as temporary:
+            data.save(temporary)
+            write_json(temporary / "run.json", manifest)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError) and (folder / "run.json").is_file():
+            raise RunExistsError(
+                f"{folder} was created by another process in the meantime."
+            ) from error
+        raise
+    return Run(folder, manifest)
+
+
+def complete_run(
+    folder: Path,
+    resolved: ResolvedEncoder,
+    data: Data,
+    task: AnyTask[Any],
+    cross: Orders | None = None,
+    trained_on: Sequence[str] = ("train",),
+) -> Run:
+    """Turn the folder of a trained encoder into a run. ``run.json`` is written last.
+
+    ``cross`` is the sentence order of a cross-encoder; None: the encoder is not a cross-encoder.
+    ``trained_on`` names the splits whose rows the encoder was trained on.
+    """
+    manifest = create_manifest(IN_RUN_FOLDER, resolved, data, "float16", task)
+    if cross is not None:
+        manifest["cross_encoder"] = {"orders": cross}
+    manifest["trained_on"] = list(dict.fromkeys([*trained_on, *manifest.get("trained_on", ())]))
+    data.save(folder)
+    write_json(folder / "run.json", manifest)
+    return Run(folder, manifest)

@@ -34,9 +34,8 @@ from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record, read_record
 from llmcond.run_log import RunLog, log_path, send_log
-from llmcond.runs import AnyRun, RunHead, head_name, open_any_run
-from llmcond.runs.examples import load_examples
-from llmcond.runs.predictors import score_predictors
+from llmcond.runs import Run, RunHead, head_name, open_any_run
+from llmcond.runs.examples import load_examples, score_predictors
 from llmcond.system import choose_device, process_context, provenance
 
 T = TypeVar("T")
@@ -439,7 +438,7 @@ class Trial(AnyTrial):
     def label(self) -> str:
         return f"{self.name} {super().label}"
 
-    def config(self, run: AnyRun, recipe: Recipe) -> dict[str, Any]:
+    def config(self, run: Run, recipe: Recipe) -> dict[str, Any]:
         """Return the settings of a fit for its log; ``recipe`` is sized to the features."""
         return {
             "task": run.task.name,
@@ -451,7 +450,7 @@ class Trial(AnyTrial):
             "seed": self.seed,
         }
 
-    def digest(self, run: AnyRun, split: str) -> str:
+    def digest(self, run: Run, split: str) -> str:
         """Return the digest of everything that determines its result."""
         parts = {
             "recipe": [self.recipe.name, self.recipe.kind, self.dim],
@@ -487,7 +486,7 @@ def size_recipe(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = Fals
 
 
 def fit_trials(
-    run: AnyRun,
+    run: Run,
     split: str,
     trials: Iterable[Trial],
     folder: str,

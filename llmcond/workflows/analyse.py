@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +33,21 @@ from llmcond.files import check_writable, write_json
 from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite_or_none
-from llmcond.report.figures import MISSING_LIBRARIES, can_draw, plot_clusters, plot_isotropy
-from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
+from llmcond.report.figures import (
+    MISSING_LIBRARIES,
+    Point,
+    can_draw,
+    plot_clusters,
+    plot_curve,
+    plot_isotropy,
+)
+from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
 from llmcond.runs.embedder import Embedder, make_embedder
+from llmcond.runs.examples import RowFeatures, load_fitted_heads, predict, zero_shot_heads
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.features import RowFeatures
-from llmcond.runs.kind import find_kind
-from llmcond.runs.predictors import load_fitted_heads, predict, zero_shot_heads
 from llmcond.runs.similarity import Vectors
 from llmcond.system import provenance
-from llmcond.workflows.options.scoring import AnalyseOptions, Analysis, RatedAnalysis
+from llmcond.workflows.options.scoring import AnalyseOptions, Analysis
 
 #: Columns of a table of questions that may be missing or empty.
 _ANSWERS = ("answer1", "answer2")
@@ -190,9 +195,6 @@ def _compare(
     return similarities
 
 
-ANALYSES: Sequence[Analysis] = get_args(RatedAnalysis)
-
-
 class AnalysisResult(DisplayedDict):
     """The analyses of a run: for each analysis its rows, besides ``split`` and ``n``.
 
@@ -251,14 +253,19 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     Raises:
         UserError: there is no such run or head, or the split has no rated rows.
     """
-    any_run = open_any_run(Path(options.run))
-    if not isinstance(any_run, Run):
-        result: AnalysisResult | None = find_kind(any_run.kind).analyse(any_run, options)
-        if result is not None:
-            return result
-        any_run = open_run(any_run.folder)  # raises an error with the commands for such runs
-    run, top, seed = any_run, options.top, options.seed
-    analyses = choose_analyses(options, ANALYSES, run)
+    run, top, seed = open_any_run(Path(options.run)), options.top, options.seed
+    if not run.kind.analyses:
+        open_run(run.folder)  # raises an error with the commands for such runs
+    analyses = _choose_analyses(options, run)
+    can_write = _check_folder_writable(run.folder)
+    if not run.is_rated:
+        result = AnalysisResult(run.kind.analyse(run, options, analyses))
+        if can_write:
+            write_json(run.folder / "analyses.json", {**result, **provenance()})
+        if "turns" in result and (options.out or can_write):
+            folder = Path(options.out or run.folder / "analyses")
+            _draw_turns(result["turns"], folder / f"turns.{options.figure_format}")
+        return result
     questions = read_questions(options.answers) if "answers" in analyses else []
     split = run.scored_split(options.split)
     rows = run.rows(split)
@@ -277,7 +284,7 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     if not predictors:
         raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
-    can_write, sizes = check_folder_writable(run.folder), (options.conditions, options.sentences)
+    sizes = (options.conditions, options.sentences)
     out = Path(options.out) if options.out else run.folder / "analyses" if can_write else None
     if out is not None and {"isotropy", "clusters"} & set(analyses) and not can_draw():
         log.info(f"no pictures: {MISSING_LIBRARIES} ({install_command('report')})")
@@ -298,16 +305,14 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
             run, [(_find_input_features(head, run), head) for head in fitted], questions
         ),
     }
-    report = {name: functions[name]() for name in ANALYSES if name in analyses}
+    report = {name: functions[name]() for name in analyses}
     result = AnalysisResult(split=split, n=len(rated), **report)
     if can_write:
         write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
     return result
 
 
-def choose_analyses(
-    options: AnalyseOptions, available: Sequence[Analysis], run: AnyRun
-) -> Sequence[Analysis]:
+def _choose_analyses(options: AnalyseOptions, run: Run) -> Sequence[Analysis]:
     """Return the requested analyses in their order; by default all that a run's task has.
 
     The analysis ``answers`` needs ``--answers``, and is left out by default without it.
@@ -315,6 +320,7 @@ def choose_analyses(
     Raises:
         UserError: an analysis is for another kind of task, or lacks its texts.
     """
+    available: Sequence[Analysis] = run.kind.analyses
     other = [name for name in options.what if name not in available]
     if other:
         raise UserError(
@@ -332,7 +338,7 @@ def choose_analyses(
     return [name for name in selected if name != "answers" or options.answers is not None]
 
 
-def check_folder_writable(folder: Path) -> bool:
+def _check_folder_writable(folder: Path) -> bool:
     """Return whether ``analyses.json`` can be written to a run; log why it cannot."""
     try:
         check_writable(folder / "analyses.json")
@@ -473,3 +479,24 @@ def _list_examples(head: RunFittedHead, run: Run, data: _Split, top: int) -> dic
         "better": table(better),
         "worse": table(worse),
     }
+
+
+def _draw_turns(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the differences by turn (figure 8)."""
+    if not can_draw():
+        log.info(f"no pictures: {MISSING_LIBRARIES} ({install_command('report')})")
+        return
+    series: dict[str, list[Point]] = {
+        f"{row['name']}, {row['score']}": [
+            (turn["turn"], turn["difference"], *turn["difference_ci"]) for turn in row["turns"]
+        ]
+        for row in rows
+    }
+    history = rows[0]["history"]
+    plot_curve(
+        series,
+        path,
+        xlabel=f"turn of the context (the candidates are turn {history + 1})",
+        ylabel="cosine with the answer minus mean cosine with other candidates",
+        band="with 95 % intervals over dialogues",
+    )

@@ -51,13 +51,13 @@ from llmcond.report.page import (
     write_page,
 )
 from llmcond.report.tables import FEW_PAIRS, summary, systems_summary
-from llmcond.runs import AnyRun, open_any_run, run_exists
+from llmcond.runs import Run, open_any_run, run_exists
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import choose_head
-from llmcond.runs.examples import Examples, load_examples
-from llmcond.runs.kind import build_inputs, find_kind
-from llmcond.runs.predictors import (
+from llmcond.runs.examples import (
     AnyPredictor,
+    Examples,
+    load_examples,
     load_fitted_heads,
     result_without_metrics,
     zero_shot_heads,
@@ -196,7 +196,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
 
 def _extract_prompts(
     options: ComparePromptsOptions,
-    run: AnyRun | None,
+    run: Run | None,
     task: AnyTask[Any],
     recipes: Sequence[Recipe],
 ) -> tuple[list[Prompt], dict[str, str], str]:
@@ -219,7 +219,9 @@ def _extract_prompts(
         run.data if run else task.read(replace(options.data_options(), extra=list_fields(usable)))
     )
     for prompt in usable:
-        build_inputs(task, data, prompt).check_distinct()
+        inputs = task.inputs(data, prompt)
+        if hasattr(inputs, "check_distinct"):
+            inputs.check_distinct()
     # Extraction gets the paths as given, because a file's name does not name a bundled prompt.
     names = dict(zip([prompt.name for prompt in named], options.prompts, strict=True))
     paths = [names.get(prompt.name, prompt.name) for prompt in usable]
@@ -266,7 +268,7 @@ def _select_usable(
     usable, left_out = [], {}
     for prompt in prompts or bundled:
         reason = prompt_obstacle(prompt, resolved, task)
-        if not prompts and prompt.separate and not reason and find_kind(task.kind).has_conditions:
+        if not prompts and prompt.separate and not reason and task.has_conditions:
             reason = "it gives separate features for tri-encoder heads (name it to compare it)"
         if reason:
             left_out[prompt.name] = reason
@@ -295,7 +297,7 @@ def _choose_baseline(name: str | None, usable: Sequence[Prompt], resolved: Resol
     return prompt_name
 
 
-def _score_zeroshots(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list[ComparedSystem]:
+def _score_zeroshots(run: Run, prompts: Sequence[Prompt], split: str) -> list[ComparedSystem]:
     systems = []
     for prompt in prompts:
         # New examples for each prompt, so that memory holds the features of one prompt at a time.
@@ -312,7 +314,7 @@ def _score_zeroshots(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list
 
 
 def _fit_systems(
-    run: AnyRun,
+    run: Run,
     prompts: Sequence[Prompt],
     recipes: Sequence[Recipe],
     split: str,
@@ -326,7 +328,7 @@ def _fit_systems(
         ]
         for recipe, prompt in itertools.product(recipes, prompts)
         for zeroshot in zero_shot_heads(run, prompt)
-        if settings.plain or zeroshot.view.subtract == run.subtracts
+        if settings.plain or zeroshot.view.subtract == run.kind.subtracts
     ]
     flat = [trial for seeded in trials for trial in seeded]
     grid = fit_trials(run, split, flat, "comparisons", settings.workers)
@@ -343,7 +345,7 @@ def _fit_systems(
 
 
 def _build_page(
-    run: AnyRun,
+    run: Run,
     rows: Rows | QueryRows,
     comparison: Comparison,
     similarity: Mapping[str, NDArray[np.float32]],
@@ -452,7 +454,7 @@ class _Member:
     """
 
     source: str
-    run: AnyRun
+    run: Run
     predictor: Predictor
 
     @property
@@ -512,7 +514,7 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
             f"{len(references)} system is named, and a comparison needs two or more. Name another "
             "one: RUN, RUN:HEAD, or RUN:none for zero-shot."
         )
-    runs: dict[str, AnyRun] = {}
+    runs: dict[str, Run] = {}
     parsed = [_parse_reference(reference) for reference in references]
     for parts in parsed:
         for source, _ in parts:
@@ -593,7 +595,7 @@ def _parse_reference(reference: str) -> list[tuple[str, str | None]]:
     return parts
 
 
-def _choose_split(runs: Mapping[str, AnyRun], split: str | None) -> str:
+def _choose_split(runs: Mapping[str, Run], split: str | None) -> str:
     """Check that all runs have the same task, and return the split to score.
 
     Raises:
@@ -613,7 +615,7 @@ def _choose_split(runs: Mapping[str, AnyRun], split: str | None) -> str:
 def _find_system(
     reference: str,
     parts: Sequence[tuple[str, str | None]],
-    runs: Mapping[str, AnyRun],
+    runs: Mapping[str, Run],
     split: str,
     device: str,
 ) -> _System:
@@ -660,7 +662,7 @@ def _check_configurations(reference: str, members: Sequence[_Member]) -> None:
     )
 
 
-def _load_predictors(run: AnyRun, name: str | None, split: str, device: str) -> Sequence[Predictor]:
+def _load_predictors(run: Run, name: str | None, split: str, device: str) -> Sequence[Predictor]:
     if run.cross:
         cross = load_cross_encoder(run.folder, device=device)
         if name not in (None, cross.name):
@@ -683,7 +685,7 @@ def _load_predictors(run: AnyRun, name: str | None, split: str, device: str) -> 
     return heads
 
 
-def _find_zero_shot(run: AnyRun, name: str) -> AnyPredictor:
+def _find_zero_shot(run: Run, name: str) -> AnyPredictor:
     """Return the zero-shot head of this name; ``none`` is that of the run's only prompt."""
     prompts = run.prompts().values()
     zero_shot = [zero.name for p in prompts for zero in zero_shot_heads(run, p)]
@@ -827,7 +829,7 @@ def _make_page(
     examples: Examples,
     split: str,
     similarity: Mapping[str, NDArray[np.floating]],
-    runs: Mapping[str, AnyRun],
+    runs: Mapping[str, Run],
     settings: Mapping[str, Any],
 ) -> Page:
     described = {

@@ -25,7 +25,7 @@ from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.log import log
 from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.runs import (
-    AnyRun,
+    Run,
     RunExistsError,
     create_run,
     open_any_run,
@@ -33,7 +33,6 @@ from llmcond.runs import (
     run_exists,
 )
 from llmcond.runs.extraction import LazyEncoder, extract_run
-from llmcond.runs.kind import build_inputs, find_kind
 from llmcond.runs.processes import check_workers, worker_processes
 from llmcond.scale.extraction import make_ray_execution
 from llmcond.scale.pool import RayCluster
@@ -163,7 +162,7 @@ class PreparedExtraction:
         store: the store URI that was given; None: the run's default.
     """
 
-    existing: AnyRun | None
+    existing: Run | None
     task: AnyTask[Any]
     dataset: Data | None
     resolved: ResolvedEncoder
@@ -193,7 +192,7 @@ def prepare_extraction(options: ExtractOptions) -> PreparedExtraction:
         if cluster is None
         else _resolve_for_actors(model, encoder_options, cluster)
     )
-    routes = resolved.identity.routes_inside and find_kind(task.kind).has_conditions
+    routes = resolved.identity.routes_inside and task.has_conditions
     default = None if routes else task.prompt
     prompts = named_prompts or [
         load_prompt(default) if default else _choose_default_prompt(resolved)
@@ -246,7 +245,7 @@ def _resolve_for_actors(
     return resolve(model, replace(encoder_options, runtime="torch"), device="cuda:0")
 
 
-def resolve_task(run: AnyRun | None, name: str | None) -> AnyTask[Any]:
+def resolve_task(run: Run | None, name: str | None) -> AnyTask[Any]:
     """Return the task of an existing run, or the named task.
 
     Raises:
@@ -260,7 +259,8 @@ def resolve_task(run: AnyRun | None, name: str | None) -> AnyTask[Any]:
             f"{run.folder} is a run of the task {run.task.name}, not {named_task.name}. Use "
             "another --run, or leave out --task."
         )
-    return run.task
+    task: AnyTask[Any] = run.task
+    return task
 
 
 def read_data(task: AnyTask[D], data: DataOptions) -> D:
@@ -271,7 +271,7 @@ def read_data(task: AnyTask[D], data: DataOptions) -> D:
     log.info(f"data: {source} ({task.count_examples(dataset)})")
     for text in dataset.notes:
         log.info(text)
-    find_kind(task.kind).log_data(dataset)
+    task.log_data(dataset)
     return dataset
 
 
@@ -303,7 +303,7 @@ def check_router_used(
     """Raise a UserError for a router inside the encoder that no prompt uses."""
     if options.router in (None, "none") or any(prompt.has_router for prompt in prompts):
         return
-    if not find_kind(task.kind).has_conditions:
+    if not task.has_conditions:
         raise UserError(
             f"--router {options.router} weights tokens by a condition, and the task {task.name} "
             "encodes utterances, which have none. Leave out --router."
@@ -318,7 +318,7 @@ def check_router_used(
 
 def prompt_obstacle(prompt: Prompt, resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
     """Return why an encoder cannot encode a prompt's inputs for a task; empty if it can."""
-    return find_kind(task.kind).prompt_error(prompt) or prompt.obstacle(resolved.identity)
+    return task.prompt_error(prompt) or prompt.obstacle(resolved.identity)
 
 
 def list_usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
@@ -329,7 +329,7 @@ def list_usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
 
 
 def check_run(
-    run: AnyRun,
+    run: Run,
     resolved: ResolvedEncoder,
     data: DataOptions,
     store_dtype: StoreDtype | None,
@@ -364,14 +364,14 @@ def check_run(
         )
 
 
-def _count_missing(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[MissingCount | None]:
+def _count_missing(run: Run, prompts: Sequence[Prompt]) -> Sequence[MissingCount | None]:
     """Log how many inputs to encode, and return the missing inputs of each prompt.
 
     An input that several prompts need counts for the first one. The list holds None for each prompt
     if there are so many inputs that they are counted while they are encoded.
     """
     store, seen = run.store(), KeyIndex()
-    inputs = [build_inputs(run.task, run.data, prompt) for prompt in prompts]
+    inputs = [run.task.inputs(run.data, prompt) for prompt in prompts]
     max_inputs = sum(map(len, inputs))
     if max_inputs > COUNTED_FIRST:
         log.info(f"up to {max_inputs:,} inputs; repeats are counted during encoding")
@@ -386,7 +386,7 @@ def _count_missing(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[MissingCo
 
 
 def _extract_prompts(
-    run: AnyRun,
+    run: Run,
     encoder: LazyEncoder,
     prompts: Sequence[Prompt],
     missing: Sequence[MissingCount | None],

@@ -21,9 +21,9 @@ from llmcond.metrics import Estimate, Metric, estimates_json, finite_or_none, ge
 from llmcond.progress import FitBar
 from llmcond.report.tables import dev_gain_text, estimate_text
 from llmcond.run_log import RunLog, log_path
-from llmcond.runs import AnyRun, RunHead, head_name, head_record, open_any_run
-from llmcond.runs.dev_fit import DevFit
+from llmcond.runs import Run, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.examples import Examples, load_examples
+from llmcond.runs.rated import DevFit
 from llmcond.runs.trials import Trial, TrialRecord, size_recipe
 from llmcond.workflows.options.fitting import DevOptions, FitHeadOptions
 
@@ -106,7 +106,7 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
         subtract = start.view.subtract if subtract is None else subtract
         if dim is None and recipe.dim is not None and "dim" not in (options.set or {}):
             dim = getattr(start.head.settings, "dim", None)
-    subtract = run.subtracts if subtract is None else subtract
+    subtract = run.kind.subtracts if subtract is None else subtract
     view = recipe_view(recipe, run.find_prompts(prompt, recipe.features), subtract)
     if start is not None and view != start.view:
         raise UserError(
@@ -128,7 +128,7 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
 
 
 def _load_start(
-    run: AnyRun, reference: str | Path, recipe: Recipe, dev_options: DevOptions | None
+    run: Run, reference: str | Path, recipe: Recipe, dev_options: DevOptions | None
 ) -> tuple[RunHead[Any], Path]:
     """Load the head that a fit starts from, a head of the run or of any folder, with its folder.
 
@@ -162,7 +162,7 @@ def _describe_view(view: FeatureView) -> str:
 
 
 def fit_and_save(
-    run: AnyRun,
+    run: Run,
     trial: Trial,
     name: str,
     device: str,
@@ -304,7 +304,7 @@ def _fit_with_dev(with_dev: DevFit, folds: int) -> FittedHead:
     return replace(head, fit=replace(head.fit, record=record))
 
 
-def save_best_trial(run: AnyRun, fits: Iterable[tuple[Trial, TrialRecord]], device: str) -> None:
+def save_best_trial(run: Run, fits: Iterable[tuple[Trial, TrialRecord]], device: str) -> None:
     """Save the trial with the best score on dev as a head of the run, without control prompts."""
     scored = [
         (record.dev_score, trial)

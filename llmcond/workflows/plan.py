@@ -33,9 +33,8 @@ from llmcond.features.missing import MissingCount, count_missing, merge_counts
 from llmcond.metrics import Estimate
 from llmcond.progress import format_duration
 from llmcond.records import RECORD, read_record
-from llmcond.runs import AnyRun, create_run, open_any_run
+from llmcond.runs import Run, create_run, open_any_run
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.kind import build_inputs
 from llmcond.scale.extraction import estimate_commits
 from llmcond.scale.pool import RayCluster
 from llmcond.workflows.extract import check_run, prepare_extraction
@@ -176,15 +175,13 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         if prepared.dataset is not None:
             dtype, folder = options.store_dtype or "float16", Path(scratch) / "run"
             run_inputs = (prepared.dataset, dtype, prepared.task, prepared.store)
-            run: AnyRun = create_run(folder, model, resolved, *run_inputs)
+            run: Run = create_run(folder, model, resolved, *run_inputs)
         else:
             run = prepared.existing or open_any_run(Path(options.run))
             check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
         features, seen = run.store(), KeyIndex()
         missing_by_prompt = {
-            prompt.name: count_missing(
-                features, build_inputs(run.task, run.data, prompt), WINDOW, seen
-            )
+            prompt.name: count_missing(features, run.task.inputs(run.data, prompt), WINDOW, seen)
             for prompt in prepared.prompts
         }
         missing = merge_counts(list(missing_by_prompt.values()))

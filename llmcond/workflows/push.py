@@ -22,7 +22,6 @@ from llmcond.log import log
 from llmcond.report.card import heads_card
 from llmcond.report.metadata import add_metadata, heads_metadata, trained_metadata
 from llmcond.runs import open_any_run
-from llmcond.runs.kind import find_kind
 from llmcond.runs.portable import list_files, open_portable_run, read_credits, stage_run
 from llmcond.version import __version__
 from llmcond.workflows.options.training import PushOptions
@@ -75,7 +74,7 @@ def push_to_hub(options: PushOptions) -> PushResult:
         url, commit = _upload(staged, files, repo, token, options.private, revision)
     arguments = f'"{repo}", revision="{revision}"' if revision else f'"{repo}"'
     log.info(f"{run.folder} -> {url}")
-    log.info(f"to use it: llmcond.{find_kind(run.kind).card.loader}({arguments})")
+    log.info(f"to use it: llmcond.{run.kind.card.loader}({arguments})")
     return PushResult(repo=repo, url=url, commit=commit, files=files)
 
 
@@ -100,7 +99,7 @@ def _complete_card(staged: Path, options: PushOptions) -> None:
     path, run, works = staged / CARD, open_any_run(staged), read_credits(staged)
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if (staged / RECORD).is_file():
-        metadata = trained_metadata(read_json(staged / RECORD), run.kind)
+        metadata = trained_metadata(read_json(staged / RECORD), run.kind.kind)
     else:
         # The staged run has no local paths any more.
         metadata, text = heads_metadata(run), text or heads_card(run)

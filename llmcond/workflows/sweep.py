@@ -25,7 +25,7 @@ from llmcond.files import write_json
 from llmcond.heads import load_recipe
 from llmcond.heads.pairs import choose_settings
 from llmcond.metrics import choose_metrics, get_metric
-from llmcond.runs import AnyRun, open_any_run
+from llmcond.runs import Run, open_any_run
 from llmcond.runs.examples import Examples, load_examples
 from llmcond.runs.trials import Trial, TrialRecord, combine_seeds, fit_trials, format_settings
 from llmcond.system import provenance
@@ -114,12 +114,12 @@ def sweep(options: SweepOptions) -> SweepResult:
     return result
 
 
-def _make_trials(run: AnyRun, options: SweepOptions) -> Iterator[Trial]:
+def _make_trials(run: Run, options: SweepOptions) -> Iterator[Trial]:
     """Yield every trial; errors in settings are raised before the first fit."""
     if not options.head:
         raise UserError("no head is named. Name one or more, such as --head mlp.")
     vary, changes = options.varied(), options.set or {}
-    subtract = run.subtracts if options.subtract is None else options.subtract
+    subtract = run.kind.subtracts if options.subtract is None else options.subtract
     conflicts = sorted(set(vary) & set(changes))
     if conflicts:
         raise UserError(f"{conflicts[0]} is both varied and set. Give it once.")

@@ -32,13 +32,13 @@ from llmcond.report.tables import estimate_text
 from llmcond.run_log import TRAINING, log_path, send_log
 from llmcond.runs import open_any_run
 from llmcond.runs.examples import load_examples
-from llmcond.runs.kind import find_kind
 from llmcond.runs.trials import AnyTrial, Grid, TrialRecord, Worker, combine_seeds, format_settings
 from llmcond.system import process_context, provenance
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import read_data
 from llmcond.workflows.options.common import LogOption, RunOption, TaskOptions
 from llmcond.workflows.options.training import SweepLoraOptions, TrainLoraOptions
+from llmcond.workflows.train import plan_training
 from llmcond.workflows.train_job import TrainingJob
 from llmcond.workflows.training_record import RECORD, TrainingResult
 
@@ -175,7 +175,7 @@ def _with_settings(base: TrainLoraOptions, texts: Mapping[str, str], seed: int) 
 def _plan(
     options: TrainLoraOptions, task: AnyTask[Any], read: Any, texts: Mapping[str, str]
 ) -> PlannedTraining:
-    job: Any = find_kind(task.kind).plan_training(options, task, read)
+    job: Any = plan_training(options, task, read)
     head = {**job.config.get("objective", {}), **job.config["head"]}
     settings = {}
     for key in texts:
@@ -200,7 +200,7 @@ def _check_dev(job: TrainingJob) -> None:
     if dev is None or not len(dev) or not np.any(getattr(dev, "rated", True)):
         raise UserError(
             f"sweep-lora chooses the best settings on dev, and {job.dataset.source} has no dev "
-            f"split with {job.unit}. Add one."
+            f"split with {job.task.unit}. Add one."
         )
 
 

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,14 +59,11 @@ from llmcond.prompts import list_fields, load_prompt
 from llmcond.runs import Run, open_run
 from llmcond.runs.cross import KIND, NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import Embedder, make_embedder
+from llmcond.runs.examples import AnyPredictor, RowFeatures, predict, score_predictors
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.features import RowFeatures
-from llmcond.runs.kind import find_kind
-from llmcond.runs.predictors import AnyPredictor, predict, score_predictors
-from llmcond.runs.run import encoder_and_data_record
-from llmcond.runs.run_heads import is_selected_on_dev
+from llmcond.runs.run import encoder_and_data_record, is_selected_on_dev
 from llmcond.runs.trials import size_recipe
-from llmcond.tasks import Task, find_task
+from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import check_prompts, check_router_used, read_data
 from llmcond.workflows.options.training import (
     TrainCrossOptions,
@@ -74,6 +71,7 @@ from llmcond.workflows.options.training import (
 )
 from llmcond.workflows.train_job import (
     DataReader,
+    RankingJob,
     TrainedHead,
     TrainingJob,
     build_tune_settings,
@@ -265,14 +263,14 @@ def _read_ratings(path: Path) -> list[float]:
     return ratings
 
 
-def find_rated_task(name: str | None) -> Task:
+def find_rated_task(name: str | None) -> Any:
     """Return a task of rated pairs by its name.
 
     Raises:
         UserError: there is no such task, or it has no rated pairs.
     """
     task = find_task(name)
-    if not isinstance(task, Task):
+    if not task.has_columns:
         raise UserError(
             f"the task {task.name} ranks candidates, but a cross-encoder is trained on rated pairs "
             "of sentences. Leave out --task, or train an encoder of single texts: llmcond "
@@ -281,7 +279,7 @@ def find_rated_task(name: str | None) -> Task:
     return task
 
 
-def read_rated_dataset(task: Task, options: DataOptions, read: DataReader | None = None) -> Dataset:
+def read_rated_dataset(task: Any, options: DataOptions, read: DataReader | None = None) -> Dataset:
     """Read a dataset whose train split has rated rows, by ``read`` or by ``read_data``.
 
     Raises:
@@ -366,7 +364,7 @@ class RatedJob(TrainingJob):
         teacher: the teacher that rates additional training rows; None: there is none.
     """
 
-    task: Task
+    task: Any
     dataset: Dataset
     stage: StageSettings | None = None
     teacher: Teacher | None = None
@@ -464,12 +462,31 @@ def train_lora(options: TrainLoraOptions) -> TrainingResult:
         LlmcondError: the encoder cannot be loaded or trained.
     """
     task = find_task(options.task)
-    result: TrainingResult = find_kind(task.kind).train(options, task)
-    return result
+    return plan_training(options, task).run()
 
 
-def plan_pairs(options: TrainLoraOptions, task: Task, read: DataReader | None = None) -> RatedJob:
-    """Plan a training on rated pairs; see ``Kind.plan_training``."""
+def plan_training(
+    options: TrainLoraOptions, task: AnyTask[Any], read: DataReader | None = None
+) -> TrainingJob:
+    """Check everything that a training needs.
+
+    Args:
+        options: the options of the command.
+        task: the task of the data.
+        read: a function that reads the data instead of ``read_data``, so that several trainings
+            can share them.
+
+    Raises:
+        UserError: the input is invalid, or an option is for another kind of task.
+        LlmcondError: the encoder cannot be loaded.
+    """
+    if task.has_columns:
+        return plan_pairs(options, task, read)
+    return RankingJob.from_options(options, task, read)
+
+
+def plan_pairs(options: TrainLoraOptions, task: Any, read: DataReader | None = None) -> RatedJob:
+    """Plan a training on rated pairs; see ``plan_training``."""
     aspects = None if options.aspects is None else options.select(AspectSettings)
     plan = _plan_head(options)
     settings = build_tune_settings(options.tune_settings(), plan.recipe)
@@ -583,8 +600,7 @@ class _HeadJob(RatedJob):
 
     @override
     def save(self, head: FittedHead) -> TrainedHead:
-        (completed, resolved), view = self.complete_run(), self.view
-        run = cast(Run, completed)
+        (run, resolved), view = self.complete_run(), self.view
         trained_head = save_trained_head(run, resolved, head, self.plan.recipe, view)
         saved = run.load_head(trained_head.name)
 
@@ -647,7 +663,7 @@ def _is_trainable(recipe: Recipe) -> bool:
 
 
 def _add_prompts(
-    plan: HeadConfig, resolved: ResolvedEncoder, task: Task
+    plan: HeadConfig, resolved: ResolvedEncoder, task: AnyTask[Any]
 ) -> tuple[HeadConfig, FeatureView]:
     """Add the named or the default prompts to a plan; return it, and the view of its features."""
     separate, joint = [load_prompt("separate")], [load_prompt(resolved.joint_prompt)]
@@ -741,8 +757,7 @@ class _CrossJob(RatedJob):
 
     @override
     def save(self, head: FittedHead) -> TrainedHead:
-        completed, resolved = self.complete_run(self.options.orders)
-        run = cast(Run, completed)
+        run, resolved = self.complete_run(self.options.orders)
         save_head(head, run.head_folder(NAME), encoder_and_data_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")
         cross = load_cross_encoder(self.folder, device=resolved.device)

@@ -30,10 +30,10 @@ from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
 from llmcond.report.tables import estimate_text
 from llmcond.run_log import TRAINING, RunLog, log_path
-from llmcond.runs import AnyRun, complete_run, head_name, head_record, portable_model_name
+from llmcond.runs import Run, complete_run, head_name, head_record, portable_model_name
 from llmcond.runs.examples import load_examples
 from llmcond.runs.extraction import LazyEncoder, extract_run
-from llmcond.runs.run_heads import check_head_record
+from llmcond.runs.run import check_head_record
 from llmcond.runs.trials import size_recipe
 from llmcond.system import provenance, require_libraries
 from llmcond.tasks import AnyTask, Data
@@ -145,37 +145,31 @@ def load_named_head(
 def choose_head(
     choice: HeadTrainingOptions,
     task: AnyTask[Any],
-    load: Callable[[Path], tuple[F, dict[str, Any]]],
-    check: Callable[[Recipe], object],
-) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
+) -> tuple[Recipe, tuple[Prompt, ...], FittedModule | None]:
     """Return the head to train for a task without rated pairs.
 
     Args:
         choice: the options for the head.
         task: the task whose recipes can be named.
-        load: a function that reads a fitted head of the task, and its record.
-        check: a function that raises a UserError for a recipe that cannot be trained with an
-            encoder.
 
     Returns:
         The recipe, the prompts that were named or that the head to start from was fitted on, and
         the head to start from or None.
 
     Raises:
-        UserError: no head is named, or two; the head cannot be trained; several prompts are named;
-            or features are to be subtracted.
+        UserError: no head is named, or two; several prompts are named; or features are to be
+            subtracted.
     """
     if choice.subtract:
         raise UserError(
             f"nothing can be subtracted in the task {task.name}, because its candidates have no "
             "conditions. Leave out --subtract."
         )
-    recipe, prompts, start, _ = load_named_head(choice, task.recipes, load)
+    recipe, prompts, start, _ = load_named_head(choice, task.recipes, task.load_head)
     if choice.set:
         recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
     if choice.dim is not None:
         recipe = size_recipe(recipe, choice.dim, choice.dim)
-    check(recipe)
     if len(prompts) > 1:
         raise UserError(
             f"in the task {task.name}, an encoder is trained with one prompt, but {len(prompts)} "
@@ -240,10 +234,6 @@ class TrainingJob:
 
     cross: ClassVar[bool] = False
     #: Words for messages: the examples to train on, the examples that are scored, and whether the
-    #: score is that of a sample.
-    unit: ClassVar[str] = "rated rows"
-    scored_noun: ClassVar[str] = "rows"
-    of_sample: ClassVar[bool] = False
 
     options: TrainLoraOptions | TrainCrossOptions
     resolved: ResolvedEncoder
@@ -297,7 +287,7 @@ class TrainingJob:
         """
         return {}, []
 
-    def complete_run(self, orders: Orders | None = None) -> tuple[AnyRun, ResolvedEncoder]:
+    def complete_run(self, orders: Orders | None = None) -> tuple[Run, ResolvedEncoder]:
         """Make the folder of the saved encoder a run.
 
         Args:
@@ -333,16 +323,10 @@ class RankingJob(TrainingJob):
     view: FeatureView
 
     @classmethod
-    def check_data(cls, dataset: Data, task: AnyTask[Any]) -> None:
-        """Raise a UserError for data that this job cannot train on."""
-
-    @classmethod
     def from_options(
         cls,
         options: TrainLoraOptions,
         task: AnyTask[Any],
-        load: Callable[[Path], tuple[FittedModule, dict[str, Any]]],
-        check: Callable[[Recipe], object],
         read: DataReader | None = None,
     ) -> Self:
         """Create a job from options, and check its data and its encoder.
@@ -350,8 +334,6 @@ class RankingJob(TrainingJob):
         Args:
             options: the options of the command.
             task: the task of the data.
-            load: a function that reads a fitted head of the task, and its record.
-            check: a function that raises a UserError for a recipe that cannot be trained.
             read: a function that reads the data; None: ``read_data``.
 
         Raises:
@@ -359,10 +341,10 @@ class RankingJob(TrainingJob):
             LlmcondError: the encoder cannot be loaded.
         """
         check_rated_options(options, task)
-        recipe, prompts, start = choose_head(options, task, load, check)
+        recipe, prompts, start = choose_head(options, task)
         settings = build_tune_settings(options.tune_settings(), recipe)
         dataset = (read or read_data)(task, options.data_options())
-        cls.check_data(dataset, task)
+        task.check_training(recipe, dataset)
         resolved = resolve_trainable(options, options.encoder_options(), settings)
         if not prompts:
             prompt_names = {"separate": "separate", "alone": task.prompt}
@@ -387,6 +369,10 @@ class RankingJob(TrainingJob):
         )
 
     @override
+    def build_parts(self, trainable: TrainableEncoder) -> tuple[TrainedModel[Any, Any], Any, Any]:
+        return self.task.training_parts(self, trainable)
+
+    @override
     def save(self, head: FittedModule) -> TrainedHead:
         run, resolved = self.complete_run()
         trained_head = save_trained_head(run, resolved, head, self.recipe, self.view)
@@ -404,7 +390,7 @@ class RankingJob(TrainingJob):
 
 
 def save_trained_head(
-    run: AnyRun, resolved: ResolvedEncoder, head: FittedModule, recipe: Recipe, view: FeatureView
+    run: Run, resolved: ResolvedEncoder, head: FittedModule, recipe: Recipe, view: FeatureView
 ) -> TrainedHead:
     """Save a trained head in its run, and extract the run's features.
 
@@ -429,7 +415,9 @@ def save_trained_head(
             load_examples(run).score_on_dev(head, view)
         )
     save_head(head, run.head_folder(name), record)
-    make_card = partial(model_card, kind=run.kind, prompts=view.prompts, recipe=record["recipe"])
+    make_card = partial(
+        model_card, kind=run.kind.kind, prompts=view.prompts, recipe=record["recipe"]
+    )
     return TrainedHead(name, {"prompt": view.name}, card=make_card)
 
 
@@ -451,7 +439,7 @@ def _train(job: TrainingJob) -> dict[str, Any]:
     trainable = load_trainable(resolved, settings, job.seed)
     model, train_inputs, dev_inputs = job.build_parts(trainable)
     if dev_inputs is None:
-        log.info(f"no {job.unit} in dev to score, so the last weights are kept")
+        log.info(f"no {job.task.unit} in dev to score, so the last weights are kept")
     config = {**job.config, "processes": accelerator.num_processes}
     # A different last stage can continue from the same training, so it is left out.
     main_config = {key: value for key, value in config.items() if key != "then"}
@@ -475,7 +463,7 @@ def _train(job: TrainingJob) -> dict[str, Any]:
     log_config = {"task": job.task.name, **config, "weights": weights}
     with RunLog(path, name_in_trackers, log_config, options.log, first_step) as run_log:
         metric = model.metric
-        score_heading = metric.heading + (" of a sample" if job.of_sample else "")
+        score_heading = metric.heading + (" of a sample" if job.task.dev_is_sample else "")
         with TrainBar(key=model.dev_score_name, score=score_heading, show=metric.format) as bar:
             trainer.run(run_log.on_step(bar.on_step))
         accelerator.wait_for_everyone()
@@ -606,6 +594,7 @@ def write_training_record(
     for result in trained_head.scores:
         log.info(
             f"{result.split}: {result.primary.heading} "
-            f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored_noun}"
+            f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} "
+            f"{job.task.card.rows}"
         )
     return summary

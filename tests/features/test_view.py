@@ -562,7 +562,7 @@ def test_other_rows_are_encoded_for_prompts_of_named_heads(capsys, run_copy, wri
 
 
 def test_evaluating_in_blocks_and_from_disk_changes_no_score(capsys, monkeypatch, sample_run):
-    monkeypatch.setattr(import_module("llmcond.runs.predictors"), "_BLOCK", 7)
+    monkeypatch.setattr(import_module("llmcond.runs.examples"), "_BLOCK", 7)
     monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", 1_000)
     names = ("separate-features", "two-prompts", "two-towers", "layers")
     run_json(

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 import llmcond
 from llmcond.prompts import load_prompt
 from llmcond.report.card import model_card
-from llmcond.runs.kind import KINDS, find_kind
+from llmcond.tasks import KINDS, find_kind
 
 RECORD = Path(__file__).parent / "training.json"
 PROMPTS = [load_prompt("concat-sent-cond")]

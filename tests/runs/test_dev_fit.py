@@ -16,8 +16,8 @@ from llmcond.heads import load_recipe
 from llmcond.metrics import METRICS, finite_or_none, spearman
 from llmcond.report.tables import dev_gain_text
 from llmcond.runs import open_run
-from llmcond.runs.dev_fit import DevFit
-from llmcond.runs.features import RowFeatures
+from llmcond.runs.examples import RowFeatures
+from llmcond.runs.rated import DevFit
 
 FIT = "--head mlp --dim 4 --set epochs=4 batch_size=16"
 

@@ -14,7 +14,7 @@ from llmcond.evaluation.results import Result
 from llmcond.heads.numpy_heads import ZERO_SHOT
 from llmcond.runs import open_run
 from llmcond.runs.embedder import Embedder, EmbeddingModel
-from llmcond.runs.predictors import predict, result_without_metrics, zero_shot_heads
+from llmcond.runs.examples import predict, result_without_metrics, zero_shot_heads
 from llmcond.runs.rated import RatedExamples
 
 

@@ -7,23 +7,13 @@ import pytest
 
 from llmcond import cli, metrics
 from llmcond.errors import UserError
-from llmcond.runs.kind import KINDS, find_kind
 from llmcond.runs.open import open_any_run
+from llmcond.tasks import KINDS, find_kind
 
 #: A package that adds a kind of task, a task of this kind, a head and a metric.
 PACKAGE = """
+from llmcond import Task
 from llmcond.heads.dense import Linear
-from llmcond.kinds.rated import Rated
-from llmcond.runs.task_runs import Run
-from llmcond.tasks import Task
-
-
-class PairsRun(Run):
-    kind = "pairs"
-
-
-class Pairs(Rated):
-    name, run = "pairs", PairsRun
 
 
 class Answers(Task):
@@ -39,7 +29,7 @@ def overlap(prediction, rating, group):
 """
 ENTRY_POINTS = """
 [llmcond.kinds]
-pairs = pairs_kind:Pairs
+pairs = pairs_kind:Answers
 [llmcond.tasks]
 answers = pairs_kind:Answers
 [llmcond.heads]
@@ -62,9 +52,8 @@ patience = 1
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_kind_and_its_run_have_same_name(name):
-    kind = find_kind(name)
-    assert kind.name == kind.run.kind == name
+def test_kind_has_name_of_its_entry(name):
+    assert find_kind(name).kind == name
 
 
 def test_misspelled_kind_suggests_nearest():
@@ -102,7 +91,7 @@ def test_package_adds_kind_task_head_and_metric(tmp_path, capsys, tiny_checkpoin
     model = ["--model", str(tiny_checkpoint()), "--pooling", "mean", "--device", "cpu"]
     options = ["--run", "run", "--prompt", "pair-cond", "--task", "answers"]
     assert cli.run(["extract", *model, *options, "--data", str(tmp_path)]) == 0
-    assert type(open_any_run(tmp_path / "run")).__name__ == "PairsRun"
+    assert open_any_run(tmp_path / "run").kind.kind == "pairs"
     assert cli.run(["fit-head", "--head", "scaled.toml", "--run", "run"]) == 0
     capsys.readouterr()
     assert cli.run(["evaluate", "--run", "run", "--metric", "overlap", "--json"]) == 0

@@ -31,7 +31,7 @@ ROUTER = "router.safetensors"
 ENCODER_RECORD = "encoder.json"
 #: The training record of an encoder and its head; see ``llmcond.workflows.training_record``.
 TRAINING_RECORD = "training.json"
-#: The manifest of a run; see ``llmcond.runs.manifest``.
+#: The manifest of a run; see ``llmcond.runs.run``.
 RUN_RECORD = "run.json"
 #: The works that the weights derive from; see ``llmcond.runs.portable``.
 CREDITS = "credits.json"

@@ -7,31 +7,24 @@ text; their mean similarity is that of their mean vector, so no candidate is com
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array
-from llmcond.errors import UserError, install_command
+from llmcond.errors import UserError
 from llmcond.evaluation.ranking import score_rankings
-from llmcond.files import write_json
 from llmcond.kinds.dialogue.examples import DialogueExamples, UtteranceRoles
 from llmcond.kinds.dialogue.queries import NextQueries, next_queries
-from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.turns import ContextScore, inverse_lengths, query_vectors
-from llmcond.log import log
 from llmcond.metrics import Floats, Metric, estimates_json
-from llmcond.report.figures import MISSING_LIBRARIES, Point, can_draw, plot_curve
-from llmcond.runs.predictors import AnyPredictor, resolve_heads_and_prompts, zero_shot_heads
-from llmcond.system import provenance
-from llmcond.workflows.analyse import AnalysisResult, check_folder_writable, choose_analyses
-from llmcond.workflows.options.scoring import AnalyseOptions, DialogueAnalysis
+from llmcond.runs.examples import AnyPredictor, resolve_heads_and_prompts, zero_shot_heads
+from llmcond.runs.run import Run
+from llmcond.workflows.options.scoring import AnalyseOptions
 
-ANALYSES: Sequence[DialogueAnalysis] = get_args(DialogueAnalysis)
 #: The history length of the paper's figure 8, in which the answer is turn 9.
 TURNS_HISTORY = 8
 #: The mean over queries.
@@ -40,7 +33,7 @@ _MEAN = Metric(
 )
 
 
-def analyse_dialogues(run: DialogueRun, options: AnalyseOptions) -> AnalysisResult:
+def analyse_dialogues(run: Run, options: AnalyseOptions, analyses: Sequence[str]) -> dict[str, Any]:
     """Compare the similarity of contexts to the answer and to other candidates.
 
     ``similarity`` has the mean similarities of contexts (table 6), and ``turns`` the difference for
@@ -51,7 +44,6 @@ def analyse_dialogues(run: DialogueRun, options: AnalyseOptions) -> AnalysisResu
         UserError: There is no such head or split, the split has no dialogues of three turns, or an
             analysis is for other tasks.
     """
-    analyses = choose_analyses(options, ANALYSES, run)
     split = run.scored_split(options.split)
     fitted, prompts = resolve_heads_and_prompts(run, options.head)
     predictors: list[AnyPredictor] = [
@@ -80,14 +72,7 @@ def analyse_dialogues(run: DialogueRun, options: AnalyseOptions) -> AnalysisResu
             if "turns" in analyses:
                 rows["turns"].append(about | _measure_turns(roles, queries, score))
     n = sum(len(subset.dialogue) for subset in queries)
-    result = AnalysisResult(split=split, n=n, **rows)
-    can_write = check_folder_writable(run.folder)
-    if can_write:
-        write_json(run.folder / "analyses.json", {**result, **provenance()})
-    if "turns" in analyses and (options.out or can_write):
-        folder = Path(options.out or run.folder / "analyses")
-        _draw_turns(rows["turns"], folder / f"turns.{options.figure_format}")
-    return result
+    return {"split": split, "n": n, **rows}
 
 
 def _answers_and_others(roles: UtteranceRoles, subset: NextQueries) -> tuple[Array, Array]:
@@ -149,24 +134,3 @@ def _measure_turns(
         {"turn": turn, **_mean(values, subset.dialogue)} for turn, values in enumerate(columns, 1)
     ]
     return {"history": h, "n": len(subset.dialogue), "turns": turns}
-
-
-def _draw_turns(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the differences by turn (figure 8)."""
-    if not can_draw():
-        log.info(f"no pictures: {MISSING_LIBRARIES} ({install_command('report')})")
-        return
-    series: dict[str, list[Point]] = {
-        f"{row['name']}, {row['score']}": [
-            (turn["turn"], turn["difference"], *turn["difference_ci"]) for turn in row["turns"]
-        ]
-        for row in rows
-    }
-    history = rows[0]["history"]
-    plot_curve(
-        series,
-        path,
-        xlabel=f"turn of the context (the candidates are turn {history + 1})",
-        ylabel="cosine with the answer minus mean cosine with other candidates",
-        band="with 95 % intervals over dialogues",
-    )

@@ -30,7 +30,7 @@ from llmcond.errors import UserError, first_line, shortened_repr
 from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.log import log
 from llmcond.progress import ReadBar
-from llmcond.tasks.base import OTHER_SPLIT
+from llmcond.tasks import OTHER_SPLIT
 
 Positions = NDArray[np.int64]
 

@@ -14,11 +14,10 @@ import numpy as np
 from llmcond.arrays import Positions
 from llmcond.data.datasets import read_candidates
 from llmcond.errors import UserError
-from llmcond.evaluation.results import RankedResults, Result, RowCounts
+from llmcond.evaluation.results import Result, Results, RowCounts
 from llmcond.kinds.dialogue.data import Dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
 from llmcond.kinds.dialogue.generate import generate
-from llmcond.kinds.dialogue.inputs import UtteranceInputs
 from llmcond.kinds.dialogue.queries import (
     PLAN_DISTANCES,
     PLAN_HISTORIES,
@@ -40,19 +39,21 @@ from llmcond.kinds.dialogue.queries import (
     resolve_histories,
     stack_queries,
 )
-from llmcond.kinds.dialogue.run import DialogueRun
+from llmcond.kinds.dialogue.task import UtteranceInputs
 from llmcond.kinds.dialogue.turns import ContextScore
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
-from llmcond.runs.extraction import extract_other_data
-from llmcond.runs.predictors import (
+from llmcond.runs.examples import (
     AnyPredictor,
+    Evaluation,
+    read_ranked_data,
     resolve_heads_and_prompts,
     result_without_metrics,
     zero_shot_heads,
 )
-from llmcond.workflows.evaluate import read_ranked_data
+from llmcond.runs.extraction import extract_other_data
+from llmcond.runs.run import Run
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: Scores with which zero-shot is evaluated by default, in addition to the score of its recipe.
@@ -65,10 +66,10 @@ _PLANNING_SCORES = ("average", "bi")
 _RANKING_POOLS, _PLANNING_POOLS = ("same-depth", "all"), ("retrieved", "same-depth", "random")
 
 
-def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResults:
+def evaluate_dialogues(run: Run, options: EvaluateOptions) -> Evaluation:
     """Rank the next turns of a split's dialogues by a run's heads, and by zero-shot.
 
-    Options and errors are those of ``Kind.evaluate``.
+    Options and errors are those of ``AnyTask.evaluate``.
     """
     for name in ("distance", "samples"):
         if getattr(options, name) is not None:
@@ -147,10 +148,10 @@ def _log_queries(queries: Sequence[NextQueries], setup: _EvaluationSetup, pool: 
         )
 
 
-def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults:
+def evaluate_plans(run: Run, options: EvaluateOptions) -> Evaluation:
     """Rank turns by how well they lead to a later turn, with and without knowledge of that goal.
 
-    Options and errors are those of ``Kind.evaluate``.
+    Options and errors are those of ``AnyTask.evaluate``.
     """
     _check_planning(options)
     histories = _parse_numbers(options.history, "--history") or PLAN_HISTORIES
@@ -215,7 +216,7 @@ class _EvaluationSetup:
 
     data: Dialogues
 
-    def __init__(self, run: DialogueRun, options: EvaluateOptions) -> None:
+    def __init__(self, run: Run, options: EvaluateOptions) -> None:
         """Resolve the options; raise a UserError if heads or dialogues do not exist."""
         self._run, self._device = run, options.device
         fitted, self.prompts = resolve_heads_and_prompts(run, options.head)
@@ -254,7 +255,7 @@ def _add_figures(
     setup: _EvaluationSetup,
     metrics: Sequence[Metric],
     parts: str,
-) -> RankedResults:
+) -> Evaluation:
     """Return results with their metrics, and with those of each subset of the kind ``parts``."""
     counts = RowCounts.of(stack_queries(queries))
     overall, figures_by_query = measure_subsets(
@@ -266,9 +267,8 @@ def _add_figures(
         complete_results.append(
             replace(result, counts=counts, metrics=overall[i].metrics, subsets=subsets)
         )
-    return RankedResults(
-        tuple(complete_results), ranks, query_rows(setup.data, setup.split_key, queries)
-    )
+    examples = query_rows(setup.data, setup.split_key, queries)
+    return Evaluation(Results(tuple(complete_results)), ranks, examples)
 
 
 def _check_pool(flag: str, pool: str, pool_names: Sequence[str], file: str) -> None:

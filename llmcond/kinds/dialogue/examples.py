@@ -22,7 +22,6 @@ from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch, score_key
 from llmcond.kinds.dialogue.data import Dialogues
 from llmcond.kinds.dialogue.heads import FittedRoleHead, TurnArrays, fit_turns
-from llmcond.kinds.dialogue.inputs import UtteranceInputs
 from llmcond.kinds.dialogue.queries import (
     NextQueries,
     next_queries,
@@ -30,11 +29,11 @@ from llmcond.kinds.dialogue.queries import (
     rank_next,
     stack_queries,
 )
-from llmcond.kinds.dialogue.run import DialogueRun
+from llmcond.kinds.dialogue.task import UtteranceInputs
 from llmcond.kinds.dialogue.turns import plan_scores, turn_scores
 from llmcond.metrics import get_metric
-from llmcond.runs.examples import Examples
-from llmcond.runs.predictors import AnyPredictor
+from llmcond.runs.examples import AnyPredictor, Examples
+from llmcond.runs.run import Run
 
 
 def resolve_head(predictor: AnyPredictor, dim: int) -> FittedRoleHead:
@@ -118,12 +117,12 @@ class DialogueExamples(Examples):
         texts: the distinct utterances of the data, followed by additional texts.
     """
 
-    run: DialogueRun
+    run: Run
     data: Dialogues
 
     def __init__(
         self,
-        run: DialogueRun,
+        run: Run,
         data: Dialogues | None = None,
         extra_texts: Sequence[str] = (),
         store: FeatureStore | None = None,

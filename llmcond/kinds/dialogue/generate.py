@@ -12,9 +12,9 @@ from filelock import FileLock
 
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_files, digest_text
-from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.log import log
 from llmcond.progress import CountBar
+from llmcond.runs.run import Run
 from llmcond.system import choose_device
 
 #: Sampling parameters of Triple-Encoders (ACL 2024) for DialoGPT; the length is that of the
@@ -30,7 +30,7 @@ _SEED = 0
 
 
 def generate(
-    run: DialogueRun, model: str, split: str, history: Sequence[int], samples: int, device: str
+    run: Run, model: str, split: str, history: Sequence[int], samples: int, device: str
 ) -> Path:
     """Generate candidates after the first h turns of dialogues, and return their file.
 

@@ -19,8 +19,7 @@ from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.kinds.dialogue.examples import resolve_head
 from llmcond.kinds.dialogue.heads import FittedRoleHead
-from llmcond.kinds.dialogue.inputs import UtteranceInputs
-from llmcond.kinds.dialogue.run import DialogueRun
+from llmcond.kinds.dialogue.task import DialogueTask, UtteranceInputs
 from llmcond.kinds.dialogue.turns import ContextScore, ContextState
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head, log_model
@@ -441,7 +440,7 @@ def load_dialogue(
         ['Yes, at noon.']
     """
     opened = open_any_run(resolve_run(run, revision=revision))
-    if not isinstance(opened, DialogueRun):
+    if not isinstance(opened.kind, DialogueTask):
         raise UserError(
             f"{run} is a run of the task {opened.task.name}, which has no dialogues. Extract the "
             "features of dialogues into a new run: llmcond extract --task dialogue --model MODEL "

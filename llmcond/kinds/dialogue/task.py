@@ -1,4 +1,4 @@
-"""The task of ranking the next turn of dialogues (Triple-Encoders, ACL 2024, section 4).
+"""Dialogues as a kind of task: rank candidates for the next turn (Triple-Encoders, section 4).
 
 After h turns, the utterance that actually followed is ranked among utterances that followed in
 other dialogues.
@@ -6,15 +6,60 @@ other dialogues.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from llmcond.data.datasets import DataOptions
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
 from llmcond.kinds.dialogue.data import Dialogues, add_external_split, read_dialogues
-from llmcond.tasks.base import AnyTask
+from llmcond.prompts.template import Prompt
+from llmcond.tasks import AnyTask, CardText
+
+if TYPE_CHECKING:
+    from llmcond.heads import Recipe
+    from llmcond.kinds.dialogue.examples import DialogueExamples
+    from llmcond.kinds.dialogue.heads import FittedRoleHead
+    from llmcond.runs import Run
+    from llmcond.runs.examples import Evaluation
+    from llmcond.workflows.options.scoring import AnalyseOptions, EvaluateOptions
+
+
+class UtteranceInputs(list[EncoderInput]):
+    """The inputs of distinct texts, each encoded without a condition: e(u)."""
+
+    def __init__(self, texts: Sequence[str], prompt: Prompt) -> None:
+        """Render distinct texts.
+
+        Raises:
+            UserError: The template cannot be used for texts without a condition.
+        """
+        obstacle, part = obstacle_to(prompt), prompt.sentence_part
+        if obstacle or part is None:
+            raise UserError(
+                f"the prompt {prompt.name} cannot be used for dialogues: {obstacle}. Choose "
+                "another --prompt, such as separate."
+            )
+        super().__init__(part.render(text, "") for text in texts)
+        self._texts = texts
+
+    def locate(self, item: EncoderInput) -> str | None:
+        """Return a description of the text that needs an input, such as ``the utterance 'Hi!'``."""
+        return f"the utterance {self._texts[self.index(item)]!r}" if item in self else None
+
+
+def obstacle_to(prompt: Prompt) -> str:
+    """Return why utterances cannot be encoded by a prompt; empty if they can."""
+    if prompt.fields:
+        return f"it names the column {prompt.fields[0]!r}, and utterances have none"
+    if prompt.control is not None:
+        return "it is a control for conditions, and utterances have none"
+    if prompt.sentence_part is None:
+        return "it encodes no sentence without its condition"
+    return ""
 
 
 class DialogueTask(AnyTask[Dialogues]):
@@ -26,10 +71,26 @@ class DialogueTask(AnyTask[Dialogues]):
     prompt: ClassVar[str | None] = "separate"
     heads = ("c3l-released", "rank")
     recipes: ClassVar[str | None] = "dialogue"
+    command = "reply"
+    analyses = ("similarity", "turns")
+    has_conditions = False
+    can_drop_leaks = True
+    fields_text = "utterances"
+    card = CardText(
+        subject="dialogue",
+        purpose="The candidate that ranks first is the reply to a dialogue.",
+        loader="load_dialogue",
+        usage="""\
+pool = loaded.candidates(["Yes, at noon.", "It is red."])
+loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
+        rows="next turns",
+        groups="dialogues",
+        tags=("dialogue", "response-selection"),
+    )
 
     @override
     def read(self, data: DataOptions) -> Dialogues:
-        self.reject_rated_options(data, "utterances")
+        self.check_options(data)
         return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0, data.reading)
 
     def add_external_data(
@@ -40,7 +101,7 @@ class DialogueTask(AnyTask[Dialogues]):
         Raises:
             UserError: An option is only for rated rows, or the dialogues are invalid.
         """
-        self.reject_rated_options(data, "utterances")
+        self.check_options(data)
         return add_external_split(dataset, data.source, split, data.reading)
 
     @override
@@ -51,3 +112,54 @@ class DialogueTask(AnyTask[Dialogues]):
     def count_examples(self, dataset: Dialogues) -> str:
         splits = ", ".join(f"{len(turns):,} {name}" for name, turns in dataset.splits.items())
         return f"{splits} dialogues of {len(dataset.texts):,} distinct utterances"
+
+    # -- the kind of task ----------------------------------------------------------------------
+
+    @override
+    def inputs(self, dataset: Dialogues, prompt: Prompt) -> UtteranceInputs:
+        return UtteranceInputs(dataset.texts, prompt)
+
+    @override
+    def prompt_error(self, prompt: Prompt) -> str:
+        return obstacle_to(prompt)
+
+    @override
+    def zero_shot_settings(self, prompt: Prompt) -> list[dict[str, Any]]:
+        # Utterances have no condition, so there is a single view.
+        return [{"subtract": False, "features": "alone"}]
+
+    @override
+    def load_head(self, folder: Path) -> tuple[FittedRoleHead, dict[str, Any]]:
+        from llmcond.kinds.dialogue.heads import load_roles_head
+
+        return load_roles_head(folder)
+
+    @override
+    def examples(self, run: Run) -> DialogueExamples:
+        from llmcond.kinds.dialogue.examples import DialogueExamples
+
+        return DialogueExamples(run)
+
+    @override
+    def evaluate(self, run: Run, options: EvaluateOptions) -> Evaluation:
+        from llmcond.kinds.dialogue.evaluate import evaluate_dialogues, evaluate_plans
+
+        return (evaluate_plans if options.plans else evaluate_dialogues)(run, options)
+
+    @override
+    def analyse(self, run: Run, options: AnalyseOptions, analyses: Sequence[str]) -> dict[str, Any]:
+        from llmcond.kinds.dialogue.analyse import analyse_dialogues
+
+        return analyse_dialogues(run, options, analyses)
+
+    @override
+    def check_training(self, recipe: Recipe, dataset: Dialogues) -> None:
+        from llmcond.kinds.dialogue.heads import check_turns
+
+        check_turns(recipe)
+
+    @override
+    def training_parts(self, job: Any, trainable: Any) -> tuple[Any, Any, Any]:
+        from llmcond.kinds.dialogue.train import build_training_parts
+
+        return build_training_parts(self, job, trainable)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,15 +35,11 @@ from llmcond.kinds.dialogue.heads import (
     RoleSettings,
     check_turns,
     distinct_utterances,
-    load_roles_head,
     windows,
 )
-from llmcond.kinds.dialogue.inputs import UtteranceInputs
-from llmcond.kinds.dialogue.task import DialogueTask
+from llmcond.kinds.dialogue.task import DialogueTask, UtteranceInputs
 from llmcond.kinds.dialogue.turns import turn_scores
 from llmcond.metrics import METRICS, Metric
-from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.train_job import DataReader, RankingJob
 
 if TYPE_CHECKING:
     from llmcond.finetune.encoder import TrainableEncoder
@@ -181,39 +177,17 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoleHead]):
         return inputs.turns.dialogue[inputs.window_turns[:, -1]]
 
 
-def plan_dialogues(
-    options: TrainLoraOptions, task: DialogueTask, read: DataReader | None = None
-) -> RankingJob:
-    """Plan the training of an encoder and a head on dialogues; see ``Kind.plan_training``.
-
-    Raises:
-        UserError: The input is invalid, or the head is for another task.
-        LlmcondError: The encoder cannot be loaded.
-    """
-    return _DialogueJob.from_options(options, task, load_roles_head, check_turns, read)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DialogueJob(RankingJob):
-    """Trains an encoder of utterances, and a head that maps them to their roles."""
-
-    unit: ClassVar[str] = "dialogues"
-    scored_noun: ClassVar[str] = "next turns"
-
-    task: DialogueTask
-    dataset: Dialogues
-    start: FittedRoleHead | None
-
-    def build_parts(self, trainable: TrainableEncoder) -> tuple[TurnModel, Any, Any]:
-        splits, (prompt,) = self.dataset.splits, self.view.prompts
-        metric = self.task.main_metric
-        model = TurnModel(trainable.engine, self.recipe, self.seed, self.start, metric)
-        tokens = trainable.tokenizer(UtteranceInputs(self.dataset.texts, prompt))
-        train = DialogueInputs(splits["train"], tokens, self.recipe.settings)
-        if not len(train):
-            raise UserError(
-                f"no dialogue of {self.dataset.source} has enough turns for training. Give longer "
-                "dialogues."
-            )
-        dev = replace(train, turns=splits["dev"]) if "dev" in splits else None
-        return model, train, dev
+def build_training_parts(
+    task: DialogueTask, job: Any, trainable: TrainableEncoder
+) -> tuple[TurnModel, DialogueInputs, DialogueInputs | None]:
+    """Return the model and the windows of train and dev; see ``AnyTask.training_parts``."""
+    data: Dialogues = job.dataset
+    model = TurnModel(trainable.engine, job.recipe, job.seed, job.start, task.main_metric)
+    tokens = trainable.tokenizer(UtteranceInputs(data.texts, job.view.prompts[0]))
+    train = DialogueInputs(data.splits["train"], tokens, job.recipe.settings)
+    if not len(train):
+        raise UserError(
+            f"no dialogue of {data.source} has enough turns for training. Give longer dialogues."
+        )
+    dev = replace(train, turns=data.splits["dev"]) if "dev" in data.splits else None
+    return model, train, dev

@@ -19,13 +19,13 @@ from llmcond.features.view import FeaturePart
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph, Texts, both_directions
 from llmcond.kinds.ranking.heads import joint_keys
-from llmcond.kinds.ranking.run import RankingRun
+from llmcond.kinds.ranking.task import RankingTask
 from llmcond.kinds.ranking.terms import GraphTerms
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head, log_model
+from llmcond.runs.examples import AnyPredictor
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.open import open_any_run
-from llmcond.runs.predictors import AnyPredictor
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -260,7 +260,7 @@ def load_completer(
         [1, 2]
     """
     opened = open_any_run(Path(run))
-    if not isinstance(opened, RankingRun) or not isinstance(opened.data, Graph):
+    if not isinstance(opened.kind, RankingTask) or not isinstance(opened.data, Graph):
         raise UserError(
             f"{run} is a run of the task {opened.task.name}, which has no knowledge graph. Extract "
             "the features of a graph into a new run: llmcond extract --task kgc --model MODEL "

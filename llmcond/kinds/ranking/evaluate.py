@@ -11,34 +11,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.evaluation.ranking import score_rankings
-from llmcond.evaluation.results import RankedQueries, RankedResults, Result, RowCounts, Subset
+from llmcond.evaluation.results import RankedQueries, Result, Results, RowCounts, Subset
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph
-from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.rules import query_subsets, rank_rule, relation_subsets
-from llmcond.kinds.ranking.run import RankingRun
+from llmcond.kinds.ranking.task import QueryInputs
 from llmcond.kinds.ranking.terms import GraphTerms
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
-from llmcond.runs.extraction import extract_other_data
-from llmcond.runs.predictors import (
+from llmcond.runs.examples import (
     AnyPredictor,
+    Evaluation,
+    read_ranked_data,
     resolve_heads_and_prompts,
     result_without_metrics,
     zero_shot_heads,
 )
-from llmcond.workflows.evaluate import read_ranked_data
+from llmcond.runs.extraction import extract_other_data
+from llmcond.runs.run import Run
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: Name, in results, of the rule that ranks by reversed edges alone.
 REVERSE_RULE = "rule:reverse"
 
 
-def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults:
+def evaluate_ranking(run: Run, options: EvaluateOptions) -> Evaluation:
     """Rank the answers of a split by a run's heads, by zero-shot, and by the reverse rule.
 
-    Options and errors are those of ``Kind.evaluate``.
+    Options and errors are those of ``AnyTask.evaluate``.
     """
     computed = choose_metrics(run.task.metrics, options.metric)
     fitted, prompts = resolve_heads_and_prompts(run, options.head)
@@ -75,10 +76,10 @@ def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults
     results_with_figures = _add_figures(
         results_with_counts, ranks, rows, graph, split_key, computed, by_relation
     )
-    return RankedResults(tuple(results_with_figures), ranks, examples.rows(split_key))
+    return Evaluation(Results(tuple(results_with_figures)), ranks, examples.rows(split_key))
 
 
-def _reverse_rule_result(run: RankingRun, split: str, ties: Ties) -> Result:
+def _reverse_rule_result(run: Run, split: str, ties: Ties) -> Result:
     """Return the result of the reverse rule, without metrics."""
     return Result(
         name=REVERSE_RULE,

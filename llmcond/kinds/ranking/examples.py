@@ -23,14 +23,12 @@ from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch, score_key
 from llmcond.kinds.ranking.graph import Graph
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryFeatures, fit_queries
-from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.rules import query_subsets
-from llmcond.kinds.ranking.run import RankingRun
-from llmcond.kinds.ranking.task import QueryData, QueryTexts
+from llmcond.kinds.ranking.task import QueryData, QueryInputs, QueryTexts, RankingTask
 from llmcond.metrics import get_metric
 from llmcond.prompts import Prompt
-from llmcond.runs.examples import Examples
-from llmcond.runs.predictors import AnyPredictor
+from llmcond.runs.examples import AnyPredictor, Examples
+from llmcond.runs.run import Run
 
 #: Maximum number of queries that are scored after each epoch. Those of dev choose the epoch.
 _EPOCH_QUERIES = 1_000
@@ -48,11 +46,11 @@ def create_zero_shot_head(dim: int, reads_joint: bool) -> FittedQueryHead:
 class QueryExamples(Examples):
     """The queries and candidates of a run, with their features."""
 
-    run: RankingRun
     data: QueryData
+    task: RankingTask[Any]
 
     def __init__(
-        self, run: RankingRun, data: QueryData | None = None, store: FeatureStore | None = None
+        self, run: Run, data: QueryData | None = None, store: FeatureStore | None = None
     ) -> None:
         """Prepare the examples; features are read when they are needed.
 
@@ -61,7 +59,8 @@ class QueryExamples(Examples):
             data: other queries on these candidates; by default the run's.
             store: store with the features of ``data``; by default the run's.
         """
-        self.run, self.data, self.unit = run, data or run.data, run.task.unit
+        self.run, self.data, self.task = run, data or run.data, run.task
+        self.unit = run.task.unit
         self._store = store or run.store()
         self._features: dict[FeatureView, QueryFeatures] = {}
         self._columns: dict[tuple[str, str], Matrix] = {}
@@ -69,12 +68,12 @@ class QueryExamples(Examples):
     @cached_property
     def texts(self) -> QueryTexts:
         """The texts of queries and candidates."""
-        return self.run.task.texts(self.data)
+        return self.task.texts(self.data)
 
     @cached_property
     def known(self) -> Any:
         """The known answers of all splits: a query's other answers are left out of its ranking."""
-        return self.run.task.known(self.data)
+        return self.task.known(self.data)
 
     # -- features ------------------------------------------------------------------------------
 
@@ -83,7 +82,7 @@ class QueryExamples(Examples):
         if view not in self._features:
             columns = [self._read_column(prompt, "candidates") for prompt in view.prompts]
             separate = view.features == "separate"
-            arrays = self.run.task.arrays(
+            arrays = self.task.arrays(
                 self.data,
                 candidates=columns[0] if len(columns) == 1 else ConcatenatedMatrix(columns),
                 conditions=view.condition_features(
@@ -173,18 +172,18 @@ class QueryExamples(Examples):
             raise UserError(f"{self.run.folder} has no {split} split; it has {split_names}.")
         # Several queries may come from one example, such as both directions of a triple.
         queries, n_examples = self.data.queries(split), len(self.data.splits[split])
-        example, clusters = np.arange(len(queries)) % n_examples, self.run.task.clusters
+        example, clusters = np.arange(len(queries)) % n_examples, self.task.clusters
         # The subject and the answer of the example's first query, such as a triple's two entities.
         crossed = (queries[example, 0], queries[example, 2]) if clusters else ()
         return RankedQueries(example, self.unit, crossed=crossed, clusters=clusters)
 
     @override
     def rows(self, split: str) -> QueryRows:
-        return self.run.task.rows(self.data, split)
+        return self.task.rows(self.data, split)
 
     @override
     def pool_keys(self) -> list[Any]:
-        return self.run.task.pool_keys(self.data)
+        return self.task.pool_keys(self.data)
 
     @override
     def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:

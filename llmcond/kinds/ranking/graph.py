@@ -25,7 +25,7 @@ from llmcond.decoding import read_text_file
 from llmcond.errors import UserError, first_line, format_list
 from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.log import log
-from llmcond.tasks.base import OTHER_SPLIT
+from llmcond.tasks import OTHER_SPLIT
 
 Triples = NDArray[np.int32]
 IndexArray = NDArray[np.integer[Any]]

@@ -1,25 +1,48 @@
-"""The base class of ranking tasks: a query is a text under a condition, answered by a candidate."""
+"""Ranking as a kind of task: a query is a text under a condition, and a candidate answers it.
+
+The bundled task is the completion of knowledge graphs. The head entity is the sentence, the
+relation is the condition, and every entity is a candidate (Hyper-CL, section 3.3). Each triple
+gives two queries: (h, r, ?) and, with the inverse relation, (t, r', ?).
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.data.formats import ReadOptions
 from llmcond.data.rows import KnownAnswers, QueryRows
+from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
+from llmcond.kinds.ranking.graph import (
+    Graph,
+    KnownTriples,
+    add_external_split,
+    both_directions,
+    read_graph,
+)
 from llmcond.metrics import RANKING_NAMES
-from llmcond.tasks.base import AnyTask, Data
+from llmcond.prompts.inputs import shuffle_conditions
+from llmcond.prompts.template import InputTemplate, Prompt
+from llmcond.tasks import AnyTask, CardText, Data
 
 if TYPE_CHECKING:
-    from llmcond.kinds.ranking.heads import QueryArrays
+    from llmcond.heads import Recipe
+    from llmcond.kinds.ranking.examples import QueryExamples
+    from llmcond.kinds.ranking.heads import FittedQueryHead, QueryArrays
+    from llmcond.runs import Run
+    from llmcond.runs.examples import Evaluation
+    from llmcond.workflows.options.scoring import EvaluateOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +63,124 @@ class QueryTexts:
     candidates: Sequence[str]
     query_pairs: NDArray[np.int64]
     names: tuple[str, str, str] = ("sentence", "condition", "candidate")
+
+
+class QueryInputs:
+    """The inputs of queries and candidates.
+
+    Each column is rendered when it is first read, and then cached.
+    """
+
+    def __init__(self, texts: QueryTexts, prompt: Prompt) -> None:
+        """Check the prompt.
+
+        Raises:
+            UserError: The template names columns of the data.
+        """
+        if prompt.fields:
+            raise UserError(
+                f"the prompt {prompt.name} names the column {prompt.fields[0]!r}, but this task "
+                "only has sentences and conditions. Choose another --prompt."
+            )
+        self.texts, self.prompt = texts, prompt
+
+    @cached_property
+    def candidates(self) -> list[EncoderInput]:
+        """The inputs of the candidates."""
+        plain_part = self.prompt.plain or InputTemplate("{sentence}")
+        return [plain_part.render(text, "") for text in self.texts.candidates]
+
+    @cached_property
+    def joint(self) -> list[EncoderInput]:
+        """The inputs of each pair of sentence and condition of the queries.
+
+        For separate features these are the inputs of the sentences, e(s), like ``sentences``.
+        """
+        texts, pairs = self.texts, self.texts.query_pairs.tolist()
+        rows = [(texts.sentences[s], texts.conditions[c]) for s, c in pairs]
+        if self.prompt.control == "shuffled":
+            shuffled_conditions = shuffle_conditions(
+                [c for _, c in rows], rows, self.prompt, "queries"
+            )
+            rows = [
+                (sentence, c) for (sentence, _), c in zip(rows, shuffled_conditions, strict=True)
+            ]
+        return [self.prompt.conditional.render(*row) for row in rows]
+
+    @cached_property
+    def sentences(self) -> list[EncoderInput]:
+        """The inputs of the sentences without a condition."""
+        part = self.prompt.sentence_part or self.prompt.conditional
+        return [part.render(text, "") for text in self.texts.sentences]
+
+    @cached_property
+    def conditions(self) -> list[EncoderInput]:
+        """The inputs of the conditions without a sentence."""
+        return [self.prompt.unconditional.render("", text) for text in self.texts.conditions]
+
+    @property
+    def columns(self) -> dict[str, Sequence[EncoderInput]]:
+        """The inputs that the prompt needs, by column name."""
+        columns: dict[str, Sequence[EncoderInput]] = {"candidates": self.candidates}
+        if not self.prompt.separate:
+            columns["joint"] = self.joint
+        if self.prompt.separate or not self.prompt.subtracts_condition:
+            columns["sentences"] = self.sentences
+        if self.prompt.subtracts_condition:
+            columns["conditions"] = self.conditions
+        return columns
+
+    def __iter__(self) -> Iterator[EncoderInput]:
+        for column in self.columns.values():
+            yield from column
+
+    def __len__(self) -> int:
+        return sum(map(len, self.columns.values()))
+
+    def locate(self, item: EncoderInput) -> str | None:
+        """Return a description of the text that needs an input, such as ``the entity 'dog'``."""
+        sentence, condition, candidate = self.texts.names
+        tables = {
+            "candidates": (candidate, self.texts.candidates),
+            "sentences": (sentence, self.texts.sentences),
+            "conditions": (condition, self.texts.conditions),
+        }
+        for column, inputs in self.columns.items():
+            if item in inputs:
+                position = inputs.index(item)
+                if column == "joint":
+                    return self._describe_query(*self.texts.query_pairs[position].tolist())
+                label, texts = tables[column]
+                return f"the {label} {texts[position]!r}"
+        return None
+
+    def check_distinct(self) -> None:
+        """Raise a UserError if two queries with different conditions have the same input."""
+        if self.prompt.control is not None or self.prompt.separate:
+            return
+        texts = self.texts
+        seen: dict[bytes, int] = {}
+        for position, item in enumerate(self.joint):
+            earlier_position = seen.setdefault(item.key, position)
+            (s, c), (earlier_sentence, earlier_condition) = (
+                texts.query_pairs[position].tolist(),
+                texts.query_pairs[earlier_position].tolist(),
+            )
+            if texts.conditions[c] == texts.conditions[earlier_condition]:
+                continue
+            raise UserError(
+                f"the prompt {self.prompt.name} renders the same input for "
+                f"{self._describe_query(earlier_sentence, earlier_condition)} and for "
+                f"{self._describe_query(s, c)}, so the encoder cannot distinguish them. Put words "
+                "or punctuation between {sentence} and {condition} in the template."
+            )
+
+    def _describe_query(self, sentence: int, condition: int) -> str:
+        names, texts = self.texts.names, self.texts
+        return (
+            f"the {names[0]} {texts.sentences[sentence]!r} under the {names[1]} "
+            f"{texts.conditions[condition]!r}"
+        )
 
 
 class QueryData(Data, Protocol):
@@ -64,8 +205,6 @@ class RankingTask(AnyTask[Q]):
     """
 
     kind: ClassVar[str] = "ranking"
-    #: Noun for the examples in messages.
-    unit: ClassVar[str] = "examples"
     #: Noun for the sentences and answers that confidence intervals resample, because several
     #: examples share them; empty: examples are independent.
     clusters: ClassVar[str] = ""
@@ -73,6 +212,19 @@ class RankingTask(AnyTask[Q]):
     recipes: ClassVar[str | None] = "kgc"
     #: The default prompt encodes sentences and conditions separately, because their pairs are many.
     prompt: ClassVar[str | None] = "separate"
+    command = "complete"
+    fields_text = "sentences and conditions"
+    heads_need_data = True
+    dev_is_sample = True
+    card = CardText(
+        subject="knowledge-graph",
+        purpose="An entity and a relation are completed by the entity that ranks first.",
+        loader="load_completer",
+        usage='loaded.top(head="ENTITY", relation="RELATION", k=10)',
+        rows="queries",
+        groups="triples",
+        tags=("knowledge-graph-completion",),
+    )
 
     @abstractmethod
     def texts(self, dataset: Q) -> QueryTexts:
@@ -139,10 +291,9 @@ class RankingTask(AnyTask[Q]):
             "implement add_external_data() for the task."
         )
 
+    @override
     def check_options(self, data: DataOptions) -> None:
-        """Raise a UserError for options that are only for rated rows or dialogues."""
-        self.reject_leaks_option(data)
-        self.reject_rated_options(data, "sentences and conditions")
+        super().check_options(data)
         if data.reading != ReadOptions():
             raise UserError(
                 "--encoding, --delimiter and --skip-empty are for rated rows and dialogues. Leave "
@@ -153,3 +304,145 @@ class RankingTask(AnyTask[Q]):
                 f"--split-seed splits a single file of rows; the task {self.name} reads its splits "
                 "from files. Leave it out."
             )
+
+    # -- the kind of task ----------------------------------------------------------------------
+
+    @override
+    def inputs(self, dataset: Q, prompt: Prompt) -> QueryInputs:
+        return QueryInputs(self.texts(dataset), prompt)
+
+    @override
+    def zero_shot_settings(self, prompt: Prompt) -> list[dict[str, Any]]:
+        if prompt.separate:  # without the features of the condition, zero-shot would ignore it
+            return [{"subtract": False, "features": "separate", "conditioned": True}]
+        return super().zero_shot_settings(prompt)
+
+    @override
+    def load_head(self, folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
+        from llmcond.kinds.ranking.heads import load_query_head
+
+        return load_query_head(folder)
+
+    @override
+    def examples(self, run: Run) -> QueryExamples:
+        from llmcond.kinds.ranking.examples import QueryExamples
+
+        return QueryExamples(run)
+
+    @override
+    def evaluate(self, run: Run, options: EvaluateOptions) -> Evaluation:
+        from llmcond.kinds.ranking.evaluate import evaluate_ranking
+
+        return evaluate_ranking(run, options)
+
+    @override
+    def check_training(self, recipe: Recipe, dataset: Any) -> None:
+        from llmcond.kinds.ranking.train import check_recipe
+
+        check_recipe(recipe, dataset)
+
+    @override
+    def training_parts(self, job: Any, trainable: Any) -> tuple[Any, Any, Any]:
+        from llmcond.kinds.ranking.train import build_training_parts
+
+        return build_training_parts(self, job, trainable)
+
+
+class Kgc(RankingTask[Graph]):
+    """Ranks entities that complete triples of a head entity, a relation and a tail entity."""
+
+    name, unit, clusters = "kgc", "triples", "head and tail entities"
+
+    @override
+    def read(self, data: DataOptions) -> Graph:
+        self.check_options(data)
+        return read_graph(data.source)
+
+    @override
+    def add_external_data(
+        self, dataset: Graph, data: DataOptions, split: str | None
+    ) -> tuple[Graph, str]:
+        self.check_options(data)
+        return add_external_split(dataset, data.source, split)
+
+    @override
+    def check_options(self, data: DataOptions) -> None:
+        super().check_options(data)
+        if data.source is not None and not isinstance(data.source, str | Path):
+            raise UserError(
+                f"data is {type(data.source).__name__}, but the task {self.name} reads a folder. "
+                "Give the path of a folder with train, valid and test triples, and the texts of "
+                "entities and relations."
+            )
+
+    @override
+    def rows(self, dataset: Graph, split: str) -> QueryRows:
+        # Queries are described by the ids and by the texts of their entities and relations.
+        entities, relations = dataset.entities, dataset.relations
+        head, relation, answer = dataset.queries(split).T.tolist()
+        n, relation_texts = dataset.n_relations, [*relations.texts, *relations.inverse]
+        columns = {
+            "direction": ["forward" if r < n else "backward" for r in relation],
+            "head": [entities.ids[i] for i in head],
+            "relation": [relations.ids[r % n] for r in relation],
+            "answer": [entities.ids[i] for i in answer],
+            "head_text": [entities.texts[i] for i in head],
+            "relation_text": [relation_texts[r] for r in relation],
+            "answer_text": [entities.texts[i] for i in answer],
+        }
+        texts = ("head_text", "answer_text")
+        return QueryRows(columns, ("relation_text",), texts, group_column="relation_text")
+
+    @override
+    def pool_keys(self, dataset: Graph) -> list[Any]:
+        # The texts of entities may differ: their ids and all known triples determine the ranks.
+        entities, relations = dataset.entities.ids, dataset.relations.ids
+        triples = np.concatenate(list(dataset.splits.values())).tolist()
+        named = [(entities[h], relations[r], entities[t]) for h, r, t in triples]
+        return [*sorted(entities), *sorted(named)]
+
+    @override
+    def load(self, folder: Path, record: Mapping[str, Any]) -> Graph:
+        return Graph.load(folder)
+
+    @override
+    def count_examples(self, dataset: Graph) -> str:
+        splits = ", ".join(f"{len(triples):,} {name}" for name, triples in dataset.splits.items())
+        n, relations = dataset.n_entities, dataset.n_relations
+        return f"{splits} triples of {n:,} entities and {relations:,} relations"
+
+    @override
+    def texts(self, dataset: Graph) -> QueryTexts:
+        # Every relation is a condition in both directions.
+        entities, relations = dataset.entities.texts, dataset.relations
+        queries = np.concatenate([dataset.queries(split) for split in dataset.splits])
+        return QueryTexts(
+            sentences=entities,
+            conditions=[*relations.texts, *relations.inverse],
+            candidates=entities,
+            query_pairs=np.unique(queries[:, :2].astype(np.int64), axis=0),
+            names=("entity", "relation", "entity"),
+        )
+
+    @override
+    def known(self, dataset: Graph) -> KnownTriples:
+        return KnownTriples(dataset)
+
+    def arrays(
+        self,
+        dataset: Graph,
+        candidates: MatrixLike,
+        conditions: MatrixLike | None,
+        joint: MatrixLike | None,
+        query_pairs: NDArray[np.int64],
+    ) -> QueryArrays:
+        """Return the arrays of the graph; only answers in train are known in training."""
+        from llmcond.kinds.ranking.heads import QueryArrays, joint_keys
+
+        n, n_relations = dataset.n_entities, dataset.n_relations
+        train = dataset.splits["train"]
+        known = KnownTriples(both_directions(train, n_relations), n)
+        keys = (
+            None if joint is None else joint_keys(query_pairs[:, 0], query_pairs[:, 1], n_relations)
+        )
+        return QueryArrays(candidates, train, n_relations, known, conditions, joint, keys)

@@ -12,7 +12,7 @@ from llmcond.evaluation.ranking import Term
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph
 from llmcond.kinds.ranking.rules import TrainGraph, fit_reverse_weights
-from llmcond.runs.predictors import AnyPredictor
+from llmcond.runs.examples import AnyPredictor
 
 
 def _parse_rerank(text: str) -> tuple[int, float, bool]:

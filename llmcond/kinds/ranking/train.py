@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,15 +35,10 @@ from llmcond.kinds.ranking.heads import (
     QueryHead,
     check_queries,
     joint_keys,
-    load_query_head,
 )
-from llmcond.kinds.ranking.inputs import QueryInputs
-from llmcond.kinds.ranking.task import RankingTask
+from llmcond.kinds.ranking.task import QueryInputs, RankingTask
 from llmcond.metrics import METRICS, Metric
 from llmcond.runs.trials import size_recipe
-from llmcond.tasks import AnyTask, Data
-from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.train_job import DataReader, RankingJob
 
 if TYPE_CHECKING:
     from llmcond.finetune.encoder import TrainableEncoder
@@ -305,8 +300,12 @@ class _EncodedTexts:
         return [len(self.entities), len(self.relations), len(self.joint)]
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Raise a UserError if the head of a recipe cannot be trained together with an encoder."""
+def check_recipe(recipe: Recipe, dataset: Any = None) -> None:
+    """Raise a UserError if the head of a recipe cannot be trained with an encoder on a dataset."""
+    if dataset is not None and not isinstance(dataset, Graph):
+        raise UserError(
+            "only knowledge graphs can train an encoder, and the data of this task are none."
+        )
     check_queries(recipe)
     settings = recipe.settings
     if settings.neighbours:
@@ -331,67 +330,39 @@ def check_recipe(recipe: Recipe) -> None:
         )
 
 
-def plan_queries(
-    options: TrainLoraOptions, task: RankingTask[Any], read: DataReader | None = None
-) -> RankingJob:
-    """Plan the training of an encoder and a head on a graph; see ``Kind.plan_training``.
-
-    Raises:
-        UserError: The input is invalid, or the head has settings that need cached features.
-        LlmcondError: The encoder cannot be loaded.
-    """
-    return _QueryJob.from_options(options, task, load_query_head, check_recipe, read)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _QueryJob(RankingJob):
-    """Trains an encoder of entities and relations, and a head that maps queries and candidates."""
-
-    unit: ClassVar[str] = "triples"
-    scored_noun: ClassVar[str] = "queries"
-    of_sample: ClassVar[bool] = True
-
-    task: RankingTask[Any]
-    dataset: Graph
-    start: FittedQueryHead | None
-
-    @classmethod
-    def check_data(cls, dataset: Data, task: AnyTask[Any]) -> None:
-        if not isinstance(dataset, Graph):
-            raise UserError(
-                f"only knowledge graphs can train an encoder, and the task {task.name} has none."
-            )
-
-    def build_parts(self, trainable: TrainableEncoder) -> tuple[QueryModel, Any, Any]:
-        graph, (prompt,) = self.dataset, self.view.prompts
-        texts = self.task.texts(graph)
-        inputs = QueryInputs(texts, prompt)
-        joint = self.view.features == "joint"
-        if joint:
-            inputs.check_distinct()
-        directions = both_directions(graph.splits["train"], graph.n_relations)
-        items = list(inputs.candidates)
-        if self.view.conditioned:
-            items += inputs.conditions
-        keys = np.empty(0, dtype=np.int64)
-        if joint:
-            items += inputs.joint
-            heads, relations = texts.query_pairs.T
-            keys = joint_keys(heads, relations, graph.n_relations)
-        train = GraphInputs(
-            triples=graph.splits["train"],
-            n_relations=graph.n_relations,
-            n_entities=graph.n_entities,
-            known=KnownTriples(directions, graph.n_entities),
-            texts=TokenizedInputs.of(items, trainable.tokenizer),
-            joint_of=keys,
-        )
-        dev = None
-        if len(graph.splits.get("dev", ())):
-            dev = replace(train, triples=graph.splits["dev"], known=KnownTriples(graph))
-        recipe = self.recipe
-        if self.start is None:
-            recipe = size_recipe(recipe, None, trainable.engine.dim)
-        metric = self.task.main_metric
-        model = QueryModel(trainable.engine, recipe, train, self.seed, self.start, metric)
-        return model, train, dev
+def build_training_parts(
+    task: RankingTask[Any], job: Any, trainable: TrainableEncoder
+) -> tuple[QueryModel, GraphInputs, GraphInputs | None]:
+    """Return the model and the triples of train and dev; see ``AnyTask.training_parts``."""
+    graph, (prompt,) = job.dataset, job.view.prompts
+    texts = task.texts(graph)
+    inputs = QueryInputs(texts, prompt)
+    joint = job.view.features == "joint"
+    if joint:
+        inputs.check_distinct()
+    directions = both_directions(graph.splits["train"], graph.n_relations)
+    items = list(inputs.candidates)
+    if job.view.conditioned:
+        items += inputs.conditions
+    keys = np.empty(0, dtype=np.int64)
+    if joint:
+        items += inputs.joint
+        heads, relations = texts.query_pairs.T
+        keys = joint_keys(heads, relations, graph.n_relations)
+    train = GraphInputs(
+        triples=graph.splits["train"],
+        n_relations=graph.n_relations,
+        n_entities=graph.n_entities,
+        known=KnownTriples(directions, graph.n_entities),
+        texts=TokenizedInputs.of(items, trainable.tokenizer),
+        joint_of=keys,
+    )
+    dev = None
+    if len(graph.splits.get("dev", ())):
+        dev = replace(train, triples=graph.splits["dev"], known=KnownTriples(graph))
+    recipe = job.recipe
+    if job.start is None:
+        recipe = size_recipe(recipe, None, trainable.engine.dim)
+    metric = task.main_metric
+    model = QueryModel(trainable.engine, recipe, train, job.seed, job.start, metric)
+    return model, train, dev

@@ -17,9 +17,8 @@ from llmcond.errors import UserError
 from llmcond.evaluation.analyses import MAX_VECTORS, measure_isotropy
 from llmcond.evaluation.results import Result, Subset
 from llmcond.prompts import Prompt
-from llmcond.runs import AnyRun
-from llmcond.runs.features import RowFeatures
-from llmcond.runs.predictors import zero_shot_heads
+from llmcond.runs import Run
+from llmcond.runs.examples import RowFeatures, zero_shot_heads
 from llmcond.system import provenance
 
 #: The kinds of subsets of queries in results, and what they are called on the page.
@@ -122,7 +121,7 @@ class Page:
 
 
 def make_page(
-    run: AnyRun,
+    run: Run,
     rows: Rows | QueryRows,
     results: Sequence[Result],
     similarity: Mapping[str, NDArray[np.floating]],
@@ -176,7 +175,7 @@ def make_page(
     )
 
 
-def _measure_isotropy(run: AnyRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
+def _measure_isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
     """Measure the isotropy of every prompt's features, with and without subtraction."""
     rated, store = np.flatnonzero(rows.rated)[:MAX_VECTORS], run.store()
     measurements = []

@@ -99,11 +99,9 @@ def test_damaged_run_is_reported(capsys, run):
 def test_run_records_kind_of_task(capsys, run):
     manifest = json.loads((run / "run.json").read_text())
     assert manifest.pop("kind") == "ranking"
-    # Older runs have a flag instead of the name of the kind.
-    (run / "run.json").write_text(json.dumps({**manifest, "ranking": True}))
-    assert (
-        run_json(capsys, "evaluate", "--run", run, "--head", "none")["results"][0]["task"] == "kgc"
-    )
+    (run / "run.json").write_text(json.dumps(manifest))
+    assert cli.run(["evaluate", "--run", str(run)]) == 1
+    assert "was damaged: the key 'kind' is missing" in capsys.readouterr().err
     (run / "run.json").write_text(json.dumps({**manifest, "kind": "odd"}))
     assert cli.run(["evaluate", "--run", str(run)]) == 1
     error = capsys.readouterr().err
