@@ -41,16 +41,16 @@ from llmcond.heads.estimator import Head as Head
 from llmcond.integrations.sentence_transformers import (
     load_sentence_transformer as load_sentence_transformer,
 )
-from llmcond.kinds.dialogue.replies import Candidates as Candidates
-from llmcond.kinds.dialogue.replies import DialogueModel as DialogueModel
-from llmcond.kinds.dialogue.replies import DialogueState as DialogueState
-from llmcond.kinds.dialogue.replies import Reply as Reply
-from llmcond.kinds.dialogue.replies import load_dialogue as load_dialogue
+from llmcond.kinds.dialogue.reply import Candidates as Candidates
+from llmcond.kinds.dialogue.reply import DialogueModel as DialogueModel
+from llmcond.kinds.dialogue.reply import DialogueState as DialogueState
 from llmcond.kinds.dialogue.reply import Replies as Replies
+from llmcond.kinds.dialogue.reply import Reply as Reply
+from llmcond.kinds.dialogue.reply import load_dialogue as load_dialogue
+from llmcond.kinds.ranking.complete import Completer as Completer
+from llmcond.kinds.ranking.complete import Completion as Completion
 from llmcond.kinds.ranking.complete import Completions as Completions
-from llmcond.kinds.ranking.completer import Completer as Completer
-from llmcond.kinds.ranking.completer import Completion as Completion
-from llmcond.kinds.ranking.completer import load_completer as load_completer
+from llmcond.kinds.ranking.complete import load_completer as load_completer
 from llmcond.kinds.rated import Task as Task
 from llmcond.metrics import Estimate as Estimate
 from llmcond.plugins import register as register

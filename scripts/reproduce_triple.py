@@ -46,8 +46,8 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import read_dialogues
-from llmcond.kinds.dialogue.examples import DialogueExamples
-from llmcond.kinds.dialogue.queries import (
+from llmcond.kinds.dialogue.examples import (
+    DialogueExamples,
     NextQueries,
     join_turns,
     measure_subsets,

@@ -245,7 +245,7 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     The analyses are isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section
     5.2), seen and unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), the
     rows whose similarity changed most, and given sentences and answers before and after each head
-    (CASE, tables 3 and 8). Those of dialogues are in ``llmcond.kinds.dialogue.analyse``.
+    (CASE, tables 3 and 8). Those of dialogues are in ``llmcond.kinds.dialogue.evaluate``.
 
     Returns:
         The rows of each analysis, which are also written to ``analyses.json`` in the run.

@@ -21,8 +21,8 @@ from llmcond.evaluation.ranking import (
     score_rankings,
     top_entities,
 )
+from llmcond.kinds.ranking.examples import TrainGraph
 from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions
-from llmcond.kinds.ranking.rules import TrainGraph
 from llmcond.metrics import RANKING_METRICS, choose_metrics, mean_over_strata
 
 TIES = ("realistic", "optimistic", "pessimistic")

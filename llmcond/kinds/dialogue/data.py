@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcond.arrays import Positions
 from llmcond.data.datasets import DEV_FRACTION, FRACTIONS, SPLITS, Problems
 from llmcond.data.formats import MissingColumnError, ReadOptions
 from llmcond.data.readers import (
@@ -31,8 +31,6 @@ from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.log import log
 from llmcond.progress import ReadBar
 from llmcond.tasks import OTHER_SPLIT
-
-Positions = NDArray[np.int64]
 
 #: Separator of the turns of a line in DailyDialog's .txt files.
 END_OF_UTTERANCE = "__eou__"

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from filelock import FileLock
+from numpy.typing import NDArray
 
-from llmcond.arrays import Positions
+from llmcond.arrays import Array, Positions
 from llmcond.data.datasets import read_candidates
-from llmcond.errors import UserError
+from llmcond.errors import UserError, first_line
+from llmcond.evaluation.ranking import score_rankings
 from llmcond.evaluation.results import Result, Results, RowCounts
+from llmcond.files import digest_files, digest_text
 from llmcond.kinds.dialogue.data import Dialogues
-from llmcond.kinds.dialogue.examples import DialogueExamples
-from llmcond.kinds.dialogue.generate import generate
-from llmcond.kinds.dialogue.queries import (
+from llmcond.kinds.dialogue.examples import (
     PLAN_DISTANCES,
     PLAN_HISTORIES,
     PLAN_METRICS,
     CandidatePoolFunction,
+    DialogueExamples,
     NextQueries,
     PlanQueries,
     RandomPool,
     RetrievedPool,
+    UtteranceRoles,
     index_candidates,
     join_turns,
     measure_subsets,
@@ -39,11 +46,12 @@ from llmcond.kinds.dialogue.queries import (
     resolve_histories,
     stack_queries,
 )
+from llmcond.kinds.dialogue.heads import ContextScore, inverse_lengths, query_vectors
 from llmcond.kinds.dialogue.task import UtteranceInputs
-from llmcond.kinds.dialogue.turns import ContextScore
 from llmcond.log import log
-from llmcond.metrics import Floats, Metric, choose_metrics
+from llmcond.metrics import Floats, Metric, choose_metrics, estimates_json
 from llmcond.options import Ties
+from llmcond.progress import CountBar
 from llmcond.runs.examples import (
     AnyPredictor,
     Evaluation,
@@ -54,7 +62,8 @@ from llmcond.runs.examples import (
 )
 from llmcond.runs.extraction import extract_other_data
 from llmcond.runs.run import Run
-from llmcond.workflows.options.scoring import EvaluateOptions
+from llmcond.system import choose_device
+from llmcond.workflows.options.scoring import AnalyseOptions, EvaluateOptions
 
 #: Scores with which zero-shot is evaluated by default, in addition to the score of its recipe.
 _ZERO_SHOT_SCORES = ("average", "bi", "maxsim")
@@ -333,3 +342,294 @@ def _parse_numbers(text: str | int | None, flag: str) -> list[int] | None:
             )
         values.update(range(low, high + 1))
     return sorted(values)
+
+
+#: Sampling parameters of Triple-Encoders (ACL 2024) for DialoGPT; the length is that of the
+#: released code.
+_SAMPLING: Mapping[str, Any] = {
+    "top_p": 0.8,
+    "temperature": 0.8,
+    "min_new_tokens": 1,
+    "max_new_tokens": 40,
+}
+#: Candidates depend only on this seed and the turns before them.
+_SEED = 0
+
+
+def generate(
+    run: Run, model: str, split: str, history: Sequence[int], samples: int, device: str
+) -> Path:
+    """Generate candidates after the first h turns of dialogues, and return their file.
+
+    The file has a JSON object per line: ``dialogue``, an id; ``history``, h; ``candidates``, a list
+    of texts. It is saved in the run, under a name that depends on everything that determines its
+    content, so that the same call finds it again. An interrupted call is resumed.
+
+    Args:
+        run: run with the dialogues.
+        model: hub name or folder of a causal language model with weights in safetensors.
+        split: split of the run.
+        history: numbers of turns, h.
+        samples: number of texts for each dialogue and h.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UserError: The model cannot be loaded, it generates only empty texts, or dialogues have the
+            same id.
+    """
+    turns, texts = run.data.turns_of(split), run.data.texts
+    if len(set(turns.ids)) < len(turns.ids):
+        raise UserError(
+            f"several {split} dialogues of {run.folder} have the same id, but candidates are saved "
+            "by id. Make the ids unique, and extract into a new --run."
+        )
+    histories = [
+        (turns.ids[row], h, [texts[i] for i in context])
+        for h in history
+        for row, context in zip(*(column.tolist() for column in turns.contexts(h)[:2]), strict=True)
+    ]
+    identity = [
+        run.manifest["data"]["digest"],
+        split,
+        _identify_model(model),
+        str(_SAMPLING),
+        samples,
+    ]
+    path = run.folder / "generated" / f"{digest_text(json.dumps([*identity, _SEED]))}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        _add_missing(path, histories, model, samples, device)
+    return path
+
+
+def _add_missing(
+    path: Path,
+    histories: Sequence[tuple[str, int, Sequence[str]]],
+    model: str,
+    samples: int,
+    device: str,
+) -> None:
+    """Add the missing candidates of histories (dialogue, number of turns, turns) to a file."""
+    done = _read_rows(path)
+    missing = [item for item in histories if (item[0], item[1]) not in done]
+    if not missing:
+        log.info(f"all candidates of {model} exist already: {path}")
+        return
+    log.info(f"{samples:,} candidates of {model} for {len(missing):,} histories -> {path}")
+    generator = _Generator(model, choose_device(device))
+    # The file is rewritten without an incomplete last line, which an interrupted call leaves.
+    complete_lines = "".join(
+        f"{json.dumps(done_row, ensure_ascii=False)}\n" for done_row in done.values()
+    )
+    path.write_text(complete_lines, encoding="utf-8")
+    with path.open("a", encoding="utf-8") as stream, CountBar("generating") as bar:
+        for number, (dialogue, h, context) in enumerate(missing, 1):
+            seed = int(digest_text(str(_SEED), *context, size=4), 16)
+            candidates = generator.sample(context, samples, seed)
+            row = {"dialogue": dialogue, "history": h, "candidates": candidates}
+            stream.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+            stream.flush()
+            bar.on_item(number, len(missing))
+
+
+def _read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the complete rows of a file by dialogue and history."""
+    rows = {}
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    for line in lines[:-1]:  # The last line is empty or incomplete.
+        row = json.loads(line)
+        rows[row["dialogue"], row["history"]] = row
+    return rows
+
+
+def _identify_model(model: str) -> str:
+    """Return an identifier of a model: the digest of its files, or its hub name and commit."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")]
+        return digest_files(folder, files)
+    from transformers import AutoConfig
+
+    with _report_loading_errors(model):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    return f"{model}@{config._commit_hash}"
+
+
+class _Generator:
+    """A causal language model that generates next turns."""
+
+    def __init__(self, model: str, device: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        with _report_loading_errors(model):
+            self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model, trust_remote_code=False, use_safetensors=True
+            )
+        self._name, self._model = model, loaded.eval().to(device)
+        end = self._tokenizer.eos_token
+        self._end = "\n" if end is None else end
+        max_length = getattr(loaded.config, "max_position_embeddings", None) or 1_024
+        self._max_context = max(1, min(max_length, 1_024) - _SAMPLING["max_new_tokens"])
+
+    def sample(self, context: Sequence[str], samples: int, seed: int) -> list[str]:
+        """Sample texts that may follow some turns, without empty ones.
+
+        Raises:
+            UserError: All samples are empty.
+        """
+        import torch
+
+        tokens = self._tokenizer(
+            "".join(f"{turn}{self._end}" for turn in context),
+            add_special_tokens=False,
+            return_tensors="pt",
+        ).input_ids[:, -self._max_context :]
+        tokens = tokens.to(self._model.device)
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(seed)
+            outputs = self._model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                do_sample=True,
+                top_k=0,
+                num_return_sequences=samples,
+                pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id or 0,
+                **_SAMPLING,
+            )
+        texts = self._tokenizer.batch_decode(
+            outputs[:, tokens.shape[1] :], skip_special_tokens=True
+        )
+        candidates = [" ".join(text.split()) for text in texts]
+        candidates = [text for text in candidates if text]
+        if not candidates:
+            raise UserError(
+                f"{self._name} generates only empty texts after {context[-1][:80]!r}, in "
+                f"{samples:,} samples. Choose a model for dialogues, or more --samples."
+            )
+        return candidates
+
+
+@contextmanager
+def _report_loading_errors(model: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"{model} cannot be loaded as a causal language model with weights in safetensors: "
+            f"{first_line(error)}"
+        ) from error
+
+
+#: The history length of the paper's figure 8, in which the answer is turn 9.
+TURNS_HISTORY = 8
+#: The mean over queries.
+_MEAN = Metric(
+    "difference", lambda values, *_: float(values.mean()), by_row=lambda values: values, factor=1
+)
+
+
+def analyse_dialogues(run: Run, options: AnalyseOptions, analyses: Sequence[str]) -> dict[str, Any]:
+    """Compare the similarity of contexts to the answer and to other candidates.
+
+    ``similarity`` has the mean similarities of contexts (table 6), and ``turns`` the difference for
+    each turn of contexts of 8 turns (figure 8), also as a figure. Heads that were fitted on single
+    utterances are analysed as bi-encoders, and others also with pairs.
+
+    Raises:
+        UserError: There is no such head or split, the split has no dialogues of three turns, or an
+            analysis is for other tasks.
+    """
+    split = run.scored_split(options.split)
+    fitted, prompts = resolve_heads_and_prompts(run, options.head)
+    predictors: list[AnyPredictor] = [
+        *(zero for prompt in prompts for zero in zero_shot_heads(run, prompt)),
+        *fitted,
+    ]
+    # Without a second text, a query has no other candidates.
+    queries = [
+        subset for subset in next_queries(run.data, split) if len(np.unique(subset.candidates)) > 1
+    ]
+    if not queries:
+        raise UserError(
+            f"all candidates of {split} have the same text, so there is nothing to compare. Name "
+            "another --split, or extract more dialogues."
+        )
+    examples = DialogueExamples(run)
+    used = np.unique(run.data.turns_of(split).utterances)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in analyses}
+    for predictor in predictors:
+        roles = examples.roles(predictor, used)
+        is_bi = not roles.head.is_identity and roles.head.settings.min_context == 1
+        for score in ("bi",) if is_bi else ("bi", "average"):
+            about = {"name": predictor.name, "score": score}
+            if "similarity" in analyses:
+                rows["similarity"].append(about | _measure_similarity(roles, queries, score))
+            if "turns" in analyses:
+                rows["turns"].append(about | _measure_turns(roles, queries, score))
+    n = sum(len(subset.dialogue) for subset in queries)
+    return {"split": split, "n": n, **rows}
+
+
+def _answers_and_others(roles: UtteranceRoles, subset: NextQueries) -> tuple[Array, Array]:
+    """Return the answers' vectors and the mean vectors of the other candidates, (n, k) each."""
+    _, text, count = np.unique(subset.candidates, return_inverse=True, return_counts=True)
+    after = roles.after(subset.candidates)
+    answers, equal = after[subset.answer], count[text[subset.answer]][:, None]
+    others = (after.sum(axis=0) - equal * answers) / (len(after) - equal)
+    return answers, others.astype(np.float32)
+
+
+def _measure_similarity(
+    roles: UtteranceRoles, queries: Sequence[NextQueries], score: str
+) -> dict[str, Any]:
+    """Return the mean similarity of all contexts to their answers and to the other candidates."""
+    correct, random = [], []
+    for subset in queries:
+        answers, others = _answers_and_others(roles, subset)
+        vectors = query_vectors(*roles.before(subset.contexts), score)
+        vectors /= float(ContextScore.parse(score).coefficients(subset.history).total)
+        correct.append((vectors * answers).sum(axis=1))
+        random.append((vectors * others).sum(axis=1))
+    first, second = (np.concatenate(parts).astype(np.float64) for parts in (correct, random))
+    dialogue = np.concatenate([subset.dialogue for subset in queries])
+    return {
+        "random": float(second.mean()),
+        "correct": float(first.mean()),
+        **_mean(first - second, dialogue),
+    }
+
+
+def _mean(values: Floats, dialogue: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the mean over queries as JSON, with its interval over dialogues."""
+    (subset,) = score_rankings([values[None]], dialogue, [_MEAN])
+    return estimates_json(subset.metrics)
+
+
+def _measure_turns(
+    roles: UtteranceRoles, queries: Sequence[NextQueries], score: str
+) -> dict[str, Any]:
+    """Return how much closer each turn of a context is to the answer than to other candidates.
+
+    In pairs, the similarity of a turn is the mean over all pairs that contain it. The contexts have
+    8 turns, or as many as the split has if its dialogues are shorter.
+    """
+    subset = [item for item in queries if item.history <= TURNS_HISTORY][-1]
+    answers, others = _answers_and_others(roles, subset)
+    direction = torch.from_numpy(answers - others)[..., None]
+    b1, b2 = map(torch.from_numpy, roles.before(subset.contexts))
+    h = subset.history
+    if score == "bi":
+        differences = (b2 @ direction)[..., 0] / b2.norm(dim=-1).clamp(min=1e-12)
+    else:
+        pairs = (b1 @ direction + (b2 @ direction).mT) * inverse_lengths(b1, b2)
+        pairs = pairs.triu(1)
+        differences = (pairs.sum(dim=2) + pairs.sum(dim=1)) / (h - 1)
+    columns = differences.double().numpy().T
+    turns = [
+        {"turn": turn, **_mean(values, subset.dialogue)} for turn, values in enumerate(columns, 1)
+    ]
+    return {"history": h, "n": len(subset.dialogue), "turns": turns}

@@ -148,7 +148,7 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
 
     @override
     def analyse(self, run: Run, options: AnalyseOptions, analyses: Sequence[str]) -> dict[str, Any]:
-        from llmcond.kinds.dialogue.analyse import analyse_dialogues
+        from llmcond.kinds.dialogue.evaluate import analyse_dialogues
 
         return analyse_dialogues(run, options, analyses)
 

@@ -35,10 +35,10 @@ from llmcond.kinds.dialogue.heads import (
     RoleSettings,
     check_turns,
     distinct_utterances,
+    turn_scores,
     windows,
 )
 from llmcond.kinds.dialogue.task import DialogueTask, UtteranceInputs
-from llmcond.kinds.dialogue.turns import turn_scores
 from llmcond.metrics import METRICS, Metric
 
 if TYPE_CHECKING:

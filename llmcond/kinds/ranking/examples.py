@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from typing_extensions import override
 
-from llmcond.arrays import ConcatenatedMatrix, Matrix, MatrixLike, SharedRows
+from llmcond.arrays import ConcatenatedMatrix, Matrix, MatrixLike, Positions, SharedRows, as_matrix
 from llmcond.data.rows import QueryRows
 from llmcond.errors import UserError
-from llmcond.evaluation.ranking import Ranks, Term, rank
+from llmcond.evaluation.ranking import BLOCK, Added, CandidatePool, Ranks, Term, rank, rank_each
 from llmcond.evaluation.results import RankedQueries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch, score_key
-from llmcond.kinds.ranking.graph import Graph
+from llmcond.kinds.ranking.graph import (
+    Graph,
+    IndexArray,
+    KnownTriples,
+    Triples,
+    adjacency,
+    both_directions,
+)
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryFeatures, fit_queries
-from llmcond.kinds.ranking.rules import query_subsets
 from llmcond.kinds.ranking.task import QueryData, QueryInputs, QueryTexts, RankingTask
-from llmcond.metrics import get_metric
+from llmcond.metrics import Floats, get_metric
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import AnyPredictor, Examples
 from llmcond.runs.run import Run
@@ -231,3 +238,200 @@ class QueryExamples(Examples):
         queries = self.data.queries(split)
         vectors, candidates = self.vectors(predictor, queries[:, 0], queries[:, 1])
         return rank(vectors, candidates, queries, self.known, terms, exclude_head)
+
+
+class TrainGraph:
+    """The training graph: neighbours, hops and reversed edges.
+
+    Args:
+        triples: triples of train, (m, 3).
+        n_entities: number of entities of the graph.
+        n_relations: number of relations of the graph.
+
+    Attributes:
+        known: triples of train in both directions.
+        adjacency: adjacency matrix; see ``graph.adjacency``.
+    """
+
+    def __init__(self, triples: Triples, n_entities: int, n_relations: int) -> None:
+        self.n_entities, self.n_relations = n_entities, n_relations
+        self.known = KnownTriples(both_directions(triples, n_relations), n_entities)
+        self.adjacency = adjacency(triples, n_entities)
+
+    @classmethod
+    def from_graph(cls, graph: Graph) -> TrainGraph:
+        """Create the training graph of a graph."""
+        return cls(graph.splits["train"], graph.n_entities, graph.n_relations)
+
+    def find_neighbourhood(self, head: IndexArray, hops: int) -> tuple[Positions, Positions]:
+        """Return the entities within ``hops`` links of each of m heads, including the head.
+
+        Returns:
+            Flat arrays: the position of the head, (k,), and the entity, (k,).
+        """
+        distinct, inverse = np.unique(head, return_inverse=True)
+        n = len(distinct)
+        start = (np.ones(n, dtype=np.float32), (np.arange(n), distinct))
+        step = reached = csr_array(start, shape=(n, self.n_entities))
+        for _ in range(hops):
+            step = step @ self.adjacency
+            reached = reached + step
+        entities = reached[inverse.reshape(-1)].tocoo()
+        return entities.row.astype(np.int64), entities.col.astype(np.int64)
+
+    def create_hops_term(self, hops: int, alpha: float, head: bool = True) -> Term:
+        """Return a term that adds ``alpha`` to entities near a query's head (SimKGC, section 3.4).
+
+        Args:
+            hops: maximum distance from the head, in links of the training graph.
+            alpha: value that is added; .05 in SimKGC.
+            head: whether to add it to the head itself, as SimKGC does.
+        """
+
+        def term(heads: IndexArray, _: IndexArray, /) -> Added:
+            row, entity = self.find_neighbourhood(heads, hops)
+            if not head:
+                others = entity != np.asarray(heads)[row]
+                row, entity = row[others], entity[others]
+            return row, entity, np.full(len(row), alpha, dtype=np.float32)
+
+        return term
+
+    def create_reverse_term(self, weights: float | NDArray[np.floating] = 1.0) -> Term:
+        """Return a term that adds a weight to every t with the reversed edge (t, r, h) in train.
+
+        Args:
+            weights: value that is added, or an array (2R,) with a value for each relation; see
+                ``fit_reverse_weights``.
+        """
+        by_relation = np.broadcast_to(
+            np.asarray(weights, dtype=np.float32), (2 * self.n_relations,)
+        )
+
+        def term(head: IndexArray, relation: IndexArray, /) -> Added:
+            row, entity = self.reversed_edges(head, relation)
+            return row, entity, by_relation[np.asarray(relation)[row]]
+
+        return term
+
+    def reversed_edges(self, head: IndexArray, relation: IndexArray) -> tuple[Positions, Positions]:
+        """Return every t with (t, r, h) in train, for m queries (h, r, ?), as flat arrays."""
+        inverse = (np.asarray(relation) + self.n_relations) % (2 * self.n_relations)
+        return self.known.gather(head, inverse)
+
+
+def rank_rule(train_graph: TrainGraph, triples: Triples, known: KnownTriples | None) -> Ranks:
+    """Rank by the reversed edge alone: entities with it come first, and all others tie."""
+    nothing = np.zeros((len(triples), 0)), np.zeros((train_graph.n_entities, 0))
+    return rank(*nothing, triples, known, [train_graph.create_reverse_term()])
+
+
+#: Weights that are tried, in standard deviations of the scores, in the order of preference if
+#: several are equally good.
+_WEIGHTS = (0, 0.5, -0.5, 1, -1, 2, -2, 4, -4, 8, -8)
+#: Minimum number of queries for a relation; with fewer its weight stays 0.
+_LEAST_QUERIES = 10
+#: Maximum number of queries that are ranked, spread over the relations.
+_MOST_QUERIES = 1_000
+
+
+def fit_reverse_weights(
+    queries: MatrixLike,
+    candidates: MatrixLike,
+    triples: Triples,
+    known: KnownTriples | None,
+    train_graph: TrainGraph,
+    terms: Sequence[Term] = (),
+    exclude_head: bool = False,
+) -> Floats:
+    """Fit the weight of the reversed edge for each relation on dev queries.
+
+    The weight is chosen from a few multiples of the standard deviation of the scores, by the MRR
+    on the dev queries of the relation. It is positive for a symmetric relation, and negative for
+    one that never holds in both directions, such as hypernym.
+
+    Args:
+        queries: embeddings of dev queries, (m, k).
+        candidates: embeddings of candidates, (n, k).
+        triples: dev queries with their answers, (m, 3).
+        known: known answers, which are left out.
+        train_graph: the training graph.
+        terms: other terms of the scores.
+        exclude_head: whether the head of a query is left out; see ``rank``.
+
+    Returns:
+        Weights of shape (2R,), equal for both directions of a relation.
+    """
+    matrix, relation = as_matrix(queries), triples[:, 1] % train_graph.n_relations
+    query_rows, _ = train_graph.reversed_edges(triples[:, 0], triples[:, 1])
+    affected = np.random.default_rng(0).permutation(np.unique(query_rows))
+    affected = affected[np.argsort(relation[affected], kind="stable")]
+    # The first query of each relation, then the second of each, and so on.
+    occurrence = np.arange(len(affected)) - np.searchsorted(relation[affected], relation[affected])
+    affected = affected[np.argsort(occurrence, kind="stable")][:_MOST_QUERIES]
+    if not len(affected):
+        return np.zeros(2 * train_graph.n_relations)
+    vectors, affected_triples = matrix.read(affected), triples[affected]
+    sample = slice(None, None, max(1, len(candidates) // 4_096))
+    score_std = float(np.std(vectors[:BLOCK] @ as_matrix(candidates).read(sample).T, axis=1).mean())
+    reverse_terms = [train_graph.create_reverse_term(weight * score_std) for weight in _WEIGHTS[1:]]
+    pool = CandidatePool(candidates, known, terms, exclude_head)
+    ranks = rank_each(vectors, pool, affected_triples, reverse_terms)
+    reciprocal_ranks = [1 / term_ranks.resolve_ties() for term_ranks in ranks]
+    weights = np.zeros(train_graph.n_relations)
+    for relation_index in np.unique(relation[affected]):
+        has_relation = relation[affected] == relation_index
+        if has_relation.sum() >= _LEAST_QUERIES:
+            best = int(np.argmax([values[has_relation].mean() for values in reciprocal_ranks]))
+            weights[relation_index] = _WEIGHTS[best] * score_std
+    return np.tile(weights, 2)
+
+
+def query_subsets(graph: Graph, split: str) -> dict[str, NDArray[np.bool_]]:
+    """Return masks (2n,) of the subsets of a split's queries that are scored separately.
+
+    ``forward`` and ``backward`` are the directions. ``reversible`` triples are those whose reversed
+    edge is in train, which the reverse rule answers, and ``rest`` are the others. ``unseen``
+    triples have an entity that is in no train triple.
+    """
+    triples, train = graph.splits[split], graph.splits["train"]
+    forward = np.repeat([True, False], len(triples))
+    reversible = np.tile(KnownTriples(train, graph.n_entities).contains(triples[:, ::-1]), 2)
+    seen = np.isin(triples[:, [0, 2]], train[:, [0, 2]]).all(axis=1)
+    return {
+        "forward": forward,
+        "backward": ~forward,
+        "reversible": reversible,
+        "rest": ~reversible,
+        "unseen": np.tile(~seen, 2),
+    }
+
+
+#: A side of a relation counts as N if it has at least this mean number of entities for each entity
+#: of the other side.
+_MANY = 1.5
+
+
+def relation_categories(graph: Graph) -> list[str]:
+    """Return the category of each relation: ``1-1``, ``1-N``, ``N-1`` or ``N-N``.
+
+    The category depends on the mean number of heads per tail, and of tails per head, in train
+    (Bordes et al. 2013, section 4.2).
+    """
+    labels = []
+    for relation in range(graph.n_relations):
+        train = graph.splits["train"]
+        triples = train[train[:, 1] == relation]
+        heads, tails = (len(triples) / max(len(np.unique(triples[:, i])), 1) for i in (2, 0))
+        labels.append(f"{'N' if heads >= _MANY else '1'}-{'N' if tails >= _MANY else '1'}")
+    return labels
+
+
+def relation_subsets(graph: Graph, split: str) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    """Yield each category of relations, then each relation's id, with the mask (2n,) of queries."""
+    relation = np.tile(graph.splits[split][:, 1], 2)
+    category = np.array(relation_categories(graph))
+    for name in sorted(set(category.tolist())):
+        yield name, category[relation] == name
+    for number, name in enumerate(graph.relations.ids):
+        yield name, relation == number

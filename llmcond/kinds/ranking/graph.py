@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import Positions
 from llmcond.data.datasets import SPLITS, Problems
 from llmcond.data.readers import source_name
 from llmcond.decoding import read_text_file
@@ -29,7 +30,6 @@ from llmcond.tasks import OTHER_SPLIT
 
 Triples = NDArray[np.int32]
 IndexArray = NDArray[np.integer[Any]]
-Positions = NDArray[np.int64]
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

@@ -17,7 +17,7 @@ from helpers.paths import ROOT
 from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError
 from llmcond.kinds.dialogue.data import Dialogues, Turns, read_dialogues
-from llmcond.kinds.dialogue.queries import next_queries, rank_next
+from llmcond.kinds.dialogue.examples import next_queries, rank_next
 from llmcond.tasks import find_task
 
 #: The rings of words between which a ride of the sample goes, and the words that name its course.

@@ -9,7 +9,7 @@ import pytest
 
 from llmcond.errors import UserError
 from llmcond.kinds.dialogue.data import Dialogues, Turns
-from llmcond.kinds.dialogue.queries import (
+from llmcond.kinds.dialogue.examples import (
     PLAN_METRICS,
     RandomPool,
     RetrievedPool,

@@ -20,9 +20,9 @@ from llmcond.kinds.dialogue.heads import (
     distinct_utterances,
     fit_turns,
     load_roles_head,
+    query_vectors,
     windows,
 )
-from llmcond.kinds.dialogue.turns import query_vectors
 from llmcond.metrics import METRICS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,7 @@ import torch
 from helpers.vectors import normalize
 
 from llmcond.errors import UserError
-from llmcond.kinds.dialogue.turns import (
+from llmcond.kinds.dialogue.heads import (
     Coefficients,
     ContextScore,
     ContextState,
@@ -100,7 +100,7 @@ def run_algorithm_1(scores, n):
 @pytest.mark.parametrize("n", [2, 3, 6])
 @pytest.mark.parametrize("block", [1, 2**22])
 def test_maxsim_matches_algorithm_1(monkeypatch, n, block):
-    monkeypatch.setattr("llmcond.kinds.dialogue.turns._BLOCK", block)
+    monkeypatch.setattr("llmcond.kinds.dialogue.heads._BLOCK", block)
     b1, b2, after = (
         random_vectors(3, n, K),
         random_vectors(3, n, K, seed=1),

@@ -7,8 +7,7 @@ import pytest
 from helpers.graphs import random_graph
 
 from llmcond.evaluation.ranking import rank, score_rankings
-from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions, read_graph
-from llmcond.kinds.ranking.rules import (
+from llmcond.kinds.ranking.examples import (
     TrainGraph,
     fit_reverse_weights,
     query_subsets,
@@ -16,6 +15,7 @@ from llmcond.kinds.ranking.rules import (
     relation_categories,
     relation_subsets,
 )
+from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions, read_graph
 
 
 @pytest.fixture(scope="module")
