@@ -4,8 +4,8 @@
 Python functions of commands, such as ``embed = verb(Embed)`` in ``llmcond/commands/embed.py``.
 """
 
-from llmcond.clustering.result import Clustering as Clustering
-from llmcond.clustering.result import ClusterResult as ClusterResult
+from llmcond.clustering.page import Clustering as Clustering
+from llmcond.clustering.page import ClusterResult as ClusterResult
 from llmcond.commands.analyse import analyse as analyse
 from llmcond.commands.annotate import annotate as annotate
 from llmcond.commands.bench import bench as bench

@@ -28,7 +28,7 @@ from sklearn.metrics import v_measure_score
 from llmcond import Embedder, load_embedder, load_encoder
 from llmcond.bundled import pretrained_names
 from llmcond.clustering.methods import NOISE, choose_k, hdbscan, kmeans, sample_indices
-from llmcond.clustering.result import without_condition
+from llmcond.clustering.page import without_condition
 from llmcond.encoders import EncoderInput
 from llmcond.features.view import FeatureView
 from llmcond.heads.guide import fit_guide

@@ -20,7 +20,7 @@ from llmcond.bundled import bundled_folder
 from llmcond.encoders.checkpoints.adapter import CARD, CREDITS
 from llmcond.files import read_json
 from llmcond.records import check_record
-from llmcond.report.metadata import add_metadata, trained_metadata
+from llmcond.report.card import add_metadata, trained_metadata
 from llmcond.runs.portable import FORMAT, LICENCES, Credits, Work
 from llmcond.workflows.training_record import RECORD
 

@@ -504,7 +504,7 @@ _TURNS: Final = 8
 
 def draw_clusters() -> Picture:
     """Draw maps of the same support tickets under two conditions."""
-    from llmcond.clustering.maps import compute_maps
+    from llmcond.clustering.methods import compute_maps
 
     with TICKETS.open(encoding="utf-8", newline="") as file:
         tickets = list(csv.DictReader(file))

@@ -15,7 +15,7 @@ import pytest
 
 import llmcond
 from llmcond import AnalysisResult, PushResult
-from llmcond.clustering.result import Clustering
+from llmcond.clustering.page import Clustering
 from llmcond.display import Displayed
 from llmcond.heads import PairArrays
 from llmcond.heads.guide import Guide

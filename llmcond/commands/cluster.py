@@ -9,7 +9,7 @@ from llmcond.commands.base import REUSES_VECTORS, Command, as_function
 from llmcond.workflows.options.texts import ClusterOptions
 
 if TYPE_CHECKING:
-    from llmcond.clustering.result import ClusterResult
+    from llmcond.clustering.page import ClusterResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Cluster(ClusterOptions, Command):
 
     def show(self, result: ClusterResult, form: str) -> None:
         """Print the clusters, and their agreement with known labels."""
-        from llmcond.clustering.tables import cluster_tables
+        from llmcond.clustering.page import cluster_tables
 
         for table in cluster_tables(result):
             table.print(form)

@@ -11,7 +11,7 @@ from llmcond.conditions import condition_titles
 from llmcond.display import Column, Table
 from llmcond.files import FIGURE_SUFFIXES, PAGE_SUFFIXES, check_output, suffix, write_csv
 from llmcond.report.figures import ShadedToken, TokenRow, check_figure, data_path, plot_tokens
-from llmcond.report.page.render import write_html
+from llmcond.report.page import write_html
 from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanation, Values
 from llmcond.version import __version__
 

@@ -97,7 +97,7 @@ def _save(
     """
     import vl_convert
 
-    from llmcond.report.page.charts import CONFIG
+    from llmcond.report.charts import CONFIG
 
     spec = chart if isinstance(chart, dict) else chart.to_dict()
     title = {"text": textwrap.wrap(caption, 100), "anchor": "start", "offset": 12}
@@ -158,7 +158,7 @@ def _series(
     names: Sequence[str], field: str = "series", legend: Mapping[str, Any] | None = None
 ) -> tuple[Any, Any]:
     """Return the encodings of series by colour and mark, with one legend."""
-    from llmcond.report.page.charts import series_encoding
+    from llmcond.report.charts import series_encoding
 
     names = _clean(names)
     colour, shape = series_encoding(f"{field}:N", names)
@@ -276,7 +276,7 @@ def plot_maps(panels: Sequence[MapPanel], texts: Sequence[str], path: Path, capt
 def _draw_map(panel: MapPanel) -> Any:
     import altair as alt
 
-    from llmcond.report.page.charts import series_style
+    from llmcond.report.charts import series_style
 
     points = panel.points * [1, -1]
     # Texts in no cluster are grey.
@@ -398,7 +398,7 @@ def plot_intervals(
         caption: the text that explains the bars.
         reference: the value of a dashed vertical line; None for none.
     """
-    from llmcond.report.page.charts import interval_chart
+    from llmcond.report.charts import interval_chart
 
     series = list(dict.fromkeys(row.series for row in rows))
     values = [_clean(row._asdict()) for row in rows]

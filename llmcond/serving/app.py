@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 from llmcond.encoders.spec import Encoded, InputError
 from llmcond.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
 from llmcond.report import page as report
-from llmcond.report.page.render import csp_source, page_templates
+from llmcond.report.page import csp_source, page_templates
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.similarity import pair_with_conditions
 from llmcond.search import FilterError, UnpreparedConditionError

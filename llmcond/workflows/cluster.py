@@ -18,12 +18,17 @@ from llmcond.clustering.methods import (
     distinct_vectors,
     hdbscan,
     kmeans,
+    score_clusters,
     silhouette,
 )
-from llmcond.clustering.page import ClusterMap, write_cluster_page
-from llmcond.clustering.result import Clustering, ClusterResult, without_condition
-from llmcond.clustering.scores import score_clusters
-from llmcond.clustering.tables import quality_text
+from llmcond.clustering.page import (
+    Clustering,
+    ClusterMap,
+    ClusterResult,
+    quality_text,
+    without_condition,
+    write_cluster_page,
+)
 from llmcond.conditions import condition_text
 from llmcond.data.datasets import (
     Collection,

@@ -42,14 +42,8 @@ from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.prompts import Prompt, list_fields, load_prompt
-from llmcond.report.page import (
-    Page,
-    check_figures,
-    check_page,
-    make_page,
-    write_figures,
-    write_page,
-)
+from llmcond.report.content import Page, make_page
+from llmcond.report.page import check_figures, check_page, write_figures, write_page
 from llmcond.report.tables import FEW_PAIRS, summary, systems_summary
 from llmcond.runs import Run, open_any_run, run_exists
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder

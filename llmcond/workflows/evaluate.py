@@ -18,7 +18,8 @@ from llmcond.evaluation.results import Results, best_first
 from llmcond.files import check_output, write_csv
 from llmcond.log import log
 from llmcond.metrics import get_metric
-from llmcond.report.page import check_page, make_page, write_page
+from llmcond.report.content import make_page
+from llmcond.report.page import check_page, write_page
 from llmcond.report.tables import estimate_text, highest_or_lowest
 from llmcond.runs import Run, open_any_run
 from llmcond.runs.examples import (

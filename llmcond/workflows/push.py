@@ -19,8 +19,7 @@ from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import format_bytes, read_json, write_text
 from llmcond.log import log
-from llmcond.report.card import heads_card
-from llmcond.report.metadata import add_metadata, heads_metadata, trained_metadata
+from llmcond.report.card import add_metadata, heads_card, heads_metadata, trained_metadata
 from llmcond.runs import open_any_run
 from llmcond.runs.portable import list_files, open_portable_run, read_credits, stage_run
 from llmcond.version import __version__

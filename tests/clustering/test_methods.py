@@ -8,18 +8,18 @@ from scipy.linalg import orthogonal_procrustes
 from sklearn.metrics import adjusted_rand_score, v_measure_score
 
 from llmcond.clustering.describe import describe_clusters
-from llmcond.clustering.maps import compute_maps
 from llmcond.clustering.methods import (
     CLEAR_SILHOUETTE,
     NOISE,
     SAMPLE_SIZE,
     choose_k,
+    compute_maps,
     hdbscan,
     kmeans,
     number_by_size,
     sample_indices,
+    score_clusters,
 )
-from llmcond.clustering.scores import score_clusters
 
 
 def blobs(sizes, distance=6.0, dim=8, seed=0):

@@ -15,8 +15,8 @@ import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.clustering import scores as cluster_scores
-from llmcond.clustering.scores import score_clusters
+from llmcond.clustering import methods as cluster_scores
+from llmcond.clustering.methods import score_clusters
 from llmcond.evaluation import paired
 from llmcond.evaluation.analyses import impurity_from_counts
 from llmcond.evaluation.paired import (

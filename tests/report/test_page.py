@@ -22,8 +22,8 @@ from llmcond.evaluation.analyses import rank_error
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import Result, RowCounts, Subset
 from llmcond.metrics import METRICS, Estimate
-from llmcond.report.page import Page, check_page, write_page
-from llmcond.report.page.tables import with_minus_signs
+from llmcond.report.content import Page, with_minus_signs
+from llmcond.report.page import check_page, write_page
 from llmcond.report.tables import p_value_text, range_text
 
 WHO = ("A young woman", "Two old men", "Three children in red coats", "A large group of students")
@@ -510,7 +510,7 @@ def test_invalid_paths_and_missing_packages_are_rejected(page, tmp_path, monkeyp
         check_page(tmp_path / "folder.html")
     check_page(tmp_path / "new" / "page.html")
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr("llmcond.report.page.render.find_spec", lambda _: None)
+    monkeypatch.setattr("llmcond.report.page.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'llmcond\[report\]'"):
         check_page(tmp_path / "page.html")
 
