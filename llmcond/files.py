@@ -15,16 +15,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
 
-from llmcond.errors import DiskFullError, LlmcondError, UserError, disk_full_error, is_disk_full
+from llmcond.errors import (
+    DiskFullError,
+    LlmcondError,
+    UserError,
+    disk_full_error,
+    install_command,
+    is_disk_full,
+)
 
 #: Age from which a temporary file counts as abandoned. Files in use are written to more often.
 _STALE_SECONDS = 3_600
 #: Suffixes of figures and of pages, as legal suffixes of outputs.
 FIGURE_SUFFIXES, PAGE_SUFFIXES = (".png", ".svg", ".pdf"), (".html", ".htm")
+MISSING_LIBRARIES = "Altair and vl-convert, which draw figures, are not both installed"
 #: Bytes of the disk that are left free.
 _SPARE_BYTES = 2**20
 
@@ -183,6 +192,33 @@ def check_output(path: Path | None, suffixes: Sequence[str], inputs: Iterable[An
 def file_output(*suffixes: str) -> Callable[[Path, Iterable[Any]], None]:
     """Return ``check_output`` for some suffixes, as a check of an option that names a file."""
     return lambda path, inputs: check_output(path, suffixes, inputs)
+
+
+def data_path(path: Path) -> Path:
+    """Return the file of the numbers that a figure shows: ``steps-data.csv`` for ``steps.svg``."""
+    return path.with_name(f"{path.stem}-data.csv")
+
+
+def can_draw() -> bool:
+    """Return whether the libraries that draw and save charts are installed."""
+    return all(find_spec(name) is not None for name in ("altair", "vl_convert"))
+
+
+def check_figure(path: Path, inputs: Iterable[Any] = (), pages: Sequence[str] = ()) -> None:
+    """Check before any work that a figure, and the CSV file of its numbers, can be written.
+
+    Args:
+        path: the file of the figure.
+        inputs: input files; see ``check_output``.
+        pages: legal suffixes besides ``FIGURE_SUFFIXES``, of pages that need no library.
+
+    Raises:
+        UserError: as ``check_output``, or a library is not installed.
+    """
+    check_output(path, (*pages, *FIGURE_SUFFIXES), inputs)
+    check_output(data_path(path), (".csv",), inputs)
+    if suffix(path) not in pages and not can_draw():
+        raise UserError(f"{MISSING_LIBRARIES}. Install them: {install_command('report')}.")
 
 
 def _is_input(path: Path, source: Path) -> bool:

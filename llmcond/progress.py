@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self, TypeVar
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from typing_extensions import override
@@ -33,16 +33,19 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-class _Bar:
-    """A progress bar, as a context manager; prints lines if standard error is not a terminal."""
+class ProgressBar:
+    """A progress bar, as a context manager; prints lines if standard error is not a terminal.
 
-    #: The words before the estimate of the time left.
-    _estimate = "about"
+    Args:
+        name: name of the work.
+        clock: function that returns the time in seconds.
+        visible: whether to show the bar before the first progress.
+    """
 
     def __init__(
-        self, name: str, visible: bool = True, clock: Callable[[], float] = time.monotonic
+        self, name: str, clock: Callable[[], float] = time.monotonic, visible: bool = True
     ) -> None:
-        self._name, self._clock = name, clock
+        self._name, self._clock, self._items = name, clock, 0
         self._last_line, self._has_lines = clock(), False
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -65,17 +68,35 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def _show(self, detail: str, **changes: Any) -> None:
+    def on_item(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` items are completed."""
+        self._show(f"{done:,} of {total:,}", completed=done, total=total)
+
+    def count(self, rows: Iterable[T]) -> Iterator[T]:
+        """Yield rows as they are read, and show their number."""
+        for row in rows:
+            self.add(1)
+            yield row
+
+    def add(self, rows: int) -> None:
+        """Show that more rows were read, if there are many."""
+        n_updates = self._items // _SHOWN_ROWS
+        self._items += rows
+        if self._items // _SHOWN_ROWS > n_updates:
+            self._show(f"{self._items:,} rows", visible=True)
+
+    def _show(self, detail: str, estimate: str = "about", **changes: Any) -> None:
         """Show the progress and the time left.
 
         Args:
             detail: text of the progress.
+            estimate: the words before the estimate of the time left.
             changes: attributes of the bar's task to update.
         """
         self._progress.update(self._task, **changes)
         seconds_left = self._seconds_left()
         if seconds_left:
-            detail += f", {self._estimate} {format_duration(seconds_left)} left"
+            detail += f", {estimate} {format_duration(seconds_left)} left"
         self._progress.update(self._task, detail=detail)
         now = self._clock()
         is_due = now - self._last_line >= EVERY_SECONDS
@@ -89,7 +110,7 @@ class _Bar:
         return self._progress.tasks[self._task].time_remaining
 
 
-class ExtractionBar(_Bar):
+class ExtractionBar(ProgressBar):
     """A progress bar for extraction: inputs, tokens per second, time left.
 
     The rate and the time left are computed from the time of encoding, without loading. The time
@@ -112,9 +133,9 @@ class ExtractionBar(_Bar):
         name: str = "encoding",
         noun: str = "inputs",
     ) -> None:
-        super().__init__(name, visible=False, clock=clock)
+        super().__init__(name, clock, visible=False)
         self._total, self._noun, self._processes, self._stored = "?", noun, processes, stored
-        self._inputs = self._characters = self._tokens = 0
+        self._characters = self._tokens = 0
         self._seconds = 0.0
 
     def start(self, inputs: int | None, characters: int | None) -> None:
@@ -138,19 +159,19 @@ class ExtractionBar(_Bar):
             seconds: encoding time in one thread or actor, divided by the number of threads or
                 actors.
         """
-        self._inputs += inputs
+        self._items += inputs
         self._characters += characters
         self._tokens += tokens
         self._seconds += seconds
         # This assumes that the inputs of other processes are as long as those of this one.
-        share = self._done() / (self._inputs or 1)
+        share = self._done() / (self._items or 1)
         self._show(self._detail(), completed=self._characters * share)
 
     def _done(self) -> int:
-        return max(self._inputs, self._stored() if self._stored else 0)
+        return max(self._items, self._stored() if self._stored else 0)
 
     def _detail(self) -> str:
-        if not self._inputs:
+        if not self._items:
             return f"{self._total} {self._noun}, starting"
         rate = self._tokens / (self._seconds or 1e-9)
         share = f" in each of {self._processes} processes" if self._processes > 1 else ""
@@ -164,100 +185,11 @@ class ExtractionBar(_Bar):
         return max(task.remaining, 0) * self._seconds / self._characters / self._processes
 
 
-class ReadBar(_Bar):
-    """A progress bar for reading a file, shown if the file has many rows."""
-
-    def __init__(self, file: str, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(f"reading {file}", visible=False, clock=clock)
-        self._rows = 0
-
-    def count(self, rows: Iterable[T]) -> Iterator[T]:
-        """Yield rows as they are read, and show their number."""
-        for row in rows:
-            self.add(1)
-            yield row
-
-    def add(self, rows: int) -> None:
-        """Show that more rows were read."""
-        n_updates = self._rows // _SHOWN_ROWS
-        self._rows += rows
-        if self._rows // _SHOWN_ROWS > n_updates:
-            self._show(f"{self._rows:,} rows", visible=True)
-
-
-class FitBar(_Bar):
-    """A progress bar for fitting: epochs, the share of the current epoch, and the last dev score.
+class FitBar(ProgressBar):
+    """A progress bar for a fit in epochs, or a training in steps, with its last or best dev score.
 
     Args:
-        key: key of the score in the entries of learning curves.
-        score: name of the score.
-        show: function that formats a score.
-        clock: function that returns the time in seconds.
-    """
-
-    _estimate = "at most"  # a fit that no longer improves stops early
-
-    def __init__(
-        self,
-        key: str,
-        score: str,
-        show: Callable[[float], str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__("fitting", clock=clock)
-        self._key, self._score, self._format_score = key, score, show
-        self._last_score, self._last_shown = "", -math.inf
-
-    def on_epoch(self, epoch: float, epochs: int, entry: Mapping[str, Any] | None) -> None:
-        """Show the progress after an epoch, or within one.
-
-        Args:
-            epoch: number of completed epochs, with a fraction within an epoch.
-            epochs: total number of epochs.
-            entry: entry of the learning curve after an epoch; None within one, which is not always
-                shown.
-        """
-        now = self._clock()
-        if entry is not None:
-            score = entry.get(self._key)
-            if score is not None:
-                self._last_score = f", dev {self._score} {self._format_score(score)}"
-            detail = f"epoch {epoch:,.0f} of {epochs:,}"
-        elif now - self._last_shown < _WITHIN_EPOCH_SECONDS:
-            return
-        else:
-            part, number = math.modf(epoch)
-            detail = f"epoch {number + 1:,.0f} of {epochs:,} ({part:.0%} done)"
-        self._last_shown = now
-        self._show(detail + self._last_score, completed=epoch, total=epochs)
-
-
-class CountBar(_Bar):
-    """A progress bar for a number of items."""
-
-    def on_item(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` items are completed."""
-        self._show(f"{done:,} of {total:,}", completed=done, total=total)
-
-
-class _Training(Protocol):
-    """The state of a training: completed steps, an entry per evaluation, and the best dev score."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def curve(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def best_score(self) -> float | None: ...
-
-
-class TrainBar(_Bar):
-    """A progress bar for training: steps, the loss, and the best dev score.
-
-    Args:
-        key: key of the score in records; None: nothing is scored.
+        key: key of the score in the entries of learning curves; None: nothing is scored.
         score: name of the score.
         show: function that formats a score.
         clock: function that returns the time in seconds.
@@ -270,17 +202,41 @@ class TrainBar(_Bar):
         score: str,
         show: Callable[[float], str],
         clock: Callable[[], float] = time.monotonic,
-        name: str = "training",
+        name: str = "fitting",
     ) -> None:
-        super().__init__(name, clock=clock)
+        super().__init__(name, clock)
         self._key, self._score, self._format_score = key, score, show
-        self._n_logged = 0
+        self._last_score, self._last_shown, self._n_logged = "", -math.inf, 0
 
-    def on_step(self, done: _Training, steps: int, entry: Mapping[str, Any]) -> None:
+    def on_epoch(self, epoch: float, epochs: int, entry: Mapping[str, Any] | None) -> None:
+        """Show the progress after an epoch, or within one.
+
+        Args:
+            epoch: number of completed epochs, with a fraction within an epoch.
+            epochs: total number of epochs.
+            entry: entry of the learning curve after an epoch; None within one, which is not always
+                shown.
+        """
+        now = self._clock()
+        if entry is not None:
+            score = entry.get(self._key) if self._key else None
+            if score is not None:
+                self._last_score = f", dev {self._score} {self._format_score(score)}"
+            detail = f"epoch {epoch:,.0f} of {epochs:,}"
+        elif now - self._last_shown < _WITHIN_EPOCH_SECONDS:
+            return
+        else:
+            part, number = math.modf(epoch)
+            detail = f"epoch {number + 1:,.0f} of {epochs:,} ({part:.0%} done)"
+        self._last_shown = now
+        # A fit that no longer improves stops early.
+        self._show(detail + self._last_score, "at most", completed=epoch, total=epochs)
+
+    def on_step(self, done: Any, steps: int, entry: Mapping[str, Any]) -> None:
         """Show the progress after a step, and log each evaluation.
 
         Args:
-            done: state of the training.
+            done: state of the training, with ``step``, ``curve`` and ``best_score``.
             steps: total number of steps.
             entry: loss and other figures of the step.
         """

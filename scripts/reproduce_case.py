@@ -42,8 +42,9 @@ from reproduce import (
 from llmcond.commands.analyse import analyse
 from llmcond.errors import LlmcondError
 from llmcond.evaluation.results import Result
+from llmcond.files import can_draw, data_path
 from llmcond.heads.pairs import score_key
-from llmcond.report.figures import can_draw, data_path, plot_steps
+from llmcond.report.figures import plot_steps
 from llmcond.workflows.options.fitting import SweepOptions
 from llmcond.workflows.sweep import sweep
 

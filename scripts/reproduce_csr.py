@@ -48,10 +48,10 @@ from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.settings import RELEASED_MODES
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
-from llmcond.files import write_text
+from llmcond.files import can_draw, write_text
 from llmcond.kinds.ranking.graph import read_graph, sample_folder
 from llmcond.log import log
-from llmcond.report.figures import can_draw, plot_curve
+from llmcond.report.figures import plot_curve
 
 # -- the paper ---------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.loading import load_config, load_tokenizer
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
+from llmcond.files import check_figure
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import read_dialogues
 from llmcond.kinds.dialogue.examples import (
@@ -57,7 +58,7 @@ from llmcond.kinds.dialogue.examples import (
 from llmcond.kinds.dialogue.task import DialogueTask, UtteranceInputs
 from llmcond.log import log
 from llmcond.metrics import METRICS
-from llmcond.report.figures import Point, check_figure, plot_curve
+from llmcond.report.figures import Point, plot_curve
 from llmcond.runs import Run, open_any_run
 from llmcond.system import provenance
 

@@ -23,6 +23,7 @@ OUTPUTS = [
     ("annotate texts.csv --endpoint http://127.0.0.1:9/v1 --model m", "--out", (".csv",)),
     ("bench --quick", "--out", (".md",)),
     ("cluster texts.csv --condition c", "--out", TABLES),
+    ("cluster texts.csv --condition c", "--map", FIGURE_SUFFIXES),
     ("cluster texts.csv --condition c", "--report", PAGE_SUFFIXES),
     ("compare a b", "--report", PAGE_SUFFIXES),
     ("compare-prompts --model minilm", "--report", PAGE_SUFFIXES),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmcond.metrics import METRICS
-from llmcond.progress import ExtractionBar, FitBar, ReadBar, TrainBar
+from llmcond.progress import ExtractionBar, FitBar, ProgressBar
 from llmcond.runs.trials import iterate_completed
 
 SPEARMAN = METRICS["spearman"]
@@ -146,7 +146,7 @@ def test_epochs_of_fit_and_steps_of_training_are_reported(clock, lines):
         "fitting: epoch 4 of 100, dev Spearman 50.0, at most 32 min left",
     ]
     lines.clear()
-    with TrainBar("dev_spearman", SPEARMAN.heading, SPEARMAN.format, clock) as bar:
+    with FitBar("dev_spearman", SPEARMAN.heading, SPEARMAN.format, clock, name="training") as bar:
         for step in range(1, 8):
             clock.now += 7
             bar.on_step(SimpleNamespace(step=step, curve=(), best_score=0.25), 9, {"loss": 0.125})
@@ -175,7 +175,7 @@ def test_fits_of_several_processes_are_reported(handler):
 
 
 def test_reading_large_file_is_reported(clock, lines):
-    with ReadBar("large.csv", clock) as bar:
+    with ProgressBar("reading large.csv", clock) as bar:
         for _ in bar.count(range(100_000)):
             clock.now += 0.001
     assert lines == ["reading large.csv: 40,000 rows", "reading large.csv: 80,000 rows"]

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from llmcond.annotation.template import Answer, ChatSettings, QuestionTemplate
 from llmcond.errors import LlmcondError, UserError, install_command, shortened_repr
 from llmcond.files import digest_text
-from llmcond.progress import CountBar
+from llmcond.progress import ProgressBar
 from llmcond.records import RECORD, check_record
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class QuestionRunner:
         """
         while missing := self.missing_questions(questions):
             portal, client = self._connection or self._connect()
-            with CountBar("asking") as bar:
+            with ProgressBar("asking") as bar:
                 portal.call(self._ask_all, client, missing, bar)
 
     def _connect(self) -> tuple[BlockingPortal, ChatClient]:
@@ -230,7 +230,7 @@ class QuestionRunner:
         return portal, client
 
     async def _ask_all(
-        self, client: ChatClient, questions: Sequence[Question], bar: CountBar
+        self, client: ChatClient, questions: Sequence[Question], bar: ProgressBar
     ) -> None:
         """Ask questions concurrently, and store their answers.
 

@@ -51,7 +51,7 @@ class Sweep(SweepOptions, Command):
             >>> len(swept.results)
             2
         """
-        from llmcond.report.figures import check_plots, write_plots
+        from llmcond.report.figures import write_plots
         from llmcond.workflows.sweep import sweep
 
         several = [self.head, self.prompt, *self.varied().values()]
@@ -60,7 +60,6 @@ class Sweep(SweepOptions, Command):
                 "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, "
                 "prompts or --seeds."
             )
-        check_plots(self.plot, self.plot_steps)
         swept = sweep(self)
         split = self.curve_split() or "dev"
         write_plots(swept.results, self.plot, self.plot_steps, split)

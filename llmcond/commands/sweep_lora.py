@@ -55,10 +55,9 @@ class SweepLora(SweepLoraOptions, Command):
             >>> len(swept.results), swept.best.run
             (2, PosixPath('runs/default/best'))
         """
-        from llmcond.report.figures import check_plots, write_plots
+        from llmcond.report.figures import write_plots
         from llmcond.workflows.sweep_lora import sweep_lora
 
-        check_plots(self.plot, self.plot_steps)
         swept = sweep_lora(self)
         write_plots(swept.results, self.plot, self.plot_steps)
         return swept

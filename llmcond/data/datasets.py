@@ -27,7 +27,7 @@ from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
 from llmcond.errors import UserError, shortened_repr
 from llmcond.files import digest_text, replace_atomically
 from llmcond.log import log
-from llmcond.progress import ReadBar
+from llmcond.progress import ProgressBar
 from llmcond.text import EmptyTextError, cell_text, check_cell, check_text, condition_cell
 
 SPLITS = ("train", "dev", "test")
@@ -358,7 +358,7 @@ def read_columns(
     for file in files:
         problems = Problems.of(source, file)
         n_rows, left_out = 0, list[int]()
-        with ReadBar(problems.file) as bar:
+        with ProgressBar(f"reading {problems.file}", visible=False) as bar:
             for n_rows, record in enumerate(bar.count(read_records(source, file, names)), 1):
                 row: list[Any] = []
                 for name, read in columns:

@@ -40,7 +40,7 @@ from llmcond.errors import LlmcondError, UserError, first_line, format_list, sho
 from llmcond.files import digest_bytes, digest_text
 from llmcond.lance_io import READ_ERRORS, check_not_forked, convert_panics
 from llmcond.object_stores import describe_failure, lance_options, open_filesystem
-from llmcond.progress import ReadBar
+from llmcond.progress import ProgressBar
 from llmcond.text import cell_text, check_cell, check_string
 
 #: Rows per batch when a whole part is read.
@@ -274,7 +274,7 @@ def survey(
     threads = ThreadPoolExecutor(_MAX_THREADS)
     try:
         surveyed = threads.map(partial(source.survey, texts=texts), parts)
-        with ReadBar(source.name) as bar:
+        with ProgressBar(f"reading {source.name}", visible=False) as bar:
             for part, (rows, schema) in zip(parts, surveyed, strict=True):
                 surveyed_parts.append(SourcePart(part, states[part], rows))
                 keep_schema = _merge_schemas(

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import xlogy
-from scipy.stats import rankdata
 
 from llmcond.arrays import EqualByValue
 from llmcond.data.rows import Rows
@@ -248,6 +246,8 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
 
 def impurity_from_counts(counts: NDArray[np.int64]) -> float:
     """Return I in nats from counts, (conditions, clusters), of vectors."""
+    from scipy.special import xlogy
+
     size = counts.sum(axis=1, keepdims=True)
     # The weight of a condition without vectors is 0.
     share = counts / np.maximum(size, 1)
@@ -299,6 +299,8 @@ def rank_share(values: NDArray[np.floating]) -> Floats:
 
     Ties get their mean rank, and a single value gets 0.5. Values are (n,), finite.
     """
+    from scipy.stats import rankdata
+
     n = len(values)
     return (rankdata(values) - 1) / (n - 1) if n > 1 else np.full(n, 0.5)
 
@@ -309,6 +311,8 @@ def rating_span(rating: Floats) -> tuple[Floats, Floats]:
     Few distinct ratings are shared by many rows, so a rating does not determine a single rank: in a
     perfect order, the rows of one rating can have any rank in their span.
     """
+    from scipy.stats import rankdata
+
     n = len(rating)
     if n < 2:
         return np.full(n, 0.5), np.full(n, 0.5)

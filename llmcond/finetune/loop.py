@@ -42,7 +42,7 @@ from llmcond.finetune.settings import (
 from llmcond.heads.fit import entries_since_best
 from llmcond.heads.fitted import GroupSampler
 from llmcond.log import log
-from llmcond.progress import TrainBar
+from llmcond.progress import FitBar
 from llmcond.records import RECORD, check_record
 from llmcond.report.tables import dev_gain_text
 from llmcond.run_log import RunLog
@@ -602,7 +602,7 @@ class LastStage(Generic[P]):
         )
         metric = self.model.metric
         self.run_log.resume(first_step, name)
-        with TrainBar(key=None, score=metric.heading, show=metric.format, name=name) as bar:
+        with FitBar(key=None, score=metric.heading, show=metric.format, name=name) as bar:
             trainer.run(self.run_log.on_step(bar.on_step, name))
         self.accelerator.wait_for_everyone()
         trainer.load_best_weights()

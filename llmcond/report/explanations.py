@@ -9,8 +9,8 @@ import numpy as np
 
 from llmcond.conditions import condition_titles
 from llmcond.display import Column, Table
-from llmcond.files import FIGURE_SUFFIXES, PAGE_SUFFIXES, check_output, suffix, write_csv
-from llmcond.report.figures import ShadedToken, TokenRow, check_figure, data_path, plot_tokens
+from llmcond.files import PAGE_SUFFIXES, data_path, suffix, write_csv
+from llmcond.report.figures import ShadedToken, TokenRow, plot_tokens
 from llmcond.report.page import write_html
 from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanation, Values
 from llmcond.version import __version__
@@ -134,20 +134,6 @@ def _find_largest(conditions: Sequence[ConditionExplanation]) -> float:
 
 
 # -- figures -----------------------------------------------------------------------------------
-
-
-def check_explanation_figure(path: Path) -> None:
-    """Check, before an encoder is loaded, that the figure of an explanation can be written.
-
-    Raises:
-        UserError: the path has another suffix than .html, .svg, .png or .pdf, it cannot be written,
-            or a library is not installed.
-    """
-    check_output(path, (*PAGE_SUFFIXES, *FIGURE_SUFFIXES))
-    if suffix(path) in PAGE_SUFFIXES:
-        check_output(data_path(path), (".csv",))
-    else:
-        check_figure(path)
 
 
 def write_explanation(explanation: Explanation, path: Path) -> None:

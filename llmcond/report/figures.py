@@ -9,16 +9,15 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.errors import UserError, escape_control_characters, install_command
+from llmcond.errors import escape_control_characters
 from llmcond.evaluation.results import Result
-from llmcond.files import FIGURE_SUFFIXES, check_output, replace_atomically, suffix, write_csv
+from llmcond.files import data_path, replace_atomically, suffix, write_csv
 from llmcond.heads.pairs import score_key
 from llmcond.log import log
 from llmcond.metrics import Metric
@@ -39,7 +38,6 @@ _PRINTED = {f"var(--series-{i})": colour for i, colour in enumerate(_COLOURS, 1)
     "var(--muted)": "#5c5f66",
     "var(--line)": "#deddd8",
 }
-MISSING_LIBRARIES = "Altair and vl-convert are not both installed"
 #: The number of pixels per unit of a PNG.
 _SCALE = 2.0
 #: Up to this many x values each have a mark, an interval and a tick.
@@ -51,36 +49,6 @@ _BINS = 60
 _NO_INTERVAL = "two seeds or few rows give no interval"
 
 # -- files -------------------------------------------------------------------------------------
-
-
-def can_draw() -> bool:
-    """Return whether the libraries that draw and save charts are installed."""
-    return all(find_spec(name) is not None for name in ("altair", "vl_convert"))
-
-
-def check_figure(path: Path) -> None:
-    """Check, before long work, that a figure and its data can be written.
-
-    Raises:
-        UserError: the path has another suffix than ``FIGURE_SUFFIXES``, it cannot be written, or a
-            library is not installed.
-    """
-    check_output(path, FIGURE_SUFFIXES)
-    check_output(data_path(path), (".csv",))
-    check_libraries()
-
-
-def check_libraries() -> None:
-    """Raise a UserError unless the libraries that draw and save charts are installed."""
-    if not can_draw():
-        raise UserError(
-            f"{MISSING_LIBRARIES}, which draw figures. Install them: {install_command('report')}."
-        )
-
-
-def data_path(path: Path) -> Path:
-    """Return the file of the numbers that a figure shows: ``steps-data.csv`` for ``steps.svg``."""
-    return path.with_name(f"{path.stem}-data.csv")
 
 
 def _save(
@@ -334,7 +302,13 @@ def plot_curve(
     """
     import altair as alt
 
-    rows = [(name, *point) for name, points in series.items() for point in sorted(set(points))]
+    rows, marked = [], []
+    for i, (name, points) in enumerate(series.items()):
+        ordered = sorted(set(points))
+        rows += [(name, *point) for point in ordered]
+        # Many marks would hide their line and each other.
+        every = -(-len(ordered) // _MAX_MARKS)
+        marked += [rank % every == i % every for rank in range(len(ordered))]
     ticks = sorted({row[1] for row in rows})
     few = len(ticks) <= _MAX_MARKS
     x = alt.X(
@@ -347,17 +321,19 @@ def plot_curve(
     )
     y = alt.Y("y:Q", title=textwrap.wrap(ylabel, 50)).scale(zero=False)
     colour, shape = _series(list(series))
-    base = alt.Chart(_data(("series", "x", "y", "low", "high"), rows)).encode(x=x, color=colour)
+    data = ((*row, mark) for row, mark in zip(rows, marked, strict=True))
+    columns = ("series", "x", "y", "low", "high", "mark")
+    base = alt.Chart(_data(columns, data)).encode(x=x, color=colour)
     known = base.transform_filter("isValid(datum.low) && isValid(datum.high)")
     ends: Any = {"y": alt.Y("low:Q"), "y2": "high:Q"}
     layers = [
         known.mark_area(opacity=0.15).encode(**ends),
         base.mark_line(strokeWidth=1.5, invalid="break-paths-show-domains").encode(y=y),
     ]
-    if few:  # Many marks would hide their line and each other.
-        # A band has no width at an isolated point, so each point also has a vertical line.
+    if few:  # A band has no width at an isolated point, so each point also has a vertical line.
         layers.append(known.mark_rule(opacity=0.5).encode(**ends))
-        layers.append(base.mark_point(filled=True, size=50, opacity=1).encode(y=y, shape=shape))
+    points = base.transform_filter("datum.mark").mark_point(filled=True, size=50, opacity=1)
+    layers.append(points.encode(y=y, shape=shape))
     chart = alt.layer(*layers).properties(width=520, height=320)
     _save(chart, path, band, ("series", xlabel, ylabel, "low", "high"), rows)
 
@@ -468,7 +444,7 @@ def plot_predictions(
     """
     import altair as alt
 
-    from llmcond.evaluation.analyses import Level  # which imports scipy
+    from llmcond.evaluation.analyses import Level
 
     columns = ("system", *(field.name for field in fields(Level)))
     rows = [(name, *astuple(level)) for name, levels in systems.items() for level in levels]
@@ -492,17 +468,6 @@ def plot_predictions(
 
 
 # -- sweeps and learning curves ----------------------------------------------------------------
-
-
-def check_plots(plot: str | Path | None, plot_steps: str | Path | None) -> None:
-    """Check, before hours of work, that the figures of --plot and --plot-steps can be written.
-
-    Raises:
-        UserError: a figure cannot be written, or a library is not installed.
-    """
-    for path in (plot, plot_steps):
-        if path is not None:
-            check_figure(Path(path))
 
 
 def write_plots(

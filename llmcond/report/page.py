@@ -15,7 +15,7 @@ import numpy as np
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError, install_command
 from llmcond.evaluation.results import Result
-from llmcond.files import PAGE_SUFFIXES, check_output, replace_atomically
+from llmcond.files import PAGE_SUFFIXES, check_figure, check_output, replace_atomically
 from llmcond.log import log
 from llmcond.metrics import finite_or_none, get_metric
 from llmcond.report.content import (
@@ -27,7 +27,6 @@ from llmcond.report.content import (
     subsets_table,
 )
 from llmcond.report.figures import (
-    check_figure,
     plot_differences,
     plot_isotropy,
     plot_predictions,
@@ -240,7 +239,7 @@ def write_figures(page: Page, folder: Path, form: str) -> None:
 
 
 def _plot_predictions(page: Page, rows: Rows, path: Path) -> None:
-    from llmcond.evaluation.analyses import calibration  # which imports scipy
+    from llmcond.evaluation.analyses import calibration
 
     low, high = page.scale
     rating = low + (high - low) * rows.rating

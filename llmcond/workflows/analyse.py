@@ -29,18 +29,11 @@ from llmcond.evaluation.analyses import (
     seen_unseen,
 )
 from llmcond.features.view import FeatureView
-from llmcond.files import check_writable, write_json
+from llmcond.files import MISSING_LIBRARIES, can_draw, check_writable, write_json
 from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite_or_none
-from llmcond.report.figures import (
-    MISSING_LIBRARIES,
-    Point,
-    can_draw,
-    plot_clusters,
-    plot_curve,
-    plot_isotropy,
-)
+from llmcond.report.figures import Point, plot_clusters, plot_curve, plot_isotropy
 from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
 from llmcond.runs.embedder import Embedder, make_embedder
 from llmcond.runs.examples import RowFeatures, load_fitted_heads, predict, zero_shot_heads

@@ -42,9 +42,8 @@ from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.rows import to_arrow
 from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration, sample_texts
-from llmcond.files import check_output, replace_atomically, write_csv
+from llmcond.files import data_path, replace_atomically, write_csv
 from llmcond.log import log
-from llmcond.report.figures import check_figure, data_path
 from llmcond.runs.embedder import EmbeddingModel
 from llmcond.runs.languages import report_foreign_texts
 from llmcond.workflows.options.texts import ClusterOptions
@@ -65,9 +64,11 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     """
     run_folder, conditions, guide = options.resolve_folder(), options.conditions(), options.guide
     texts, text, labels, seed = options.texts, options.text, options.labels, options.seed
-    files = _OutputFiles.of(options)
-    _check_conditions(conditions, guide is not None, labels)
+    _check_options(options, conditions, guide is not None, labels)
     finder = _ClusterFinder.of(options)
+    out, report, map_file = (
+        None if file is None else Path(file) for file in (options.out, options.report, options.map)
+    )
     source = open_collection(texts, options.read_options(), text)
     column = text_column(source, text)
     columns = _name_columns(conditions, options.keep, column)
@@ -86,7 +87,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         run_folder, options.head, options.prompt, device=options.device
     )
     report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
-    drawing = ClusterMap(collection.texts, seed) if files.have_map else None
+    drawing = ClusterMap(collection.texts, seed) if report or map_file else None
     clusterings: list[Clustering] = []
     samples: list[Vectors] = []
     for condition in conditions or (None,):
@@ -112,9 +113,9 @@ def cluster(options: ClusterOptions) -> ClusterResult:
             base = Clustering(name, None, base_labels[0], described, separation)
             drawing.add(base, base_vectors)
     result = ClusterResult(
-        out=files.out,
-        report=files.report,
-        map=files.map,
+        out=out,
+        report=report,
+        map=map_file,
         file=collection.file,
         texts=len(collection.texts),
         distinct=distinct,
@@ -126,16 +127,11 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         clusterings=clusterings,
         table=_make_table(collection, column, options.keep, clusterings, columns),
     )
-    if files.out is not None:
-        _write_table(files.out, result.table)
     _log_quality(clusterings, options.method, guide is not None)
     verdicts: dict[str, str] = {}
     if options.check and guide is None:
         verdicts = _log_condition_checks(conditions, samples, run_folder)
-    destination = "" if files.out is None else f" -> {files.out}"
-    log.info(f"{len(collection.texts):,} texts in {_count_clusters(clusterings)}{destination}")
-    if drawing is not None:
-        files.write_maps(result, drawing, verdicts)
+    _write_outputs(result, drawing, verdicts)
     return result
 
 
@@ -156,55 +152,21 @@ def _embed_texts(
 # -- options -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _OutputFiles:
-    """The files to write: the table, the page and the picture of the map; None: not wanted."""
+def _check_options(
+    options: ClusterOptions, conditions: Sequence[str], guided: bool, labels: Sequence[str]
+) -> None:
+    """Check the files and the conditions.
 
-    out: Path | None
-    report: Path | None
-    map: Path | None
-
-    @classmethod
-    def of(cls, options: ClusterOptions) -> _OutputFiles:
-        """Check the files that the options name, before any work.
-
-        Raises:
-            UserError: a file has another suffix, is an input or cannot be written, two options
-                name the same file, or a library is not installed.
-        """
-        out, report, map_file = (
-            None if file is None else Path(file)
-            for file in (options.out, options.report, options.map)
+    Raises:
+        UserError: the options contradict each other.
+    """
+    out = options.out
+    positions = None if options.map is None else data_path(Path(options.map))
+    if out is not None and positions and Path(out).absolute() == positions.absolute():
+        raise UserError(
+            f"--out {out} is the file that the positions of --map {options.map} are written to. "
+            "Name another file."
         )
-        inputs = [options.texts, options.guide]
-        check_output(out, (".parquet", ".csv"), inputs)
-        check_output(report, (".html", ".htm"), inputs)
-        if map_file is not None:
-            check_figure(map_file)
-            check_output(data_path(map_file), (".csv",), inputs)
-            if out is not None and out.absolute() == data_path(map_file).absolute():
-                raise UserError(
-                    f"--out {out} is the file that the positions of --map {map_file} are written "
-                    "to. Name another file."
-                )
-        return cls(out, report, map_file)
-
-    @property
-    def have_map(self) -> bool:
-        """Whether a map of the texts is needed."""
-        return self.report is not None or self.map is not None
-
-    def write_maps(
-        self, result: ClusterResult, drawing: ClusterMap, verdicts: Mapping[str, str]
-    ) -> None:
-        """Write the picture and the page."""
-        if self.map is not None:
-            drawing.plot(self.map)
-        if self.report is not None:
-            write_cluster_page(result, drawing, self.report, verdicts)
-
-
-def _check_conditions(conditions: Sequence[str], guided: bool, labels: Sequence[str]) -> None:
     if not conditions and not guided:
         raise UserError(
             "neither --condition nor --guide is given. Name what to compare the texts by, such as "
@@ -275,11 +237,10 @@ class _ClusterFinder:
         Raises:
             UserError: the options contradict each other.
         """
-        k: Any = None if options.clusters == "auto" else options.clusters
-        method, min_size = options.method, options.min_cluster_size
-        if k is not None and (not isinstance(k, int) or isinstance(k, bool)):
+        k, method, min_size = options.clusters, options.method, options.min_cluster_size
+        if not (k == "auto" or isinstance(k, int)):
             raise UserError(f"--clusters is {shortened_repr(k)}; expected a number or auto.")
-        if k is not None and method == "hdbscan":
+        if k != "auto" and method == "hdbscan":
             raise UserError(
                 "--clusters is for --method kmeans. hdbscan chooses the number of clusters "
                 "(--min-cluster-size sets their minimum size)."
@@ -288,11 +249,11 @@ class _ClusterFinder:
             raise UserError(
                 "--min-cluster-size is for --method hdbscan. For kmeans, use --clusters."
             )
-        if k is not None and k < 2:
+        if k != "auto" and k < 2:
             raise UserError(
                 f"--clusters is {k}; it must be at least 2, because one would hold all texts."
             )
-        return cls(method, k, min_size, options.seed)
+        return cls(method, None if k == "auto" else k, min_size, options.seed)
 
     def with_guide(self, labels: Iterable[str] | None) -> _ClusterFinder:
         """Return a copy that finds as many clusters as a guide has labels, unless k was given."""
@@ -434,10 +395,6 @@ def _log_condition_checks(
     return verdicts
 
 
-def _cluster_count(clustering: Clustering) -> str:
-    return format_count(clustering.k, "cluster")
-
-
 def _read_guides(
     guide: Any,
     text: str | None,
@@ -520,14 +477,6 @@ def _add_scores(
 # -- output ------------------------------------------------------------------------------------
 
 
-def _count_clusters(clusterings: Sequence[Clustering]) -> str:
-    if len(clusterings) == 1:
-        return _cluster_count(clusterings[0])
-    return ", ".join(
-        f"{_cluster_count(clustering)} by {clustering.title}" for clustering in clusterings
-    )
-
-
 def _make_table(
     collection: Collection,
     text_column_name: str,
@@ -543,6 +492,23 @@ def _make_table(
         labels = clustering.labels.tolist()
         table |= {number: labels, name: [names[label] for label in labels]}
     return table
+
+
+def _write_outputs(
+    result: ClusterResult, drawing: ClusterMap | None, verdicts: Mapping[str, str]
+) -> None:
+    """Write the table, the picture of the map and the page that are wanted."""
+    if result.out is not None:
+        _write_table(result.out, result.table)
+    counts = [format_count(clustering.k, "cluster") for clustering in result.clusterings]
+    if len(counts) > 1:
+        counts = [f"{n} by {c.title}" for n, c in zip(counts, result.clusterings, strict=True)]
+    destination = "" if result.out is None else f" -> {result.out}"
+    log.info(f"{result.texts:,} texts in {', '.join(counts)}{destination}")
+    if drawing is not None and result.map is not None:
+        drawing.plot(result.map)
+    if drawing is not None and result.report is not None:
+        write_cluster_page(result, drawing, result.report, verdicts)
 
 
 def _write_table(out: Path, table: Mapping[str, Sequence[Any]]) -> None:

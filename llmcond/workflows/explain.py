@@ -20,15 +20,12 @@ def explain(options: ExplainOptions) -> Explanation:
             written.
         LlmcondError: the encoder fails.
     """
-    from llmcond.report.explanations import check_explanation_figure, write_explanation
+    from llmcond.report.explanations import write_explanation
 
-    out = None if options.out is None else Path(options.out)
-    if out is not None:
-        check_explanation_figure(out)
     model = cross.load_similarity_model(
         options.resolve_folder(), options.head, options.prompt, options.device
     )
     explanation = model.explain(options.sentence, options.conditions(), to=options.to)
-    if out is not None:
-        write_explanation(explanation, out)
+    if options.out is not None:
+        write_explanation(explanation, Path(options.out))
     return explanation

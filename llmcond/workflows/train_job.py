@@ -25,7 +25,7 @@ from llmcond.heads import Recipe, load_recipe, save_head
 from llmcond.heads.fitted import FittedModule
 from llmcond.log import log
 from llmcond.metrics import finite_or_none
-from llmcond.progress import TrainBar, format_duration
+from llmcond.progress import FitBar, format_duration
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
 from llmcond.report.tables import estimate_text
@@ -464,7 +464,9 @@ def _train(job: TrainingJob) -> dict[str, Any]:
     with RunLog(path, name_in_trackers, log_config, options.log, first_step) as run_log:
         metric = model.metric
         score_heading = metric.heading + (" of a sample" if job.task.dev_is_sample else "")
-        with TrainBar(key=model.dev_score_name, score=score_heading, show=metric.format) as bar:
+        with FitBar(
+            key=model.dev_score_name, score=score_heading, show=metric.format, name="training"
+        ) as bar:
             trainer.run(run_log.on_step(bar.on_step))
         accelerator.wait_for_everyone()
         progress, head = trainer.progress, None

@@ -21,7 +21,7 @@ from llmcond.errors import UserError
 from llmcond.files import digest_file
 from llmcond.finetune.model import SHAPES, AspectSampler, supervised_contrast
 from llmcond.finetune.settings import AspectSettings
-from llmcond.progress import TrainBar
+from llmcond.progress import FitBar
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,7 +166,7 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
         if done.step == 2:
             raise Stopped
 
-    monkeypatch.setattr(TrainBar, "on_step", stop)
+    monkeypatch.setattr(FitBar, "on_step", stop)
     with pytest.raises(Stopped):
         run([*command, "--checkpoint-steps", "1", "--run", str(stopped)])
     monkeypatch.undo()

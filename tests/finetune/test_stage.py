@@ -16,7 +16,7 @@ from llmcond.errors import UserError
 from llmcond.files import digest_file
 from llmcond.finetune.loop import STATE, stage_rows
 from llmcond.finetune.settings import StageSettings
-from llmcond.progress import TrainBar
+from llmcond.progress import FitBar
 from llmcond.run_log import TRAINING, log_path, read_log
 from llmcond.workflows.train import plan_stage
 
@@ -79,10 +79,10 @@ class Stopped(Exception):  # noqa: N818 - it stands in for a kill
 def test_stage_stopped_in_any_training_resumes_bit_equal(
     command, staged, tmp_path, monkeypatch, capsys
 ):
-    on_step, stops = TrainBar.on_step, ["training 2", "fold-0 1", "fold-1 2", "then 1", "then 3"]
+    on_step, stops = FitBar.on_step, ["training 2", "fold-0 1", "fold-1 2", "then 1", "then 3"]
     names: list[str] = []
 
-    class Bar(TrainBar):
+    class Bar(FitBar):
         def __init__(self, *args, name="training", **options):
             super().__init__(*args, name=name, **options)
             names.append(name)
@@ -93,8 +93,8 @@ def test_stage_stopped_in_any_training_resumes_bit_equal(
                 stops.pop(0)
                 raise Stopped
 
-    monkeypatch.setattr("llmcond.workflows.train_job.TrainBar", Bar)
-    monkeypatch.setattr("llmcond.finetune.loop.TrainBar", Bar)
+    monkeypatch.setattr("llmcond.workflows.train_job.FitBar", Bar)
+    monkeypatch.setattr("llmcond.finetune.loop.FitBar", Bar)
     folder = tmp_path / "run"
     while stops:
         with pytest.raises(Stopped):

@@ -9,8 +9,8 @@ from helpers.pages import HOSTILE, ParsedPage, check_views, open_page
 
 from llmcond.encoders.engine.tokenizing import Token
 from llmcond.errors import UserError
+from llmcond.files import PAGE_SUFFIXES, check_figure
 from llmcond.report.explanations import (
-    check_explanation_figure,
     show_explanation,
     write_explanation,
 )
@@ -86,7 +86,7 @@ def test_terminal_is_not_controlled_by_texts(capsys):
 def test_numbers_of_figure_are_written_as_csv(tmp_path, suffix):
     paths = [tmp_path / f"{name}{suffix}" for name in "ab"]
     for path in paths:
-        check_explanation_figure(path)
+        check_figure(path, pages=PAGE_SUFFIXES)
         write_explanation(explain(), path)
     # The library that writes PDF files sorts their objects differently in each of them.
     assert suffix == ".pdf" or paths[0].read_bytes() == paths[1].read_bytes()
@@ -118,7 +118,7 @@ def test_figure_grows_with_long_sentences(tmp_path):
 @pytest.mark.parametrize("name", ["a.txt", "a"])
 def test_figure_that_cannot_be_written_is_rejected(tmp_path, name):
     with pytest.raises(UserError, match="suffix"):
-        check_explanation_figure(tmp_path / name)
+        check_figure(tmp_path / name, pages=PAGE_SUFFIXES)
 
 
 def hostile_page(folder):

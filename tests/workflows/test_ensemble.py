@@ -13,7 +13,7 @@ import llmcond
 from llmcond.cli import run
 from llmcond.files import digest_file
 from llmcond.finetune.loop import STATE
-from llmcond.progress import TrainBar
+from llmcond.progress import FitBar
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -117,7 +117,7 @@ def test_interrupted_training_resumes_within_member(
     command, ensemble, tmp_path, monkeypatch, capsys
 ):
     folder, step_numbers = tmp_path / "run", []
-    on_step = TrainBar.on_step
+    on_step = FitBar.on_step
 
     def stop_at_tenth_step(self, progress, steps, loss):
         on_step(self, progress, steps, loss)
@@ -125,7 +125,7 @@ def test_interrupted_training_resumes_within_member(
         if len(step_numbers) == 10:
             raise SimulatedKill
 
-    monkeypatch.setattr(TrainBar, "on_step", stop_at_tenth_step)
+    monkeypatch.setattr(FitBar, "on_step", stop_at_tenth_step)
     arguments = [*command, *"--ensemble 2 --seed 4 --then dev --then-share 0.5".split()]
     with pytest.raises(SimulatedKill):
         run([*arguments, "--run", str(folder)])

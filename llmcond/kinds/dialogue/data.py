@@ -29,7 +29,7 @@ from llmcond.data.rows import split_keys
 from llmcond.errors import UserError, first_line, shortened_repr
 from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.log import log
-from llmcond.progress import ReadBar
+from llmcond.progress import ProgressBar
 from llmcond.tasks import OTHER_SPLIT
 
 #: Separator of the turns of a line in DailyDialog's .txt files.
@@ -401,7 +401,7 @@ def _read_files(
     for file in files:
         problems = Problems(PurePosixPath(file).name)
         read_file = _read_text if source.suffix(file) == _TEXT_SUFFIX else _read_table
-        with ReadBar(problems.file) as bar:
+        with ProgressBar(f"reading {problems.file}", visible=False) as bar:
             dialogues += read_file(source, file, len(dialogues), problems, bar.count, notes)
         problems.raise_if_any()
     long_enough = [dialogue for dialogue in dialogues if len(dialogue.texts) > 1]

@@ -51,7 +51,7 @@ from llmcond.kinds.dialogue.task import UtteranceInputs
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics, estimates_json
 from llmcond.options import Ties
-from llmcond.progress import CountBar
+from llmcond.progress import ProgressBar
 from llmcond.runs.examples import (
     AnyPredictor,
     Evaluation,
@@ -425,7 +425,7 @@ def _add_missing(
         f"{json.dumps(done_row, ensure_ascii=False)}\n" for done_row in done.values()
     )
     path.write_text(complete_lines, encoding="utf-8")
-    with path.open("a", encoding="utf-8") as stream, CountBar("generating") as bar:
+    with path.open("a", encoding="utf-8") as stream, ProgressBar("generating") as bar:
         for number, (dialogue, h, context) in enumerate(missing, 1):
             seed = int(digest_text(str(_SEED), *context, size=4), 16)
             candidates = generator.sample(context, samples, seed)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from llmcond.errors import UserError
-from llmcond.files import FIGURE_SUFFIXES, file_output
+from llmcond.files import check_figure
 from llmcond.options import Options, Positive, Seed, option
 from llmcond.workflows.options.common import (
     DeviceOption,
@@ -126,7 +126,7 @@ class GridOptions(Options):
     plot: str | Path | None = option(
         None,
         metavar="FILE",
-        writes=file_output(*FIGURE_SUFFIXES),
+        writes=check_figure,
         help="figure (.png, .svg, .pdf) of the main metric against the first setting that has "
         "several numeric values; the numbers are written next to it as CSV",
     )
@@ -170,7 +170,7 @@ class SweepOptions(
     plot_steps: str | Path | None = option(
         None,
         metavar="FILE",
-        writes=file_output(*FIGURE_SUFFIXES),
+        writes=check_figure,
         help="figure (.png, .svg, .pdf) of the score against training steps, on dev or on the "
         "split that --split names; the numbers are written next to it as CSV",
     )

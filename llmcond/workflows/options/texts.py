@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,8 +14,8 @@ from annotated_types import Ge, Gt, Lt
 from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
 from llmcond.errors import UserError
 from llmcond.files import (
-    FIGURE_SUFFIXES,
     PAGE_SUFFIXES,
+    check_figure,
     check_folder,
     check_output,
     file_output,
@@ -193,6 +194,7 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
     map: str | Path | None = option(
         None,
         metavar="FIGURE",
+        writes=check_figure,
         help="picture of the map: .png, .svg or .pdf; its positions are written next to it, as "
         "FIGURE-data.csv",
     )
@@ -234,7 +236,7 @@ class ExplainOptions(ConditionOptions, EmbedderOptions):
     out: str | Path | None = option(
         None,
         metavar="FIGURE",
-        writes=file_output(*PAGE_SUFFIXES, *FIGURE_SUFFIXES),
+        writes=partial(check_figure, pages=PAGE_SUFFIXES),
         help="figure to write: .html, .svg, .png or .pdf; its numbers are written next to it, as "
         "FIGURE-data.csv",
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Le
 
 from llmcond.encoders.spec import Orders
-from llmcond.files import FIGURE_SUFFIXES, file_output
+from llmcond.files import check_figure
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
 from llmcond.options import Positive, Seed, all_optional, option
 from llmcond.workflows.options.common import LogOption, RunOption, RunOptions
@@ -146,7 +146,7 @@ class SweepLoraOptions(TrainLoraOptions, GridOptions):
     plot_steps: str | Path | None = option(
         None,
         metavar="FILE",
-        writes=file_output(*FIGURE_SUFFIXES),
+        writes=check_figure,
         help="figure (.png, .svg, .pdf) of the dev score against training steps; the numbers are "
         "written next to it as CSV",
     )
