@@ -1,32 +1,32 @@
 """The public names of the package, one per line, for type checkers and editors.
 
 ``__init__.py`` reads this file too, and imports a name when it is first used. The names include the
-Python functions of commands, such as ``embed = verb(Embed)`` in ``llmcond/commands/embed.py``.
+Python functions of commands, such as ``embed = as_function(Embed)`` in ``commands/texts.py``.
 """
 
 from llmcond.clustering.page import Clustering as Clustering
 from llmcond.clustering.page import ClusterResult as ClusterResult
-from llmcond.commands.analyse import analyse as analyse
-from llmcond.commands.annotate import annotate as annotate
-from llmcond.commands.bench import bench as bench
-from llmcond.commands.check_condition import check_condition as check_condition
-from llmcond.commands.cluster import cluster as cluster
-from llmcond.commands.compare import compare as compare
-from llmcond.commands.compare_prompts import compare_prompts as compare_prompts
-from llmcond.commands.complete import complete as complete
-from llmcond.commands.embed import embed as embed
-from llmcond.commands.evaluate import evaluate as evaluate
-from llmcond.commands.explain import explain as explain
-from llmcond.commands.export import export as export
-from llmcond.commands.extract import extract as extract
-from llmcond.commands.fit_head import fit_head as fit_head
-from llmcond.commands.push import push as push
-from llmcond.commands.reply import reply as reply
-from llmcond.commands.serve import serve as serve
-from llmcond.commands.sweep import sweep as sweep
-from llmcond.commands.sweep_lora import sweep_lora as sweep_lora
-from llmcond.commands.train_cross import train_cross as train_cross
-from llmcond.commands.train_lora import train_lora as train_lora
+from llmcond.commands.encode import bench as bench
+from llmcond.commands.encode import extract as extract
+from llmcond.commands.fit import fit_head as fit_head
+from llmcond.commands.fit import sweep as sweep
+from llmcond.commands.rank import complete as complete
+from llmcond.commands.rank import reply as reply
+from llmcond.commands.score import analyse as analyse
+from llmcond.commands.score import compare as compare
+from llmcond.commands.score import compare_prompts as compare_prompts
+from llmcond.commands.score import evaluate as evaluate
+from llmcond.commands.search import serve as serve
+from llmcond.commands.texts import annotate as annotate
+from llmcond.commands.texts import check_condition as check_condition
+from llmcond.commands.texts import cluster as cluster
+from llmcond.commands.texts import embed as embed
+from llmcond.commands.texts import explain as explain
+from llmcond.commands.train import export as export
+from llmcond.commands.train import push as push
+from llmcond.commands.train import sweep_lora as sweep_lora
+from llmcond.commands.train import train_cross as train_cross
+from llmcond.commands.train import train_lora as train_lora
 from llmcond.conditions import Condition as Condition
 from llmcond.encoders.encoder import Encoder as Encoder
 from llmcond.encoders.encoder import load_encoder as load_encoder

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import codecs
-import inspect
 import io
 import json
 import os
-import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from pkgutil import iter_modules
+from pathlib import Path
 
 from llmcond import commands
-from llmcond.commands.base import Command, Parser, add_arguments, run_command
+from llmcond.commands import COMMANDS
+from llmcond.commands.base import Command, Parser, run_command
 from llmcond.errors import (
     DiskFullError,
     LlmcondError,
@@ -30,14 +30,6 @@ from llmcond.errors import (
 )
 from llmcond.log import log_to_terminal
 from llmcond.version import __version__
-
-_MODULES = {module.name for module in iter_modules(commands.__path__)} - {"base"}
-#: Commands with subcommands: ``prompts_show`` is within ``prompts``.
-_PARENTS = frozenset({"prompts"})
-#: Names of all commands, from those of their modules.
-COMMANDS = frozenset(
-    name.replace("_", " " if name.rpartition("_")[0] in _PARENTS else "-") for name in _MODULES
-)
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -114,7 +106,7 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
         if sorted(arguments) == ["--verbose", "--version"]:
             _print_installation()
             return 0
-        options = vars(_parser().parse_args(arguments))
+        options = vars(_lazy_parser().parse_args(arguments))
         command = _command(options.get("subcommand") or options["command"])
         try:
             run_command(command, options)
@@ -165,16 +157,22 @@ def _print_error(text: str, code: int) -> int:
 
 
 def _command(name: str) -> type[Command]:
-    """Import the class of a command, the only ``Command`` that its module defines."""
-    module = import_module(f"llmcond.commands.{re.sub('[ -]', '_', name)}")
-    (command,) = (
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, Command)
-        and value.__module__ == module.__name__
-    )
+    """Import the class of a command."""
+    module, _, cls = COMMANDS[name].partition(":")
+    command: type[Command] = getattr(import_module(f"llmcond.commands.{module}"), cls)
     return command
+
+
+def _summaries() -> dict[str, str]:
+    """Return the first line of the docstring of each command, without importing its options."""
+    summaries = {}
+    for module in {path.partition(":")[0] for path in COMMANDS.values()}:
+        source = Path(commands.__path__[0], f"{module}.py").read_text(encoding="utf-8")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                docstring = ast.get_docstring(node) or ""
+                summaries[f"{module}:{node.name}"] = docstring.partition("\n")[0]
+    return {name: summaries[path] for name, path in COMMANDS.items()}
 
 
 class _OnlyWithVersion(argparse.Action):
@@ -192,12 +190,21 @@ class _PrintCompletion(argparse.Action):
     ) -> None:
         import shtab
 
-        sys.stdout.write(f"{shtab.complete(parser, str(values))}\n")
+        sys.stdout.write(f"{shtab.complete(_parser(), str(values))}\n")
         parser.exit()
 
 
+def _parser() -> Parser:
+    """Return the parser of the command line, with the options of all commands."""
+    parser = _lazy_parser()
+    for command_parser in parser.commands.values():
+        command_parser.add_options()
+    return parser
+
+
 @cache  # Commands and their options do not change within a process.
-def _parser() -> argparse.ArgumentParser:
+def _lazy_parser() -> Parser:
+    """Return the parser of the command line, in which a command gets its options on first use."""
     parser = Parser(
         prog="llmcond",
         allow_abbrev=False,
@@ -225,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     }
     parsers: dict[str, Parser] = {}
-    for name in sorted(COMMANDS, key=lambda name: _command(name).position):
+    for name, summary in _summaries().items():
         parent, _, last = name.rpartition(" ")
         if parent not in subparsers:
             subparsers[parent] = (
@@ -233,18 +240,13 @@ def _parser() -> argparse.ArgumentParser:
                 .choices[parent]
                 .add_subparsers(dest="subcommand", metavar="ACTION", prog=f"llmcond {parent}")
             )
-        cls = _command(name)
-        summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
         command_parser = subparsers[parent].add_parser(
-            last,
-            allow_abbrev=False,
-            help=summary.replace("%", "%%"),
-            description=inspect.cleandoc(cls.__doc__ or ""),
-            epilog=f"Example: {cls.example}",
+            last, allow_abbrev=False, help=summary.replace("%", "%%")
         )
         if parent:
             command_parser.set_defaults(subcommand=name)
-        add_arguments(command_parser, cls)
+        command_parser.load = partial(_command, name)
         parsers[name] = command_parser
         command_parser.commands = parsers
+    parser.commands = parsers
     return parser

@@ -74,7 +74,10 @@ class Option:
             it need not exist.
         writes: function that checks, before any work, the file or folder that is written: it takes
             its path and the inputs of the command; None: the option names no output.
-        needs: another option that this one requires, as the user gives it (``--scale ray``).
+        needs: another option that this one requires, as the user gives it: ``--plan``,
+            ``--teacher RUN`` with any value, or ``--scale ray`` with this value. Of several, joined
+            by `` or ``, one is enough.
+        conflicts: options that exclude this one, in the same form, joined by `` or ``.
     """
 
     help: str
@@ -86,6 +89,7 @@ class Option:
     source: str = ""
     writes: Callable[[Path, Sequence[Any]], None] | None = None
     needs: str = ""
+    conflicts: str = ""
 
     def help_with(self, default: Any) -> str:
         """Return the help text with the default, unless it names one or the default is empty."""
@@ -142,13 +146,34 @@ class Options:
                 check_source(value, spec.source)
             object.__setattr__(self, name, value)
         self._check_outputs(options)
+        self._check_combinations(options)
+
+    def _check_combinations(self, options: Sequence[tuple[str, Any, Option]]) -> None:
         names = {spec.flag or flag_of(name): name for name, _, spec in options}
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
+
+        def is_set(name: str) -> bool:
+            value, default = getattr(self, name), defaults[name]  # a value may be a table
+            return value is not default and not (type(value) is type(default) and value == default)
+
+        def is_given(other: str) -> bool:
+            flag, _, value = other.partition(" ")
+            current = getattr(self, names[flag])
+            matches = not (value.islower() and isinstance(current, str)) or current == value
+            return is_set(names[flag]) and matches
+
         for name, _, spec in options:
-            needed = names.get(spec.needs.partition(" ")[0])
-            if needed and not getattr(self, needed) and getattr(self, name) != defaults[name]:
-                flag = spec.flag or flag_of(name)
+            if not (spec.needs or spec.conflicts) or not is_set(name):
+                continue
+            flag = spec.flag or flag_of(name)
+            needed, excluded = (
+                [other for other in others.split(" or ") if other.partition(" ")[0] in names]
+                for others in (spec.needs, spec.conflicts)
+            )
+            if needed and not any(map(is_given, needed)):
                 raise UserError(f"{flag} needs {spec.needs}. Add it, or leave out {flag}.")
+            for other in filter(is_given, excluded):
+                raise UserError(f"{flag} cannot be given with {other}. Leave one of them out.")
 
     def _check_outputs(self, options: Sequence[tuple[str, Any, Option]]) -> None:
         inputs = [getattr(self, name) for name, _, spec in options if spec.source]

@@ -15,7 +15,6 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +122,8 @@ def loaded_names() -> tuple[str, ...]:
 
 def installed_plugins(group: str) -> dict[str, str]:
     """Return the entry points ``llmcond.GROUP`` of installed packages: name -> MODULE:NAME."""
+    from importlib.metadata import entry_points  # half of the time of `llmcond --help`
+
     return {point.name: point.value for point in entry_points(group=f"llmcond.{group}")}
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from typing_extensions import override
 
 from llmcond.log import console, log, shows_bars
@@ -45,6 +44,8 @@ class ProgressBar:
     def __init__(
         self, name: str, clock: Callable[[], float] = time.monotonic, visible: bool = True
     ) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
         self._name, self._clock, self._items = name, clock, 0
         self._last_line, self._has_lines = clock(), False
         self._progress = Progress(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import platform
 import re
@@ -11,9 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +18,8 @@ from llmcond.errors import UserError, install_command, shortened_repr
 from llmcond.version import __version__
 
 if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
+
     import torch
     from torch import Tensor
 
@@ -45,6 +44,8 @@ _LIBRARIES = (
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of this package, Python, and the installed libraries."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
     installed = {"llmcond": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -209,6 +210,8 @@ def process_context(*modules: str) -> ForkServerContext | SpawnContext:
     Args:
         modules: names of the modules that the server imports.
     """
+    import multiprocessing
+
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

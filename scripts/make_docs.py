@@ -27,7 +27,8 @@ import yaml
 from notebooks import TUTORIALS, TutorialError, execute
 
 import llmcond
-from llmcond.cli import COMMANDS, _parser
+from llmcond.cli import _parser
+from llmcond.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, PAGES, SITE = ROOT / "docs", ROOT / "build/docs", ROOT / "build/site"

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from llmcond.commands.base import Command, add_arguments, create_command
-from llmcond.commands.evaluate import evaluate
-from llmcond.commands.extract import extract
-from llmcond.commands.fit_head import fit_head
+from llmcond.commands.encode import extract
+from llmcond.commands.fit import fit_head
+from llmcond.commands.score import evaluate
 from llmcond.data.datasets import Columns, Dataset
 from llmcond.data.rows import Rows, split_by_pair
 from llmcond.encoders import EncoderOptions, resolve

@@ -39,7 +39,7 @@ from reproduce import (
     run_paper,
 )
 
-from llmcond.commands.analyse import analyse
+from llmcond.commands.score import analyse
 from llmcond.errors import LlmcondError
 from llmcond.evaluation.results import Result
 from llmcond.files import can_draw, data_path

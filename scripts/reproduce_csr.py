@@ -39,9 +39,9 @@ from reproduce import (
     run_paper,
 )
 
-from llmcond.commands.evaluate import evaluate
-from llmcond.commands.extract import extract
-from llmcond.commands.train_lora import train_lora
+from llmcond.commands.encode import extract
+from llmcond.commands.score import evaluate
+from llmcond.commands.train import train_lora
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder

@@ -32,8 +32,8 @@ from reproduce import (
     write_page,
 )
 
-from llmcond.commands.evaluate import evaluate
-from llmcond.commands.extract import extract
+from llmcond.commands.encode import extract
+from llmcond.commands.score import evaluate
 from llmcond.errors import LlmcondError, UserError
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.log import log

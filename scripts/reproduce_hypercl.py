@@ -41,8 +41,7 @@ from reproduce import (
 )
 
 from llmcond.arrays import MatrixLike, as_matrix
-from llmcond.commands.analyse import analyse
-from llmcond.commands.evaluate import evaluate
+from llmcond.commands.score import analyse, evaluate
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.analyses import frobenius_variance
 from llmcond.features.view import FeatureView

@@ -36,9 +36,8 @@ from reproduce import (
     write_page,
 )
 
-from llmcond.commands.analyse import analyse
-from llmcond.commands.evaluate import evaluate
-from llmcond.commands.extract import extract
+from llmcond.commands.encode import extract
+from llmcond.commands.score import analyse, evaluate
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.loading import load_config, load_tokenizer

@@ -6,7 +6,6 @@ import pickle
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,11 @@ from llmcond.search.query import Hits
 from llmcond.workflows.embed import EmbedResult
 
 #: The functions that run commands.
-FUNCTION_NAMES = [name for name in llmcond.__all__ if find_spec(f"llmcond.commands.{name}")]
+FUNCTION_NAMES = [
+    name
+    for name in llmcond.__all__
+    if getattr(getattr(llmcond, name), "__module__", "").startswith("llmcond.commands")
+]
 
 
 def make_hits(n: int) -> Hits:

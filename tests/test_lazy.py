@@ -12,7 +12,7 @@ STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
 LIGHT_MODULES = """
     llmcond.runs llmcond.runs.cross llmcond.runs.embedder llmcond.runs.embedder
     llmcond.runs.extraction llmcond.runs.familiarity llmcond.runs.open
-    llmcond.commands.embed llmcond.commands.similarity llmcond.workflows.embed
+    llmcond.commands.texts llmcond.commands.texts llmcond.workflows.embed
     llmcond.data.aspects llmcond.data.datasets llmcond.data.guides llmcond.data.readers
     llmcond.data.rows
     llmcond.tasks llmcond.kinds.rated llmcond.kinds.dialogue.task llmcond.kinds.dialogue.data

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import llmcond
-from llmcond.cli import COMMANDS, _command
+from llmcond.cli import _command
+from llmcond.commands import COMMANDS
 from llmcond.errors import UserError
 from llmcond.options import flag_of, options_of, plain_type
 

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
 
-from llmcond.cli import COMMANDS, _command, _parser, run
+from llmcond.cli import _command, _parser, run
+from llmcond.commands import COMMANDS
 from llmcond.commands.base import create_command
 from llmcond.files import FIGURE_SUFFIXES, PAGE_SUFFIXES
 from llmcond.options import flag_of, options_of

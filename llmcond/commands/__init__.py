@@ -1,1 +1,33 @@
-"""The commands of the command line, one per module: options, work and printed result."""
+"""The commands of the command line: options, work and printed result."""
+
+#: The module and class of each command, in the order of ``llmcond --help``.
+COMMANDS = {
+    "extract": "encode:Extract",
+    "fit-head": "fit:FitHead",
+    "sweep": "fit:Sweep",
+    "train-lora": "train:TrainLora",
+    "sweep-lora": "train:SweepLora",
+    "train-cross": "train:TrainCross",
+    "push": "train:Push",
+    "evaluate": "score:Evaluate",
+    "compare": "score:Compare",
+    "analyse": "score:Analyse",
+    "compare-prompts": "score:ComparePrompts",
+    "complete": "rank:Complete",
+    "reply": "rank:Reply",
+    "similarity": "texts:Similarity",
+    "explain": "texts:Explain",
+    "embed": "texts:Embed",
+    "index": "search:IndexTexts",
+    "search": "search:Search",
+    "cluster": "texts:Cluster",
+    "check-condition": "texts:CheckCondition",
+    "export": "train:Export",
+    "serve": "search:Serve",
+    "annotate": "texts:Annotate",
+    "models": "lists:ListModels",
+    "prompts": "lists:Prompts",
+    "prompts show": "lists:ShowPrompt",
+    "heads": "lists:Heads",
+    "bench": "encode:Bench",
+}

@@ -61,13 +61,11 @@ class Command(Options):
     docstring of ``execute``, such as ``Returns:``.
 
     Attributes:
-        position: sort key of the command in ``llmcond --help``.
         example: a command line, shown by ``--help``.
         formats: whether the command prints a table and has the flag ``--format``.
         if_interrupted: what the same command does after Ctrl-C or SIGTERM, for the last message.
     """
 
-    position: ClassVar[int]
     example: ClassVar[str]
     formats: ClassVar[bool] = False
     if_interrupted: ClassVar[str] = STARTS_AGAIN
@@ -275,9 +273,21 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         commands: parsers of all commands by name, whose flags errors may point to.
+        load: function that imports the command whose options the parser gets when it is first used;
+            None: it has its options.
     """
 
     commands: Mapping[str, Parser] = MappingProxyType({})
+    load: Callable[[], type[Command]] | None = None
+
+    def add_options(self) -> Parser:
+        """Add the description and the flags of the parser's command, and return the parser."""
+        if self.load is not None:
+            cls, self.load = self.load(), None
+            self.description = inspect.cleandoc(cls.__doc__ or "")
+            self.epilog = f"Example: {cls.example}"
+            add_arguments(self, cls)
+        return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse arguments, and report unknown flags before missing arguments.
@@ -288,11 +298,13 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: an argument is unknown, missing or invalid.
         """
+        self.add_options()
         known_flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         for argument in self._leading_arguments(sys.argv[1:] if args is None else args):
             flag = argument.partition("=")[0]
             if flag.startswith("--") and " " not in flag and flag not in known_flags:
-                owners = [name for name, p in self.commands.items() if flag in p.flags]
+                parsers = {name: p.add_options() for name, p in self.commands.items()}
+                owners = [name for name, p in parsers.items() if flag in p.flags]
                 elsewhere = f" It is an option of {', '.join(owners)}." if owners else ""
                 self.error(f"there is no {flag}. {did_you_mean(flag, known_flags)}{elsewhere}")
         namespace, unknown = super().parse_known_args(args, namespace)

@@ -1,28 +1,71 @@
-"""``llmcond search``: find the texts of an index that are nearest to a query."""
+"""Commands that build, search and serve an index."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import Command
+from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.conditions import Condition, condition_text, condition_titles
+from llmcond.data.readers import FILES
 from llmcond.errors import UserError
 from llmcond.log import log
-from llmcond.options import Positive, option
-from llmcond.workflows.options.common import CHECK_HELP, ConditionOptions, DeviceOption
+from llmcond.options import Positive, check_source, option
+from llmcond.serving.server import ServedSource, ServerSettings
+from llmcond.workflows.options.common import (
+    CHECK_HELP,
+    VALUES_HELP,
+    ConditionOptions,
+    DeviceOption,
+    EmbedderOptions,
+    GuideOption,
+    RangesOption,
+    TruncateOption,
+)
+from llmcond.workflows.options.texts import IndexOptions
 
 if TYPE_CHECKING:
     from llmcond.search import Hits, Index
+    from llmcond.serving.server import ServeResult
+    from llmcond.workflows.index import IndexResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexTexts(IndexOptions, Command):
+    """Create an index of texts for searching, or update an existing index.
+
+    A text replaces the text that has the same id. If both are equal, nothing is computed, so that
+    the same command resumes after an interruption.
+    """
+
+    example = "llmcond index texts.csv --out texts.index --condition 'the place'"
+    if_interrupted = RESUMES
+
+    def execute(self) -> IndexResult:
+        """Create or update the index.
+
+        Raises:
+            UserError: there is no index and no text, or an option is invalid.
+        """
+        if self.texts is None and not Path(self.out, "index.json").exists():
+            raise UserError(f"there is no index at {self.out}. Name TEXTS to create one.")
+        if self.texts is None and not (
+            self.condition or self.delete or self.run or self.guide is not None
+        ):
+            raise UserError("there is nothing to do. Name TEXTS, --condition or --delete.")
+        if not (isinstance(self.guide, str) and self.guide == "none"):
+            check_source(self.guide, FILES)
+        from llmcond.workflows.index import index_texts
+
+        return index_texts(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search(ConditionOptions, DeviceOption, Command):
     """Find the texts of an index that are nearest to a query under a condition."""
 
-    position = 150
     example = "llmcond search texts.index 'Children swim in the sea.' --condition 'the place' -k 5"
     formats = True
 
@@ -158,3 +201,52 @@ def _report_unconditional_scores(hits: Hits) -> None:
     if hits.rows[0]["explain"]["rank_without"] is None:
         explanation += "; no ranks, because they need every text encoded without a condition"
     log.info(explanation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(GuideOption, EmbedderOptions, TruncateOption, RangesOption, ServerSettings, Command):
+    """Serve embeddings, similarity, reranking and search over HTTP.
+
+    The protocol is OpenAI's embeddings API with a condition added. The server does not encrypt: to
+    serve other machines, put it behind a proxy that does.
+    """
+
+    example = "llmcond serve --port 8000 --condition 'the activity'"
+
+    index: str | Path | None = option(
+        None,
+        metavar="DIR",
+        help="index to search, written by `llmcond index`; the server uses the model of the index",
+    )
+    condition: str | None = option(
+        None,
+        metavar="C",
+        help="condition of requests that do not name one (default: reject such requests)",
+    )
+    values: str | None = option(None, metavar="VALUES", needs="--condition", help=VALUES_HELP)
+
+    def execute(self) -> ServeResult:
+        """Serve until the process gets SIGTERM or Ctrl-C.
+
+        Returns:
+            A ``ServeResult``: the server's URL, the model, the number of requests, and how many
+            seconds it ran.
+
+        Raises:
+            UserError: the extra ``serve`` is not installed, the port is in use, or the model, index
+                or keys cannot be read.
+            LlmcondError: the model cannot be loaded, or fails to encode a text.
+
+        Examples:
+            >>> import llmcond
+            >>> llmcond.serve(port=8000, condition="the activity")  # doctest: +SKIP
+        """
+        condition = self.condition
+        if condition is not None and self.values is not None:
+            condition = Condition(condition, self.values)
+        from llmcond.serving.server import serve
+
+        return serve(replace(self.select(ServedSource), condition=condition), self)
+
+
+serve = as_function(Serve)

@@ -252,6 +252,7 @@ def impurity_from_counts(counts: NDArray[np.int64]) -> float:
     # The weight of a condition without vectors is 0.
     share = counts / np.maximum(size, 1)
     # The sum is never above 0. abs is used because a minus sign would turn 0 into -0.
+
     return float(abs(xlogy(size / size.sum() * share, share).sum()))
 
 
@@ -302,6 +303,7 @@ def rank_share(values: NDArray[np.floating]) -> Floats:
     from scipy.stats import rankdata
 
     n = len(values)
+
     return (rankdata(values) - 1) / (n - 1) if n > 1 else np.full(n, 0.5)
 
 
@@ -316,6 +318,7 @@ def rating_span(rating: Floats) -> tuple[Floats, Floats]:
     n = len(rating)
     if n < 2:
         return np.full(n, 0.5), np.full(n, 0.5)
+
     first, last = (rankdata(rating, method=method) - 1 for method in ("min", "max"))
     return first / (n - 1), last / (n - 1)
 

@@ -527,7 +527,7 @@ def export_model(
 ) -> ExportResult:
     """Write an embedder as a folder that sentence-transformers loads.
 
-    The arguments are those of ``llmcond.commands.export.Export``.
+    The arguments are those of ``llmcond.commands.train.Export``.
 
     Raises:
         UserError: ``out`` exists, or the embedder cannot be expressed as modules of

@@ -116,7 +116,6 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
         pairs = _read_rows(data, options.split, options.rows, options.seed)
         n_rows = len(pairs)
     else:
-        _check_propose(data, options.split, options.rows)
         proposals = _propose(options)
     with (
         Journal(out.with_suffix(".answers")) as journal,
@@ -223,19 +222,6 @@ def _parse_value(text: str) -> Any:
         return text
     except RecursionError as error:
         raise UserError(f"--request cannot be sent as JSON: {error}. Correct it.") from None
-
-
-def _check_propose(data: DataOptions, split: str | None, rows: int | None) -> None:
-    options = {
-        "--columns, --rating-range or --unrated": data.columns or data.scale,
-        "--split": split,
-        "--rows": rows,
-    }
-    for option, value in options.items():
-        if value:
-            raise UserError(
-                f"{option} is for existing rows, but --propose makes rows from texts. Leave it out."
-            )
 
 
 def _read_rows(data: DataOptions, split: str | None, max_rows: int | None, seed: int) -> Rows:

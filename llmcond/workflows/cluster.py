@@ -240,15 +240,6 @@ class _ClusterFinder:
         k, method, min_size = options.clusters, options.method, options.min_cluster_size
         if not (k == "auto" or isinstance(k, int)):
             raise UserError(f"--clusters is {shortened_repr(k)}; expected a number or auto.")
-        if k != "auto" and method == "hdbscan":
-            raise UserError(
-                "--clusters is for --method kmeans. hdbscan chooses the number of clusters "
-                "(--min-cluster-size sets their minimum size)."
-            )
-        if min_size is not None and method == "kmeans":
-            raise UserError(
-                "--min-cluster-size is for --method hdbscan. For kmeans, use --clusters."
-            )
         if k != "auto" and k < 2:
             raise UserError(
                 f"--clusters is {k}; it must be at least 2, because one would hold all texts."

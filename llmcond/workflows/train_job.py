@@ -114,17 +114,13 @@ def load_named_head(
         The recipe, the prompts, the head to start from or None, and its record (empty without one).
 
     Raises:
-        UserError: no head is named, or two.
+        UserError: no head is named.
     """
     prompts = tuple(load_prompt(name) for name in choice.prompt)
     if choice.start is None:
         if choice.head is None:
             raise UserError("no head is named. Give --head (none: the encoder without a head).")
         return load_recipe(choice.head, recipes), prompts, None, {}
-    if choice.head is not None or choice.dim is not None:
-        raise UserError(
-            "a fitted head already has a kind and a size. With --start, leave out --head and --dim."
-        )
     folder = Path(choice.start)
     start, record = load(folder)
     record_path = str(folder / "head.json")

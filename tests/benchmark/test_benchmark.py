@@ -13,7 +13,7 @@ from helpers.commands import run_json, run_rejected
 from llmcond.benchmark import checks, speeds
 from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shorten_input
 from llmcond.benchmark.speeds import PlainLoop, sentence_transformers
-from llmcond.commands.bench import Bench
+from llmcond.commands.encode import Bench
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.loading.loading import load_config, load_model
 from llmcond.errors import LlmcondError

@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pytest
 from annotated_types import Ge, Lt
 
 import llmcond
-from llmcond.cli import COMMANDS, _command
+from llmcond.cli import _command
+from llmcond.commands import COMMANDS
 from llmcond.commands.base import Command, Parser, add_arguments, as_function, create_command
 from llmcond.errors import UserError
-from llmcond.options import Amount, all_optional, declaration_of, option
+from llmcond.options import Amount, Options, all_optional, declaration_of, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +153,24 @@ def test_option_needs_its_companion_option():
     assert _Paint(wall="w", drying=2, gloss=True).drying == 2
 
 
+def test_options_that_exclude_each_other_are_rejected():
+    @dataclass(frozen=True, kw_only=True)
+    class Cluster(Options):
+        method: str = option("kmeans", help="method")
+        table: Any = option(None, help="table")
+        smallest: int | None = option(None, needs="--method hdbscan or --table FILE", help="size")
+        clusters: int | None = option(None, conflicts="--method hdbscan", help="number")
+
+    with pytest.raises(UserError, match=r"--smallest needs --method hdbscan or --table FILE\."):
+        Cluster(smallest=3, method="other")
+    with pytest.raises(
+        UserError, match=r"--clusters cannot be given with --method hdbscan\. Leave"
+    ):
+        Cluster(clusters=3, method="hdbscan")
+    assert Cluster(smallest=3, method="hdbscan").smallest == 3
+    assert Cluster(smallest=3, table=np.zeros(2), clusters=2).clusters == 2
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
@@ -179,10 +198,19 @@ def test_all_optional_fields_default_to_none():
     }
 
 
-def test_commands_are_listed_by_module_at_distinct_positions():
-    assert {"extract", "fit-head", "prompts", "prompts show"} <= COMMANDS
-    assert "base" not in COMMANDS
-    assert len({_command(name).position for name in COMMANDS}) == len(COMMANDS)
+def test_every_command_is_listed_once():
+    assert {"extract", "fit-head", "prompts", "prompts show"} <= COMMANDS.keys()
+    modules = {import_module(_command(name).__module__) for name in COMMANDS}
+    defined = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Command)
+        and value.__module__ == module.__name__
+    }
+    assert defined == {_command(name) for name in COMMANDS}
+    assert len(defined) == len(COMMANDS)
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -215,7 +243,7 @@ def test_every_command_function_is_public():
         name: value
         for module in modules
         for name, value in vars(module).items()
-        if hasattr(value, "__signature__") and value.__module__ == f"llmcond.commands.{name}"
+        if hasattr(value, "__signature__") and value.__module__ == module.__name__
     }
     assert len(functions) > 15
     assert set(functions) <= set(llmcond.__all__)

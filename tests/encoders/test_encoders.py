@@ -312,7 +312,7 @@ def test_benchmark_does_not_import_optional_libraries(tiny_checkpoint):
         for name in ("lance", "pyarrow", "pydantic", "annotated_types", "bitsandbytes"):
             sys.modules[name] = None  # importing them raises
         import llmcond.cli
-        import llmcond.commands.bench
+        import llmcond.commands.encode
         import llmcond.workflows.bench
         from llmcond.encoders.encoder import load_encoder
         from llmcond.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from llmcond.cli import run
-from llmcond.commands.models import models
+from llmcond.commands.lists import models
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions
 from llmcond.encoders.checkpoints import checkpoint as checkpoints
 from llmcond.encoders.encoder import load_encoder

@@ -4,7 +4,8 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 
-from llmcond.cli import COMMANDS, _parser
+from llmcond.cli import _parser
+from llmcond.commands import COMMANDS
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 #: Complete commands within a message: those of llmcond, and those of other programs.

@@ -259,7 +259,7 @@ def test_actor_rejects_different_encoder(model, tmp_path):
     [
         (("--actors", "2"), "--actors needs --scale ray"),
         (("--address", "auto"), "--address needs --scale ray"),
-        (("--scale", "ray", "--workers", "2"), "--workers and --scale are two ways"),
+        (("--scale", "ray", "--workers", "2"), "--workers cannot be given with --scale"),
         (("--scale", "ray", "--actors", "0"), "actors is 0; it must be at least 1"),
         (("--scale", "ray", "--gpus-per-actor", "1"), "Add --dtype"),
         (("--scale", "ray", "--device", "cuda"), "Leave out --device"),

@@ -422,7 +422,7 @@ def test_key_is_sent_but_never_stored_or_printed(pairs, tmp_path, capsys, monkey
         ("--out pairs.csv", "is an input of the same command"),
         ("--columns label=stars", "has no column 'stars'"),
         ("--columns condition=aspect", "has no column 'aspect'"),
-        ("--propose 3 --rows 2", "--rows is for existing rows"),
+        ("--propose 3 --rows 2", "--propose cannot be given with --rows"),
     ],
 )
 def test_invalid_input_reports_one_line(pairs, capsys, options, expected):

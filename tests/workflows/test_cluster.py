@@ -360,8 +360,11 @@ def test_long_texts_are_truncated_and_counted(call, write_rows, capsys, module_r
             (*PLACE, "--method", "hdbscan", "--min-cluster-size", "49"),
             "--min-cluster-size is 49, but texts.csv has 48 texts. Give at most 48, or more texts",
         ),
-        ((*PLACE, "--method", "hdbscan", "--clusters", "3"), "--clusters is for --method kmeans"),
-        ((*PLACE, "--min-cluster-size", "3"), "is for --method hdbscan"),
+        (
+            (*PLACE, "--method", "hdbscan", "--clusters", "3"),
+            "--clusters cannot be given with",
+        ),
+        ((*PLACE, "--min-cluster-size", "3"), "--min-cluster-size needs --method hdbscan"),
         ((*PLACE, "--method", "hdbscan", "--min-cluster-size", "1"), "must be at least 2"),
         ((*PLACE, "--text", "body"), "no column 'body'"),
         ((*PLACE, "--keep", "text"), "--keep text: a column of that name is written"),

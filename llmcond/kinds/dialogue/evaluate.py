@@ -80,9 +80,6 @@ def evaluate_dialogues(run: Run, options: EvaluateOptions) -> Evaluation:
 
     Options and errors are those of ``AnyTask.evaluate``.
     """
-    for name in ("distance", "samples"):
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name} is for planning. Add --plan POOL, or leave it out.")
     score_names = tuple(
         score if score == JOINED else str(ContextScore.parse(score)) for score in options.score
     )
@@ -162,7 +159,12 @@ def evaluate_plans(run: Run, options: EvaluateOptions) -> Evaluation:
 
     Options and errors are those of ``AnyTask.evaluate``.
     """
-    _check_planning(options)
+    for score in options.score:
+        if score not in _PLANNING_SCORES:
+            raise UserError(
+                f"--score {score} is for ranking next turns. Planning has the scores average "
+                "(equation 4, the default) and bi (the candidate alone). Name one, or both."
+            )
     histories = _parse_numbers(options.history, "--history") or PLAN_HISTORIES
     distances = _parse_numbers(options.distance, "--distance") or PLAN_DISTANCES
     setup = _EvaluationSetup(run, options)
@@ -284,37 +286,6 @@ def _check_pool(flag: str, pool: str, pool_names: Sequence[str], file: str) -> N
     """Raise a UserError for a pool that is neither a name nor an existing file."""
     if not Path(pool).expanduser().is_file():
         raise UserError(f"{flag} is {pool!r}; expected {', '.join(pool_names)}, or {file}.")
-
-
-def _check_planning(options: EvaluateOptions) -> None:
-    """Raise a UserError for options that planning does not have, or that exclude each other."""
-    if options.plan is not None and options.generate is not None:
-        raise UserError(
-            "--plan names a pool of candidates, and --generate creates one. Leave one of them out."
-        )
-    if options.generate is not None and options.data is not None:
-        raise UserError(
-            "--generate saves candidates for the dialogues of the run and cannot use --data. Leave "
-            "out --data, or give a file of samples: --plan FILE.jsonl."
-        )
-    if options.samples is not None and options.generate is None:
-        raise UserError("--samples needs --generate MODEL. Leave it out, or name a model.")
-    for score in options.score:
-        if score not in _PLANNING_SCORES:
-            raise UserError(
-                f"--score {score} is for ranking next turns. Planning has the scores average "
-                "(equation 4, the default) and bi (the candidate alone). Name one, or both."
-            )
-    ranking_options = {
-        "--candidates": options.candidates,
-        "--metric": options.metric,
-    }
-    for flag, value in ranking_options.items():
-        if value:
-            raise UserError(
-                f"{flag} is for ranking next turns. Planning has its own metrics and pools of "
-                "candidates (--plan). Leave it out."
-            )
 
 
 def _concatenate_flat(*positions: Positions) -> Positions:

@@ -74,11 +74,6 @@ def reply(options: ReplyOptions) -> Replies:
         UserError: The run, head or file does not exist, a text is empty, or there are fewer than
             two candidates.
     """
-    if options.goal is not None and options.score is not None:
-        raise UserError(
-            "--score is for the next turn, but planning for --goal has its own score. Leave one of "
-            "them out."
-        )
     texts = read_candidates(Path(options.candidates), options.read_options())
     model = load_dialogue(
         Path(options.run),

@@ -10,7 +10,6 @@ from typing import Literal, get_args
 from llmcond.benchmark.shapes import Level, Shape
 from llmcond.encoders import EncoderOptions, check_encoder
 from llmcond.encoders.spec import Quantize
-from llmcond.errors import UserError
 from llmcond.files import file_output
 from llmcond.options import Amount, Positive, option
 from llmcond.system import require_libraries
@@ -40,6 +39,7 @@ class ExtractOptions(RunOptions, ScaleOptions):
         metavar="N",
         help="number of processes that share the work: one per GPU, or on a CPU each with an equal "
         "share of its cores",
+        conflicts="--scale",
     )
 
     plan: bool = option(
@@ -62,14 +62,12 @@ class ExtractOptions(RunOptions, ScaleOptions):
     )
 
     def __post_init__(self) -> None:
-        """Also check the prompts, and that --workers and --scale are not combined."""
+        """Also check the prompts."""
         super().__post_init__()
         from llmcond.prompts import load_prompt  # help texts do not need it
 
         for name in self.prompt:
             load_prompt(name)
-        if self.scale is not None and self.workers != 1:
-            raise UserError("--workers and --scale are two ways to share the work. Choose one.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,12 +129,14 @@ class DialogueOptions(TiesOption):
         metavar="POOL",
         help="rank the answer among 100 other turns by how well it leads to a later turn, the "
         "goal. Source of the others: retrieved, same-depth, random, or a .jsonl file of samples",
+        conflicts="--candidates or --metric",
         group=_PLANNING,
     )
     distance: str | int | None = option(
         None,
         metavar="FROM-TO",
         help="number of turns from the answer to the goal (default: 1-4)",
+        needs="--plan POOL or --generate MODEL",
         group=_PLANNING,
     )
     generate: str | None = option(
@@ -142,12 +144,14 @@ class DialogueOptions(TiesOption):
         metavar="MODEL",
         help="causal language model, a hub name or folder, that generates the candidates of the "
         "plan; they are generated once and stored in the run",
+        conflicts="--plan or --data or --candidates or --metric",
         group=_PLANNING,
     )
     samples: Positive | None = option(
         None,
         metavar="N",
         help="with --generate: number of candidates to generate for each history (default: 100)",
+        needs="--generate MODEL",
         group=_PLANNING,
     )
 
@@ -170,7 +174,10 @@ class ReplyOptions(RunHeadOptions, TextInputOptions):
         "column text, or - for standard input",
     )
     goal: str | None = option(
-        None, metavar="TEXT", help="later turn that the candidates should lead to"
+        None,
+        metavar="TEXT",
+        help="later turn that the candidates should lead to",
+        conflicts="--score",
     )
     score: str | None = option(
         None,

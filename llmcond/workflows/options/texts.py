@@ -168,6 +168,7 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
         parse=_parse_clusters,
         help="number of K-means clusters; auto: the number with the highest silhouette, or the "
         "number of labels of the guide",
+        conflicts="--method hdbscan",
     )
     method: Literal["kmeans", "hdbscan"] = option(
         "kmeans",
@@ -178,6 +179,7 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
         metavar="N",
         help="with --method hdbscan: smallest cluster, in texts (default: 1 % of the texts, at "
         "least 5)",
+        needs="--method hdbscan",
     )
     labels: Sequence[str] = option(
         (),
@@ -336,6 +338,7 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
         group=_PROPOSE,
         help="number of rows for which the model first proposes the sentence pair and condition, "
         "and which it then rates",
+        conflicts="--columns or --rating-range or --unrated or --split or --rows",
     )
     text: str | None = option(
         None,

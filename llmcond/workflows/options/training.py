@@ -78,7 +78,8 @@ class HeadTrainingOptions:
         None,
         metavar="DIR",
         help="folder of a fitted head to start from instead of --head, such as "
-        "runs/default/heads/mlp@cond",
+        "runs/default/heads/mlp@cond; its kind and size are those of this head",
+        conflicts="--head or --dim",
         group=_HEAD,
     )
     dim: int | None = option(

@@ -46,7 +46,7 @@ def test_reply_ranks_candidates(capsys, dialogue_run, replies):
         (("sad", "--score", "weighted", "--head", "rank"), "needs a head with learned weights"),
         (
             ("sad", "--goal", "happy", "--score", "bi"),
-            "planning for --goal has its own score. Leave one of them out",
+            "--goal cannot be given with --score. Leave one of them out",
         ),
         (("sad", "--head", "ccl"), "no fitted head 'ccl'"),
     ],

@@ -1,0 +1,363 @@
+"""Commands for texts under conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llmcond.commands.base import RESUMES, REUSES_VECTORS, Command, as_function
+from llmcond.conditions import condition_json
+from llmcond.errors import UserError
+from llmcond.options import option
+from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions
+from llmcond.workflows.options.texts import (
+    AnnotateOptions,
+    CheckConditionOptions,
+    ClusterOptions,
+    EmbedOptions,
+    ExplainOptions,
+)
+
+if TYPE_CHECKING:
+    from llmcond.clustering.page import ClusterResult
+    from llmcond.runs.explanation import Explanation
+    from llmcond.workflows.annotate import AnnotationResult
+    from llmcond.workflows.check_condition import ConditionChecks
+    from llmcond.workflows.embed import EmbedResult
+
+
+@dataclass(frozen=True)
+class Similarities:
+    """The similarity of two sentences under each condition, and the model that computed it.
+
+    Attributes:
+        conditions: the conditions.
+        values: the similarity under each condition.
+        about: description of the run, encoder and head, for ``--json``.
+    """
+
+    conditions: Sequence[str]
+    values: Sequence[float]
+    about: dict[str, Any]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per condition."""
+        return [
+            {**condition_json(condition), "similarity": round(value, 6)}
+            for condition, value in zip(self.conditions, self.values, strict=True)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object that ``--json`` prints."""
+        return {"similarities": self.rows(), **self.about}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Similarity(ConditionOptions, EmbedderOptions, Command):
+    """Compare two sentences under conditions."""
+
+    example = (
+        "llmcond similarity 'A man rides a horse.' 'A girl cycles.' --condition 'the activity'"
+    )
+    formats = True
+
+    sentence1: str = option(flag="", metavar="SENTENCE1", help="first sentence")
+    sentence2: str = option(flag="", metavar="SENTENCE2", help="second sentence")
+    condition: Sequence[str] = option(
+        metavar="C", repeat=True, help="condition to compare the sentences under; may be repeated"
+    )
+
+    def execute(self) -> Similarities:
+        """Encode both sentences under every condition, and compare them."""
+        from llmcond.log import log
+        from llmcond.runs import cross, open_run
+        from llmcond.runs.embedder import describe
+        from llmcond.runs.familiarity import find_unfamiliar_conditions
+        from llmcond.runs.languages import report_foreign_texts
+
+        conditions, folder = self.conditions(), self.resolve_folder()
+        n = len(conditions)
+        texts = [self.sentence1] * n, [self.sentence2] * n, conditions
+        loaded = cross.load_similarity_model(folder, self.head, self.prompt, self.device)
+        report_foreign_texts([self.sentence1, self.sentence2], loaded.encoder.resolved.checkpoint)
+        if isinstance(loaded, cross.CrossEncoder):
+            values = loaded.similarity(*texts)
+            return Similarities(conditions, values.tolist(), cross.describe(loaded))
+        for text, nearest in find_unfamiliar_conditions(
+            open_run(folder), loaded, conditions
+        ).items():
+            log.warning(
+                f"the condition {text!r} is unlike those that {loaded.name} was fitted on (the "
+                f"nearest is {nearest!r}), so its similarities may be unreliable. Use --head none "
+                "for zero-shot"
+            )
+        values = loaded.similarity(*texts)
+        return Similarities(conditions, values.tolist(), describe(loaded))
+
+    def show(self, result: Similarities, form: str) -> None:
+        """Print a table."""
+        from llmcond.display import Table
+
+        rows = result.rows()
+        columns = ["condition", "values", "similarity"]
+        if not any("values" in row for row in rows):
+            columns.remove("values")
+        rows = [{**row, "values": ", ".join(row.get("values", ()))} for row in rows]
+        Table.of_rows(rows, columns).print(form)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain(ExplainOptions, Command):
+    """Show which tokens of a sentence count under conditions.
+
+    With a router, these are the weights that the embedding is computed with. With --to, they are
+    contributions to the similarity: exact for routed pooling without a fitted head, otherwise the
+    fall of the similarity if the sentence is encoded without the token (leave-one-out). Without a
+    router and without --to, they say how far the embedding moves without the token.
+    """
+
+    example = "llmcond explain 'A man rides a horse.' --condition 'the activity' --out tokens.html"
+    formats = True
+
+    def execute(self) -> Explanation:
+        """Explain the embedding of the sentence, or its similarity to another sentence.
+
+        Returns:
+            An ``Explanation`` with the values of the tokens under each condition, and the name of
+            its method.
+
+        Raises:
+            UserError: a text is empty, the sentence has only one token, the figure cannot be
+                written, or the run has no embeddings of sentences.
+            LlmcondError: the encoder fails.
+
+        Examples:
+            >>> import llmcond
+            >>> explanation = llmcond.explain(sentence="A dog runs.", condition=["the animal"])
+            >>> explanation.method
+            'leave-one-out'
+            >>> max(explanation.rows(), key=lambda row: row["contribution"])["token"]
+            'dog'
+        """
+        from llmcond.workflows.explain import explain
+
+        return explain(self)
+
+    def show(self, result: Explanation, form: str) -> None:
+        """Print a table of the tokens."""
+        from llmcond.report.explanations import show_explanation
+
+        show_explanation(result, form)
+
+
+explain = as_function(Explain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(EmbedOptions, Command):
+    """Embed each row of a source, and write the embeddings.
+
+    If --out names a file, the source is read into memory. If it names a folder or a Lance dataset,
+    the embeddings are written part by part, and .parquet and .lance sources are read part by part,
+    so that they may be larger than memory.
+    """
+
+    example = "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
+    if_interrupted = (
+        "parts written to a folder or dataset are kept, and the same command resumes; "
+        f"{REUSES_VECTORS}"
+    )
+
+    def execute(self) -> EmbedResult:
+        """Embed the rows.
+
+        Returns:
+            An ``EmbedResult``: ``out``, the number of ``rows``, the dimension ``dim``, and the head
+            and prompt.
+
+        Raises:
+            UserError: an option is invalid, the source cannot be read or has an empty text, or
+                ``out`` holds something else.
+            DiskFullError: the disk is full; parts written to a folder or dataset are kept.
+            LlmcondError: the encoder fails.
+
+        Examples:
+            >>> import llmcond
+            >>> rows = [{"text": "A man rides a horse."}, {"text": "A girl reads."}]
+            >>> result = llmcond.embed(texts=rows, out="vectors.npy", condition_text="the hobby")
+            >>> result.rows, result.dim
+            (2, 384)
+        """
+        if self.is_streamed:
+            from llmcond.workflows.embed_stream import embed_stream
+
+            return embed_stream(self)
+        if self.scale is not None:
+            raise UserError(
+                f"--scale needs --out FOLDER, and {self.out} is a file. Name a folder or a .lance "
+                "dataset, or leave out --scale."
+            )
+        from llmcond.workflows.embed import embed_file
+
+        return embed_file(self)
+
+
+embed = as_function(Embed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(ClusterOptions, Command):
+    """Cluster texts under one or more conditions."""
+
+    example = (
+        "llmcond cluster texts.csv --condition 'the topic' --out clusters.csv --report map.html"
+    )
+    formats = True
+    if_interrupted = REUSES_VECTORS
+
+    def execute(self) -> ClusterResult:
+        """Cluster the texts.
+
+        Returns:
+            A ``ClusterResult`` with one ``Clustering`` for each condition: the cluster of each
+            text, and the keywords and examples of each cluster.
+
+        Raises:
+            UserError: an option is invalid, or the texts, labels or guide cannot be read.
+            LlmcondError: the encoder fails.
+
+        Examples:
+            >>> import llmcond
+            >>> texts = ["A dog runs.", "A dog sleeps.", "A horse runs.", "A horse sleeps."]
+            >>> result = llmcond.cluster(texts=texts, condition="the animal", clusters=2)
+            >>> result.clusterings[0].labels.shape
+            (4,)
+        """
+        from llmcond.workflows.cluster import cluster
+
+        return cluster(self)
+
+    def show(self, result: ClusterResult, form: str) -> None:
+        """Print the clusters, and their agreement with known labels."""
+        from llmcond.clustering.page import cluster_tables
+
+        for table in cluster_tables(result):
+            table.print(form)
+
+
+cluster = as_function(Cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCondition(CheckConditionOptions, Command):
+    """Check without labels how clearly texts form groups under conditions.
+
+    The texts are embedded under each condition. How clearly they fall into groups predicts the
+    share of comparisons that follow the condition; 50 % is chance. The check cannot know by which
+    aspect the texts are grouped, so it is a hint and no proof that a condition works. At most 200
+    texts are sampled, and at least 20 are needed.
+    """
+
+    example = "llmcond check-condition texts.csv --condition 'the topic' --condition 'the mood'"
+    formats = True
+    if_interrupted = REUSES_VECTORS
+
+    def execute(self) -> ConditionChecks:
+        """Check the conditions.
+
+        Returns:
+            ``ConditionChecks`` with one check for each condition: its verdict, expected accuracy
+            and indicators.
+
+        Raises:
+            UserError: a condition is empty, the texts cannot be read, or the model has no
+                calibration.
+            LlmcondError: the encoder fails.
+
+        Examples:
+            >>> import llmcond
+            >>> texts = [f"A {pet} has {n} toys." for pet in ("dog", "cat") for n in range(10)]
+            >>> result = llmcond.check_condition(texts=texts, condition="the animal")
+            >>> result.texts
+            20
+        """
+        from llmcond.workflows.check_condition import check_condition
+
+        return check_condition(self)
+
+    def show(self, result: ConditionChecks, form: str) -> None:
+        """Print the expected accuracy of each condition, and the evidence."""
+        from llmcond.conditions import condition_titles
+        from llmcond.display import Table, print_sentences
+        from llmcond.evaluation.condition_checks import INDICATORS
+
+        titles = condition_titles([check.condition for check in result.checks])
+        print_sentences(
+            [
+                f"{title}: {check.sentence()}."
+                for title, check in zip(titles, result.checks, strict=True)
+            ]
+        )
+        rows = [
+            {"condition": title, "verdict": check.verdict}
+            | {INDICATORS[key]: value for key, value in check.indicators.items()}
+            for title, check in zip(titles, result.checks, strict=True)
+            if check.indicators
+        ]
+        if rows:
+            Table.of_rows(rows).print(form)
+
+
+check_condition = as_function(CheckCondition)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annotate(AnnotateOptions, Command):
+    """Rate sentence pairs under conditions with a language model.
+
+    The model runs on a server with OpenAI's chat protocol. The environment variable OPENAI_API_KEY
+    holds its key, if it needs one. Each answer is stored when it arrives, so that the same command
+    resumes after an interruption.
+    """
+
+    example = (
+        "llmcond annotate my.csv --endpoint http://localhost:8000/v1 --model NAME --out rated.csv"
+    )
+    formats = True
+    if_interrupted = RESUMES
+
+    def execute(self) -> AnnotationResult:
+        """Rate the rows.
+
+        Returns:
+            An ``AnnotationResult``: the file, the numbers of rows, questions and tokens, the cost,
+            and the agreement with ratings that the data already had.
+
+        Raises:
+            UserError: an option, the data or a prompt is invalid, the server rejects the requests,
+                or you decline the estimated cost.
+            LlmcondError: the server fails, after all retries.
+
+        Examples:
+            >>> import llmcond
+            >>> result = llmcond.annotate(  # doctest: +SKIP
+            ...     data="my.csv",
+            ...     endpoint="http://localhost:8000/v1",
+            ...     model="NAME",
+            ...     out="rated.csv",
+            ... )
+        """
+        from llmcond.workflows.annotate import annotate
+
+        return annotate(self)
+
+    def show(self, result: AnnotationResult, form: str) -> None:
+        """Print the agreement with the ratings of the data, if it has any."""
+        if result.agreement is not None:
+            from llmcond.report.tables import show_agreement
+
+            show_agreement(result.agreement, result.model, form)
+
+
+annotate = as_function(Annotate)

@@ -1,0 +1,285 @@
+"""Commands that train an encoder, and that upload or export a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from llmcond.commands.base import RESUMES, Command, as_function
+from llmcond.files import check_new_folder
+from llmcond.options import option
+from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions
+from llmcond.workflows.options.training import (
+    PushOptions,
+    SweepLoraOptions,
+    TrainCrossOptions,
+    TrainLoraOptions,
+)
+
+if TYPE_CHECKING:
+    from llmcond.exporting.export import ExportResult
+    from llmcond.workflows.push import PushResult
+    from llmcond.workflows.sweep_lora import LoraSweepResult
+    from llmcond.workflows.training_record import TrainingResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainLora(TrainLoraOptions, Command):
+    """Train the LoRA adapters, or all weights, of an encoder together with a head.
+
+    If interrupted, the same command resumes from the last checkpoint.
+    """
+
+    example = "llmcond train-lora --model minilm --head none --run runs/tuned"
+    if_interrupted = RESUMES
+
+    def execute(self) -> TrainingResult:
+        """Train the encoder and the head.
+
+        Returns:
+            A ``TrainingResult`` with the training record: the run's folder, the head's name, the
+            numbers of steps and trained weights, and the scores.
+
+        Raises:
+            UserError: an option or the data is invalid, the run holds something else, or the loss
+                became NaN.
+            LlmcondError: the encoder cannot be loaded or trained.
+
+        Examples:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.train_lora(model="minilm", data=rows, head="none", epochs=1)
+            >>> result.run
+            PosixPath('runs/default')
+        """
+        from llmcond.workflows.train import train_lora
+
+        return train_lora(self)
+
+
+train_lora = as_function(TrainLora)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepLora(SweepLoraOptions, Command):
+    """Train an encoder with every combination of settings and seeds, and keep the best on dev.
+
+    The best encoder is saved in the folder best/ of the run. Finished trainings are not repeated.
+    If interrupted, the same command resumes.
+    """
+
+    example = (
+        "llmcond sweep-lora --model minilm --head none --vary learning_rate=5e-4,1e-3 rank=8,16 "
+        "--run runs/search"
+    )
+    formats = True
+    if_interrupted = RESUMES
+
+    def execute(self) -> LoraSweepResult:
+        """Train and compare all combinations.
+
+        Returns:
+            A ``LoraSweepResult`` with one result for each combination: its settings and the means
+            of its scores on dev over the seeds, with confidence intervals. The best comes first.
+
+        Raises:
+            UserError: an option or the data is invalid, there is no dev split to choose by, nothing
+                varies, or the folder holds something else.
+            LlmcondError: the encoder cannot be loaded, every training failed, or a process was
+                killed.
+
+        Examples:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> swept = llmcond.sweep_lora(
+            ...     model="minilm", data=rows, head="none", epochs=1, seeds=1,
+            ...     vary={"learning_rate": [1e-4, 1e-3]},
+            ... )
+            >>> len(swept.results), swept.best.run
+            (2, PosixPath('runs/default/best'))
+        """
+        from llmcond.report.figures import write_plots
+        from llmcond.workflows.sweep_lora import sweep_lora
+
+        swept = sweep_lora(self)
+        write_plots(swept.results, self.plot, self.plot_steps)
+        return swept
+
+    def show(self, result: LoraSweepResult, form: str) -> None:
+        """Print a table."""
+        from llmcond.report.tables import sweep_table
+
+        sweep_table(result.results, self.run).print(form)
+
+
+sweep_lora = as_function(SweepLora)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCross(TrainCrossOptions, Command):
+    """Train a cross-encoder, which reads both sentences and the condition together and rates them.
+
+    A cross-encoder compares two texts, but has no embeddings. If interrupted, the same command
+    resumes from the last checkpoint.
+    """
+
+    example = "llmcond train-cross --model minilm --run runs/cross"
+    if_interrupted = RESUMES
+
+    def execute(self) -> TrainingResult:
+        """Train the cross-encoder.
+
+        Returns:
+            A ``TrainingResult`` with the training record: the run's folder, the numbers of steps
+            and trained weights, and the scores.
+
+        Raises:
+            UserError: an option or the data is invalid, the run holds something else, or the loss
+                became NaN.
+            LlmcondError: the encoder cannot be loaded or trained.
+
+        Examples:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.train_cross(model="minilm", data=rows, epochs=1)
+            >>> result.run
+            PosixPath('runs/default')
+        """
+        from llmcond.workflows.train import train_cross
+
+        return train_cross(self)
+
+
+train_cross = as_function(TrainCross)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(PushOptions, Command):
+    """Upload a run's heads, and its encoder if it was trained, to the Hugging Face hub.
+
+    Data and features are not uploaded. A frozen encoder is recorded by its name and revision on the
+    hub.
+    """
+
+    example = "llmcond push ada/my-heads --run runs/default --private"
+
+    def execute(self) -> PushResult:
+        """Upload the run.
+
+        Returns:
+            A ``PushResult``, a dictionary with the keys ``repo``, ``url``, ``commit`` and
+            ``files``.
+
+        Raises:
+            UserError: the run has neither a trained encoder nor a fitted head, others could not
+                load its encoder, or you may not write to the repository.
+            LlmcondError: the hub cannot be reached, or has failed.
+
+        Examples:
+            >>> import llmcond
+            >>> llmcond.push(repo="ada/my-heads", private=True)["url"]  # doctest: +SKIP
+            'https://huggingface.co/ada/my-heads'
+        """
+        from llmcond.workflows.push import push_to_hub
+
+        return push_to_hub(self)
+
+
+push = as_function(Push)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(ConditionOptions, EmbedderOptions, Command):
+    """Save an embedder as a model of sentence-transformers.
+
+    With one --condition, or several to choose from in each call, the model works without llmcond.
+    Without --condition, it takes any condition and needs llmcond.
+    """
+
+    example = "llmcond export --out places --condition 'the place'"
+
+    out: str | Path = option(
+        metavar="DIR", writes=check_new_folder, help="new folder for the model"
+    )
+    format: Literal["sentence-transformers"] = option(
+        "sentence-transformers", help="library that loads the model"
+    )
+    condition: Sequence[str] = option(
+        (),
+        metavar="C",
+        repeat=True,
+        help="condition of the model; may be repeated (default: any condition)",
+    )
+
+    def execute(self) -> ExportResult:
+        """Export the embedder.
+
+        Returns:
+            An ``ExportResult``: the folder, the conditions, the modules, and the largest difference
+            between the exported model's vectors and those of llmcond.
+
+        Raises:
+            UserError: ``out`` exists, or the embedder cannot be expressed in modules of
+                sentence-transformers under these conditions.
+            LlmcondError: the exported model gives different vectors; nothing is saved.
+
+        Examples:
+            >>> import llmcond
+            >>> result = llmcond.export(out="places", condition="the place")
+            >>> result.conditions, result.dim
+            (['the place'], 384)
+        """
+        run_folder = self.resolve_folder()
+        # A wrong name is reported before the slow imports.
+        from llmcond.exporting.export import export_model
+
+        return export_model(
+            run_folder,
+            Path(self.out),
+            self.conditions(),
+            head=self.head,
+            prompt=self.prompt,
+            device=self.device,
+        )
+
+    def show(self, result: ExportResult, form: str) -> None:
+        """Report the modules, the result of the test load, and notes for users of the model."""
+        from llmcond.log import log
+
+        descriptions = {
+            "fixed": f"under {', '.join(map(repr, result.conditions))}",
+            "any": "under any condition, by llmcond",
+        }
+        conditions = descriptions.get(
+            result.chosen_by,
+            f"under {len(result.conditions)} conditions, chosen by {result.chosen_by}=",
+        )
+        log.info(
+            f"{result.dim} dimensions {conditions}: {', '.join(result.modules)} -> {result.out}"
+        )
+        if result.difference is None:
+            log.info("the model was not tested, because sentence-transformers is not installed")
+        else:
+            log.info(
+                "the vectors of the model in sentence-transformers differ from llmcond's by at "
+                f"most {result.difference:.1e}"
+            )
+        for note in result.notes:
+            log.info(note)
+
+
+export = as_function(Export)
