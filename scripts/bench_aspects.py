@@ -15,7 +15,6 @@ percent, with 95 % confidence intervals.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ from aspect_figures import (
     needed_rows,
 )
 from aspect_samples import WORDINGS, Wording, limited, read_samples, say
+from bench import BenchOptions
+from common import print_json
 
 from llmcond import Condition, Embedder, load_embedder, load_encoder
 from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
@@ -342,68 +343,24 @@ def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="FOLDER", help="folder with the datasets")
-    add(
-        "--model",
-        nargs="+",
-        default=[DEFAULT_MODEL],
-        help=f"bundled models, runs or encoders (default: {DEFAULT_MODEL})",
-    )
-    add(
-        "--variant",
-        nargs="+",
-        choices=VARIANTS,
-        help="vectors to measure (default: plain and model for a bundled model or a run, plain, "
-        "joint and routed for an encoder)",
-    )
-    add(
-        "--wording",
-        choices=WORDINGS,
-        default="text",
-        help="wording of the conditions (default: text)",
-    )
-    add(
-        "--values",
-        type=_parse_count,
-        nargs="+",
-        default=[0],
-        metavar="N",
-        help="numbers of example values to add to each condition, which no measured text has "
-        "(default: 0)",
-    )
-    add(
-        "--labels",
-        type=_parse_positive,
-        nargs="+",
-        metavar="N",
-        help="numbers of labelled texts (default: no labels)",
-    )
-    add(
-        "--draws",
-        type=_parse_positive,
-        default=5,
-        help="random samples of labelled texts (default: 5)",
-    )
-    add("--only", nargs="+", default=[], metavar="NAME", help="datasets to measure (default: all)")
-    add(
-        "--limit",
-        type=_parse_positive,
-        metavar="N",
-        help="maximum number of triples per dataset, for a quick try (default: all)",
-    )
-    add("--dtype", help="dtype of encoders (default: float32); the dtype of a run is fixed")
-    add("--device", default="auto", help="auto (the default), cpu, cuda or cuda:N")
-    add(
-        "--seed",
-        type=_parse_count,
-        default=0,
-        help="random seed of samples, K-means and bootstrap (default: 0)",
-    )
-    add("--json", action="store_true", help="print one JSON object on the last line")
+    parser = BenchOptions(__doc__)
+    add = parser.option
+    add("--data", Path, "folder with the datasets", required=True, metavar="FOLDER")
+    add("--model", [DEFAULT_MODEL], "bundled models, runs or encoders")
+    unset = "plain and model for a bundled model or a run, plain, joint and routed for an encoder"
+    add("--variant", str, "vectors to measure", unset, nargs="+", choices=VARIANTS)
+    add("--wording", "text", "wording of the conditions", choices=WORDINGS)
+    values = "numbers of example values to add to each condition, which no measured text has"
+    add("--values", [0], values, type=_parse_count, metavar="N")
+    labels = "numbers of labelled texts"
+    add("--labels", _parse_positive, labels, "no labels", nargs="+", metavar="N")
+    add("--draws", 5, "random samples of labelled texts", type=_parse_positive)
+    add("--only", [], "datasets to measure", "all", metavar="NAME")
+    limit = "maximum number of triples per dataset, for a quick try"
+    add("--limit", _parse_positive, limit, "all", metavar="N")
+    add("--dtype", str, "dtype of encoders; the dtype of a run is fixed", "float32")
+    add("--device", "auto", "auto, cpu, cuda or cuda:N")
+    add("--seed", 0, "random seed of samples, K-means and bootstrap", type=_parse_count)
     return parser.parse_args(arguments)
 
 
@@ -435,8 +392,7 @@ def main(arguments: list[str] | None = None) -> int:
         log.info(f"bench_aspects: {error}")
         return error.exit_code
     print("\n".join(format_summary(benchmark)))
-    if options.json:
-        print(json.dumps(to_json(benchmark, options), allow_nan=False))
+    print_json(options, to_json(benchmark, options))
     return 0
 
 

@@ -21,7 +21,6 @@ and wall time on a GPU.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_extract import SentenceTransformersWay
+from common import Options
 from reproduce import Measure, Row, Section, Value, parse_table, section_record
 
 from llmcond.arrays import Array, SharedRows, cosine
@@ -507,30 +507,16 @@ def make_figures(architectures: Sequence[Architecture]) -> dict[str, dict[str, V
 
 def main() -> None:
     """Parse the command line, measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="minilm", help="encoder (default: minilm)")
-    parser.add_argument(
-        "--dtype", default="float32", help="data type of the encoder (default: float32)"
-    )
-    parser.add_argument("--data", help="rated pairs (default: the bundled sample)")
-    parser.add_argument("--graph", help="knowledge graph, instead of rated pairs")
-    parser.add_argument(
-        "--heads",
-        nargs="+",
-        default=list(HEADS),
-        help=f"recipes of the heads of tri-encoders (default: {' '.join(HEADS)})",
-    )
-    parser.add_argument(
-        "--sample", type=int, default=300, help="texts of each kind to measure (default: 300)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.md",
-        help="page to write; a .json file next to it gets the figures",
-    )
+    parser = Options(__doc__)
+    add = parser.option
+    add("--model", "minilm", "encoder")
+    add("--dtype", "float32", "data type of the encoder")
+    add("--data", str, "rated pairs", "the bundled sample")
+    add("--graph", str, "knowledge graph, instead of rated pairs")
+    add("--heads", list(HEADS), "recipes of the heads of tri-encoders")
+    add("--sample", 300, "texts of each kind to measure")
+    out = "page to write; a .json file next to it gets the figures"
+    add("--out", Path, out, metavar="FILE.md")
     options = parser.parse_args()
     check_output(options.out, (".md",))
     if options.graph:

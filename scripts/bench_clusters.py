@@ -14,7 +14,6 @@ without a condition are measured as well, although the adapter was never trained
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench import BenchOptions
+from common import format_table, print_json
 from sklearn.metrics import v_measure_score
 
 from llmcond import Embedder, load_embedder, load_encoder
@@ -109,22 +110,13 @@ def measure(vectors: Vectors, truth: Any, sizes: Sequence[int], seeds: int) -> d
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Print the figures of every system on every kind of class."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--data", type=Path, help="folder of the dataset (default: $LLMCOND_DATA/syngoalex)"
-    )
-    parser.add_argument("--model", default="minilm", help="encoder (default: minilm)")
-    parser.add_argument(
-        "--guides",
-        type=int,
-        nargs="+",
-        default=[16, 64, 128],
-        help="numbers of texts that guides are fitted to (default: 16 64 128)",
-    )
-    parser.add_argument("--seeds", type=int, default=5, help="number of random seeds (default: 5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON array instead")
+    parser = BenchOptions(__doc__)
+    parser.option("--data", Path, "folder of the dataset", "$LLMCOND_DATA/syngoalex")
+    parser.option("--model", "minilm", "encoder")
+    parser.option("--guides", [16, 64, 128], "numbers of texts that guides are fitted to")
+    parser.option("--seeds", 5, "number of random seeds")
     options = parser.parse_args(arguments)
     folder = options.data or Path(os.environ.get("LLMCOND_DATA", "."), "syngoalex")
     if not (folder / "topic-data.json").is_file():
@@ -137,15 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
         for key, condition in CONDITIONS.items():
             figures = measure(make(condition), classes[key], options.guides, options.seeds)
             rows.append({"vectors": name, "classes": key, **figures})
-    if options.json:
-        print(json.dumps(rows))
-        return 0
-    print("| vectors | classes | " + " | ".join(list(rows[0])[2:]) + " |")
-    print("|---|---|" + "---|" * (len(rows[0]) - 2))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
-    return 0
+    print(format_table(rows))
+    print_json(options, rows)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

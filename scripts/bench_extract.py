@@ -21,42 +21,43 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import statistics
 import sys
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_inputs import (
-    SHAPES,
+from bench import (
+    BenchOptions,
     export_onnx,
+    find_checkpoint,
     join_inputs,
+    machine_peak,
     make_branches,
     make_inputs,
+    measure,
+    median_of,
+    median_ratio,
     optimize_onnx,
     quantize_onnx,
-    random_checkpoint,
+    run_in_process,
+    set_threads,
+    timed,
 )
-from bench_process import run_in_process
+from common import format_table, print_json
 from numpy.typing import NDArray
 
-from llmcond.benchmark.speeds import linear_flops, peak_memory, product_peak, synchronize
+from llmcond.benchmark.speeds import linear_flops, peak_memory, synchronize
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.batching import pack_shared
 from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.known import find_model
 from llmcond.encoders.loading.loading import load_config, load_model, load_tokenizer
 from llmcond.encoders.loading.memory import TORCH_DTYPES
 from llmcond.encoders.openvino.architectures import import_openvino
@@ -66,8 +67,6 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import first_line
 
 Vectors = NDArray[np.float32]
-#: Rows of the matrices whose product is measured on a CPU; four times as many on a GPU.
-PRODUCT = 2_048
 #: Batch size of the other libraries.
 BATCH = 32
 #: Ways by name: the kind of way, and its data type; None stands for --dtype.
@@ -342,11 +341,6 @@ def normalize(vectors: Vectors) -> Vectors:
     return scaled
 
 
-def machine_peak(device: str, dtype: torch.dtype) -> float:
-    """Measure the speed of a matrix product at this moment, in FLOP/s."""
-    return product_peak(device, dtype, PRODUCT if device == "cpu" else 4 * PRODUCT)
-
-
 def count_padded_tokens(lengths: list[int], order: list[int], size: int) -> int:
     """Return the number of tokens in padded batches.
 
@@ -362,73 +356,34 @@ def count_padded_tokens(lengths: list[int], order: list[int], size: int) -> int:
 # -- taking turns ------------------------------------------------------------------------------
 
 
-def work(connection: Connection, task: dict[str, Any]) -> None:
-    """Load a way, then run a turn for each message ``go``."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+def load_way(task: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Load a way; return a function that encodes the inputs and returns the figures of a turn."""
     way = PEERS.get(task["kind"], LlmcondWay)(task)
     inputs = [EncoderInput(*texts) for texts in task["inputs"]]
-    began = time.perf_counter()
-    way.encode(inputs[: max(BATCH, len(inputs) // 16)])
-    first = time.perf_counter() - began
+    _, first, _ = timed(way.encode, inputs[: max(BATCH, len(inputs) // 16)])
     computed, flops = way.count_computed(inputs), linear_flops(way.resolved)
-    connection.send("ready")
-    while connection.recv() == "go":
-        peak = machine_peak(way.device, TORCH_DTYPES[way.identity.dtype])
-        synchronize(way.device)
-        began, processor = time.perf_counter(), time.process_time()
+
+    def encode() -> Vectors:
         vectors = way.encode(inputs)
         synchronize(way.device)
-        seconds, processor = time.perf_counter() - began, time.process_time() - processor
+        return vectors
+
+    def turn() -> dict[str, Any]:
+        peak = machine_peak(way.device, TORCH_DTYPES[way.identity.dtype])
+        synchronize(way.device)
+        vectors, seconds, processor = timed(encode)
         np.save(task["vectors"], vectors)
-        connection.send(
-            {
-                "seconds": seconds,
-                "processor": processor,
-                "computed": computed,
-                "peak": peak,
-                "share": flops * computed / seconds / peak,
-                "memory": peak_memory(way.device),
-                "first": first,
-            }
-        )
+        return {
+            "seconds": seconds,
+            "processor": processor,
+            "computed": computed,
+            "peak": peak,
+            "share": flops * computed / seconds / peak,
+            "memory": peak_memory(way.device),
+            "first": first,
+        }
 
-
-def measure(
-    tasks: dict[str, dict[str, Any]], rounds: int, target: Callable[..., None] = work
-) -> dict[str, list[dict[str, Any]]]:
-    """Run all ways in turn, each in a separate process.
-
-    Args:
-        tasks: the settings of each way, by name.
-        rounds: number of turns of each way.
-        target: runs in the process of a way, with a connection and a task.
-
-    Returns:
-        The figures of each turn, by way.
-
-    Raises:
-        SystemExit: a way could not be loaded.
-    """
-    context = multiprocessing.get_context("spawn")
-    workers = {}
-    for name, task in tasks.items():
-        ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(theirs, task), daemon=True)
-        process.start()
-        theirs.close()  # so that the end of the process raises EOFError below
-        try:
-            ours.recv()
-        except EOFError:
-            raise SystemExit(f"{name} could not be loaded; see its error above.") from None
-        workers[name] = ours
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
-    for _ in range(rounds):
-        for name, connection in workers.items():
-            connection.send("go")
-            turns[name].append(connection.recv())
-    for connection in workers.values():
-        connection.send("stop")
-    return turns
+    return turn
 
 
 # -- choosing the ways -------------------------------------------------------------------------
@@ -525,7 +480,7 @@ def compare(
             }
             for name, (kind, dtype) in task["ways"].items()
         }
-        turns = measure(tasks, options.rounds)
+        turns = measure(tasks, options.rounds, load_way)
         vectors = {name: np.load(way["vectors"]) for name, way in tasks.items()}
     result = {
         "model": options.model,
@@ -539,7 +494,12 @@ def compare(
         "dtype": options.dtype,
         "rows": [summarize(name, turns, vectors, useful) for name in tasks],
     }
-    show(result)
+    print(
+        f"\n{options.model}, {options.dtype}, {label}: {len(inputs):,} inputs of {useful:,} "
+        f"tokens, {options.rounds} rounds, {task['threads']} threads, torch {torch.__version__}. "
+        f"Sharing prefixes allows {result['allowed_by_sharing']:.2f}x.\n"
+    )
+    print(format_table(result["rows"], COLUMNS), flush=True)
     return result
 
 
@@ -558,84 +518,44 @@ def summarize(
         useful: number of tokens of the inputs, without padding.
     """
     mine, first = turns[name], next(iter(turns))
-
-    def median(key: str) -> float:
-        return float(statistics.median(turn[key] for turn in mine))
-
-    def ratios(key: str) -> dict[str, float]:
-        return {
-            other: statistics.median(a[key] / b[key] for a, b in zip(theirs, mine, strict=True))
-            for other, theirs in turns.items()
-        }
-
-    by_wall = ratios("seconds")
+    by_wall, by_processor = (
+        {other: median_ratio(theirs, mine, key) for other, theirs in turns.items()}
+        for key in ("seconds", "processor")
+    )
+    seconds = median_of(mine, "seconds")
     return {
         "way": name,
-        "tokens_per_second": useful / median("seconds"),
-        "seconds": median("seconds"),
-        "processor_seconds": median("processor"),
+        "tokens_per_second": useful / seconds,
+        "seconds": seconds,
+        "processor_seconds": median_of(mine, "processor"),
         "ratio_to_first": by_wall[first],
         "ratio_to_openvino": by_wall.get("OpenVINO"),
         "ratios": by_wall,
-        "ratios_by_processor": ratios("processor"),
-        "useful_share": useful / median("computed"),
-        "peak_share": median("share"),
-        "peak_gflops": median("peak") / 1e9,
-        "memory_gib": median("memory"),
-        "first_seconds": median("first"),
+        "ratios_by_processor": by_processor,
+        "useful_share": useful / median_of(mine, "computed"),
+        "peak_share": median_of(mine, "share"),
+        "peak_gflops": median_of(mine, "peak") / 1e9,
+        "memory_gib": median_of(mine, "memory"),
+        "first_seconds": median_of(mine, "first"),
         "largest_difference": float(np.abs(vectors[name] - vectors[first]).max()),
         "least_cosine": float((vectors[name] * vectors[first]).sum(axis=1).min()),
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the figures as a Markdown table."""
-    print(
-        f"\n{result['model']}, {result['dtype']}, {result['what']}: {result['inputs']:,} inputs of "
-        f"{result['tokens']:,} tokens, {result['rounds']} rounds, {result['threads']} threads, "
-        f"torch {result['torch']}. Sharing prefixes allows {result['allowed_by_sharing']:.2f}x.\n"
-    )
-    print(
-        "| way | tokens/s | wall s | processor s | against the first | against OpenVINO "
-        "| useful of computed tokens | of the product's peak | peak memory GiB | first batches s "
-        "| largest difference | least cosine |"
-    )
-    print("|---" * 12 + "|")
-    for line in result["rows"]:
-        ratio = line["ratio_to_openvino"]
-        print(
-            f"| {line['way']} | {line['tokens_per_second']:,.0f} | {line['seconds']:.2f} "
-            f"| {line['processor_seconds']:.2f} | {line['ratio_to_first']:.2f} "
-            f"| {'' if ratio is None else f'{ratio:.2f}'} "
-            f"| {line['useful_share']:.0%} | {line['peak_share']:.0%} | {line['memory_gib']:.2f} "
-            f"| {line['first_seconds']:.1f} | {line['largest_difference']:.1e} "
-            f"| {line['least_cosine']:.5f} |"
-        )
-
-
-def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None]:
-    """Return the checkpoint to measure, and the known model that it is a copy of, if any.
-
-    If the model needs random weights, the checkpoint is created in ``options.folder``.
-
-    Raises:
-        SystemExit: there is no such model.
-    """
-    if Path(options.model).is_dir():
-        return options.model, None
-    known = find_model(options.model)
-    if known is not None and known.alias == "minilm" and not options.set:
-        return "minilm", None
-    shape = known or SHAPES.get(options.model)
-    if shape is None:
-        raise SystemExit(
-            f"{options.model} is neither a known model (see llmcond models) nor an existing folder "
-            f"nor one of the shapes {', '.join(SHAPES)}."
-        )
-    parent = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
-    sizes = {key: int(value) for key, _, value in (pair.partition("=") for pair in options.set)}
-    # In a new process, because processes started later inherit the peak memory of this one.
-    return run_in_process(random_checkpoint, shape, parent, sizes), known.repo if known else None
+COLUMNS = {
+    "way": "way",
+    "tokens/s": "tokens_per_second:,.0f",
+    "wall s": "seconds:.2f",
+    "processor s": "processor_seconds:.2f",
+    "against the first": "ratio_to_first:.2f",
+    "against OpenVINO": "ratio_to_openvino:.2f",
+    "useful of computed tokens": "useful_share:.0%",
+    "of the product's peak": "peak_share:.0%",
+    "peak memory GiB": "memory_gib:.2f",
+    "first batches s": "first_seconds:.1f",
+    "largest difference": "largest_difference:.1e",
+    "least cosine": "least_cosine:.5f",
+}
 
 
 def tokenize(task: dict[str, Any], inputs: Sequence[EncoderInput]) -> list[list[int]]:
@@ -663,97 +583,22 @@ def make_cases(
 
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        default="minilm",
-        help="known model, shape or folder of a checkpoint (default: minilm)",
-    )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="KEY=N",
-        help="other sizes of the architecture, such as num_hidden_layers=8",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="folder that random checkpoints are saved in and read from (default: "
-        "llmcond-bench in the temporary folder)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=tuple(TORCH_DTYPES),
-        help="data type of computation (default: bfloat16)",
-    )
-    parser.add_argument(
-        "--quantize",
-        default="none",
-        choices=("none", "8bit", "4bit"),
-        help="quantisation of the weights (default: none)",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="device, such as cpu or cuda (default: auto)"
-    )
-    parser.add_argument(
-        "--threads", type=int, help="threads of each way (default: as PyTorch chooses)"
-    )
-    parser.add_argument(
-        "--inputs",
-        type=int,
-        default=2_000,
-        help="number of inputs, without --conditions (default: 2000)",
-    )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="join texts to inputs of about N tokens"
-    )
-    parser.add_argument(
-        "--conditions",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="K",
-        help="numbers of conditions per sentence",
-    )
-    parser.add_argument(
-        "--sentences",
-        type=int,
-        default=24,
-        help="number of sentences, with --conditions (default: 24)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="number of turns of each way (default: 3)"
-    )
-    parser.add_argument(
-        "--max-tokens-per-batch",
-        type=int,
-        help="token budget of a batch of llmcond (default: chosen automatically)",
-    )
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        choices=WAYS,
-        default=[*WAYS],
-        metavar="WAY",
-        help=f"ways to measure: {'; '.join(WAYS)} (default: all)",
-    )
-    parser.add_argument(
-        "--skip-peers", action="store_true", help="measure the modes of llmcond only"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on the last line"
-    )
+    parser = BenchOptions(__doc__)
+    add = parser.option
+    add("--model", "minilm", "known model, shape or folder of a checkpoint")
+    parser.sizes()
+    parser.compute("bfloat16", choices=tuple(TORCH_DTYPES))
+    add("--quantize", "none", "quantisation of the weights", choices=("none", "8bit", "4bit"))
+    add("--threads", int, "threads of each way", "as PyTorch chooses")
+    add("--inputs", 2_000, "number of inputs, without --conditions")
+    add("--tokens", int, "join texts to inputs of about N tokens", metavar="N")
+    add("--conditions", [], "numbers of conditions per sentence", type=int, metavar="K")
+    add("--sentences", 24, "number of sentences, with --conditions")
+    parser.rounds()
+    ways = f"ways to measure: {'; '.join(WAYS)}"
+    add("--ways", [*WAYS], ways, "all", choices=WAYS, metavar="WAY")
+    add("--skip-peers", False, "measure the modes of llmcond only")
     return parser.parse_args()
-
-
-def set_threads(threads: int) -> None:
-    """Set the number of threads of the processes that are started from now on."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
-        os.environ[name] = str(threads)
 
 
 def main() -> None:
@@ -786,8 +631,7 @@ def main() -> None:
             compare(options, task, inputs, label)
             for inputs, label in make_cases(options, task, instruct)
         ]
-    if options.json:
-        print(json.dumps({"results": results}))
+    print_json(options, {"results": results})
 
 
 if __name__ == "__main__":

@@ -15,10 +15,7 @@ time of a package includes its modules but not the other packages that they impo
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +25,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from bench import BenchOptions, median_of
+from common import format_table, print_json
 
 from llmcond.encoders import EncoderOptions, resolve
 
@@ -85,7 +85,7 @@ llmcond.load_embedder().similarity([{FIRST!r}], [{SECOND!r}], {CONDITION!r})
 #: The program that writes the graphs for the other libraries.
 _EXPORT = """
 from pathlib import Path
-from bench_inputs import export_onnx, optimize_onnx
+from bench import export_onnx, optimize_onnx
 from llmcond.encoders.openvino.architectures import import_openvino
 folder = Path(GRAPHS)
 export_onnx(FOLDER, folder / "minilm.onnx")
@@ -187,9 +187,9 @@ def summarize(name: str, turns: list[dict[str, float]]) -> dict[str, Any]:
     """Return the figures of one program."""
     return {
         "way": name,
-        "seconds": statistics.median(turn["seconds"] for turn in turns),
+        "seconds": median_of(turns, "seconds"),
         "least_seconds": min(turn["seconds"] for turn in turns),
-        "processor_seconds": statistics.median(turn["processor"] for turn in turns),
+        "processor_seconds": median_of(turns, "processor"),
         "memory_mib": max(turn["memory"] for turn in turns),
     }
 
@@ -227,42 +227,36 @@ def add_up_imports(log: str) -> list[dict[str, Any]]:
     ]
 
 
-def show(rows: list[dict[str, Any]], imports: list[dict[str, Any]]) -> None:
-    """Print the figures as Markdown tables."""
-    print("| way | wall s | least wall s | processor s | peak memory MiB |\n|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row['way']} | {row['seconds']:.2f} | {row['least_seconds']:.2f} "
-            f"| {row['processor_seconds']:.2f} | {row['memory_mib']:,.0f} |"
-        )
-    if imports:
-        total = sum(package["milliseconds"] for package in imports)
-        print(f"\nImports of llmcond similarity: {total:,.0f} ms in all.\n")
-        print("| package | ms of its modules | modules |\n|---|---|---|")
-    for package in imports[:PACKAGES]:
-        print(f"| {package['package']} | {package['milliseconds']:.1f} | {package['modules']} |")
+COLUMNS = {
+    "way": "way",
+    "wall s": "seconds:.2f",
+    "least wall s": "least_seconds:.2f",
+    "processor s": "processor_seconds:.2f",
+    "peak memory MiB": "memory_mib:,.0f",
+}
+IMPORT_COLUMNS = {
+    "package": "package",
+    "ms of its modules": "milliseconds:.1f",
+    "modules": "modules",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, and print tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="number of counted rounds (default: 5)"
-    )
-    parser.add_argument("--imports", action="store_true", help="profile the imports as well")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on the last line"
-    )
+    parser = BenchOptions(__doc__)
+    parser.rounds(5)
+    parser.option("--imports", False, "profile the imports as well")
     options = parser.parse_args(arguments)
     # The folder contains no run, so that the command uses the bundled model.
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(options.rounds, scratch)
         imports = profile_imports(scratch) if options.imports else []
-    show(rows, imports)
-    if options.json:
-        print(json.dumps({"rounds": options.rounds, "rows": rows, "imports": imports}))
+    print(format_table(rows, COLUMNS))
+    if imports:
+        total = sum(package["milliseconds"] for package in imports)
+        print(f"\nImports of llmcond similarity: {total:,.0f} ms in all.\n")
+        print(format_table(imports[:PACKAGES], IMPORT_COLUMNS))
+    print_json(options, {"rounds": options.rounds, "rows": rows, "imports": imports})
 
 
 if __name__ == "__main__":

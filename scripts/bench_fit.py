@@ -13,19 +13,18 @@ benchmark runs in a new process, whose peak memory is reported.
 from __future__ import annotations
 
 import argparse
-import json
-import resource
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_process import run_in_process
+from bench import BenchOptions, run_in_process, timed
+from common import format_table, print_json
 
+from llmcond.benchmark.speeds import peak_memory
 from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
 from llmcond.heads.conditioned import Hypernet
 from llmcond.heads.fit import fit_by_gradient
@@ -53,18 +52,6 @@ def pairs(rows: int, dim: int, seed: int, dtype: type[Any] = np.float16) -> Pair
     return PairArrays(first, second, rng.uniform(size=rows))
 
 
-def peak() -> float:
-    """Return the peak memory of this process in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """Call a function; return the seconds and the result."""
-    began = time.perf_counter()
-    result = function(*arguments)
-    return time.perf_counter() - began, result
-
-
 # -- fitting -----------------------------------------------------------------------------------
 
 
@@ -74,9 +61,9 @@ def fit(options: argparse.Namespace) -> list[dict[str, Any]]:
     for kind in ("linear", "mlp"):
         recipe = load_recipe(kind).with_settings({"dim": NARROW, "epochs": options.epochs}, "")
         data = pairs(options.rows, WIDE, 0)
-        seconds, head = timed(fit_recipe, recipe, data, None, 0, quiet)
+        head, seconds, _ = timed(fit_recipe, recipe, data, None, 0, quiet)
         few = max(options.epochs // 20, 1)
-        plain = timed(plain_fit, kind, recipe.settings, data, few)[0] / few
+        plain = timed(plain_fit, kind, recipe.settings, data, few)[1] / few
         rows.append(
             {
                 "head": kind,
@@ -128,7 +115,7 @@ def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
             sides.append(np.memmap(path, np.float16, "r", shape=(n, WIDE)))
         data = PairArrays(sides[0], sides[1], np.random.default_rng(1).uniform(size=n))
         recipe = load_recipe("linear").with_settings({"dim": NARROW, "epochs": 1}, "")
-        seconds, _ = timed(fit_recipe, recipe, data, None, 0, quiet)
+        _, seconds, _ = timed(fit_recipe, recipe, data, None, 0, quiet)
     return [{"pairs": n, "on_disk_gib": 4 * n * WIDE / 2**30, "seconds": seconds}]
 
 
@@ -160,9 +147,9 @@ def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
             recipe = replace(recipe, family=PlainHypernet)
         seconds = []
         for _ in range(options.rounds):
-            fit = timed(fit_by_gradient, recipe, data, None, 0, quiet)
-            seconds.append(fit[0])
-        loss = last_loss(fit[1][1])
+            fitted, wall, _ = timed(fit_by_gradient, recipe, data, None, 0, quiet)
+            seconds.append(wall)
+        loss = last_loss(fitted[1])
         rows.append({"form": name, "seconds": float(np.median(seconds)), "loss": loss})
     for row in rows:
         row["ratio"] = rows[0]["seconds"] / row["seconds"]
@@ -232,9 +219,8 @@ def relations(options: argparse.Namespace) -> list[dict[str, Any]]:
         changed = replace(recipe, family=create_query_family(family))
         seconds = []
         for _ in range(options.rounds):
-            began = time.process_time()
-            head = fit_queries(changed, arrays, None, 0, quiet, "cpu")
-            seconds.append(time.process_time() - began)
+            head, _, processor = timed(fit_queries, changed, arrays, None, 0, quiet, "cpu")
+            seconds.append(processor)
         rows.append(
             {
                 "form": name,
@@ -281,7 +267,7 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
             for c in conditions:
                 head.transform(sentences, c[None] if head.dim_condition else None)
 
-        apply_seconds, _ = timed(apply)
+        _, apply_seconds, _ = timed(apply)
         n = options.sentences * options.conditions
         rows.append({"head": kind, "seconds": apply_seconds, "embeddings_per_s": n / apply_seconds})
     seconds = options.encode or 1e6 * 26 / 33_000
@@ -301,70 +287,24 @@ PARTS = {
 
 def work(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
     """Run a part; return its rows and its peak memory in GiB."""
-    return PARTS[name](options), peak()
-
-
-def show(name: str, rows: list[dict[str, Any]], memory: float) -> None:
-    """Print the rows of a part as a Markdown table."""
-    print(f"\n{name}: {torch.get_num_threads()} threads, torch {torch.__version__}, peak ", end="")
-    print(f"{memory:.2f} GiB\n")
-    print("| " + " | ".join(rows[0]) + " |")
-    print("|" + "---|" * len(rows[0]))
-    for row in rows:
-        cells = (f"{v:,.4g}" if isinstance(v, float) else str(v) for v in row.values())
-        print("| " + " | ".join(cells) + " |", flush=True)
+    return PARTS[name](options), peak_memory("cpu")
 
 
 def main() -> None:
     """Parse the command line, measure, and print tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    known = ", ".join(PARTS)
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"parts to run, among {known} (default: all)"
-    )
-    parser.add_argument(
-        "--rows", type=int, default=ROWS, help="fit and hypernet: number of pairs (default: 11342)"
-    )
-    parser.add_argument(
-        "--epochs", type=int, default=40, help="fit: number of epochs (default: 40)"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        help="hypernet and relations: number of fits, whose median counts (default: 3)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=10,
-        help="relations: number of measured steps of an epoch's 532 (default: 10)",
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=1_000_000, help="stream: number of pairs (default: 1000000)"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="stream: folder for files of 16 GiB (default: the temporary folder)",
-    )
-    parser.add_argument(
-        "--sentences", type=int, default=10_000, help="grid: number of sentences (default: 10000)"
-    )
-    parser.add_argument(
-        "--conditions", type=int, default=100, help="grid: number of conditions (default: 100)"
-    )
-    parser.add_argument(
-        "--encode",
-        type=float,
-        help="grid: seconds to encode a million inputs, as measured by bench_extract.py "
-        "(default: 788, for 26 million tokens at 33,000 tokens/s)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on the last line"
-    )
+    parser, known = BenchOptions(__doc__), ", ".join(PARTS)
+    add = parser.option
+    add("parts", str, f"parts to run, among {known} (default: all)", nargs="*", metavar="PART")
+    add("--rows", ROWS, "fit and hypernet: number of pairs")
+    add("--epochs", 40, "fit: number of epochs")
+    add("--rounds", 3, "hypernet and relations: number of fits, whose median counts")
+    add("--steps", 10, "relations: number of measured steps of an epoch's 532")
+    add("--pairs", 1_000_000, "stream: number of pairs")
+    add("--folder", Path, "stream: folder for files of 16 GiB", "the temporary folder")
+    add("--sentences", 10_000, "grid: number of sentences")
+    add("--conditions", 100, "grid: number of conditions")
+    encode = "grid: seconds to encode a million inputs, as measured by bench_extract.py"
+    add("--encode", float, encode, "788, for 26 million tokens at 33,000 tokens/s")
     options = parser.parse_args()
     for name in options.parts:  # argparse's choices would reject an empty list
         if name not in PARTS:
@@ -372,10 +312,10 @@ def main() -> None:
     results = {}
     for name in options.parts or PARTS:
         rows, memory = run_in_process(work, name, options)
-        show(name, rows, memory)
+        about = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+        print(f"\n{name}: {about}, peak {memory:.2f} GiB\n\n{format_table(rows)}", flush=True)
         results[name] = {"rows": rows, "peak_gib": memory}
-    if options.json:
-        print(json.dumps(results))
+    print_json(options, results)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ because other processes on the machine affect it less than the wall time.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_extract import find_checkpoint
+from bench import BenchOptions, find_checkpoint, median_of, median_ratio, timed
+from common import format_table, print_json
 from sentence_transformers import SentenceTransformer
 
 from llmcond.data.datasets import read_dataset
@@ -46,22 +44,21 @@ def measure_in_turn(
     ways: Mapping[str, Callable[[], object]], encoder: Encoder, rounds: int
 ) -> list[dict[str, Any]]:
     """Run systems in turn; return the median seconds, and the median ratio to the first system."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    clock = time.process_time if encoder.resolved.device == "cpu" else time.perf_counter
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(rounds + (rounds > 1)):
         for name, way in ways.items():
-            began = clock()
-            way()
+            _, wall, processor = timed(way)
             if number or rounds == 1:  # the first round is a warm-up
-                seconds[name].append(clock() - began)
-    first = next(iter(seconds.values()))
+                on_cpu = encoder.resolved.device == "cpu"
+                turns[name].append({"seconds": processor if on_cpu else wall})
+    first = next(iter(turns.values()))
     return [
         {
             "what": name,
-            "seconds": statistics.median(times),
-            "ratio": statistics.median(a / b for a, b in zip(times, first, strict=True)),
+            "seconds": median_of(times, "seconds"),
+            "ratio": median_ratio(times, first, "seconds"),
         }
-        for name, times in seconds.items()
+        for name, times in turns.items()
     ]
 
 
@@ -145,71 +142,27 @@ def measure_rows(encoder: Encoder, options: argparse.Namespace) -> list[dict[str
     return measure_in_turn(ways, encoder, options.rounds)
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print rows as a Markdown table."""
-    print(f"\n{title}\n")
-    print("| " + " | ".join(rows[0]) + " |")
-    print("|" + "---|" * len(rows[0]))
-    for row in rows:
-        cells = (
-            f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()
-        )
-        print("| " + " | ".join(cells) + " |", flush=True)
-
-
 def main() -> None:
     """Parse the command line, measure, and print tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="minilm", help="encoder (default: minilm)")
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="KEY=N",
-        help="other sizes of the architecture; its weights are then random",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="folder that random checkpoints are saved in and read from (default: "
-        "llmcond-bench in the temporary folder)",
-    )
-    parser.add_argument(
-        "--dtype", default="float32", help="data type of the encoder (default: float32)"
-    )
-    parser.add_argument(
-        "--sentences", type=int, default=20, help="number of sentences in the grid (default: 20)"
-    )
-    parser.add_argument(
-        "--conditions",
-        type=int,
-        nargs="+",
-        default=[1, 10, 100],
-        help="numbers of conditions in the grid (default: 1 10 100)",
-    )
-    parser.add_argument("--data", help="rated rows to extract (default: the bundled sample)")
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=500,
-        help="maximum number of rated rows to extract (default: 500)",
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="number of turns (default: 3)")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on the last line"
-    )
+    parser = BenchOptions(__doc__)
+    add = parser.option
+    add("--model", "minilm", "encoder")
+    parser.sizes()
+    add("--dtype", "float32", "data type of the encoder")
+    add("--sentences", 20, "number of sentences in the grid")
+    add("--conditions", [1, 10, 100], "numbers of conditions in the grid")
+    add("--data", str, "rated rows to extract", "the bundled sample")
+    add("--rows", 500, "maximum number of rated rows to extract")
+    parser.rounds()
     options = parser.parse_args()
     checkpoint, like = find_checkpoint(options)
     encoder = load_encoder(str(checkpoint), dtype=options.dtype, like=like)
     print(f"{encoder.name}, {encoder.identity.dtype}, torch {torch.__version__}")
     results = {"grid": measure_grid(encoder, options)}
-    show(f"{options.sentences} sentences under conditions", results["grid"])
+    print(f"\n{options.sentences} sentences under conditions\n\n{format_table(results['grid'])}")
     results["rows"] = measure_rows(encoder, options)
-    show(f"{options.rows} rated rows at most", results["rows"])
-    if options.json:
-        print(json.dumps(results))
+    print(f"\n{options.rows} rated rows at most\n\n{format_table(results['rows'])}")
+    print_json(options, results)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,9 @@ W_c W_c^T. This q' gives the inner products under the condition, but not the cos
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,8 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import torch
+from bench import BenchOptions, timed
+from common import format_table, print_json
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import read_dataset
@@ -48,13 +47,6 @@ K, CANDIDATES = 10, 1_000
 HNSW = 200_000
 
 Vectors = NDArray[np.float32]
-
-
-def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """Call a function; return its result, the wall seconds and the processor seconds."""
-    start, cpu_start = time.perf_counter(), time.process_time()
-    result = work()
-    return result, time.perf_counter() - start, time.process_time() - cpu_start
 
 
 def mix_vectors(real: Vectors, n: int) -> Vectors:
@@ -136,25 +128,25 @@ def measure_index(
     before = memory()
     cold, hot, recalls = [], [], []
     for condition, of_condition in zip(conditions, gold, strict=True):
-        hits, *times = timed(partial(index.search, queries[0], condition, K))
+        hits, *times = timed(index.search, queries[0], condition, K)
         cold.append(times)
         for query, relevant in zip(queries, of_condition, strict=True):
-            hits, *times = timed(partial(index.search, query, condition, K))
+            hits, *times = timed(index.search, query, condition, K)
             hot.append(times)
             recalls.append(recall([row["id"] for row in hits.rows], relevant))
-    encoding = [timed(partial(index.embedder.encoder.encode, [q]))[1:] for q in queries]
+    encoding = [timed(index.embedder.encoder.encode, [q])[1:] for q in queries]
     private, mapped = (now - then for now, then in zip(memory(), before, strict=True))
 
-    def medians(times: Sequence[Sequence[float]]) -> dict[str, float]:
-        seconds, cpu = zip(*times, strict=True)
-        return {"seconds": statistics.median(seconds), "cpu": statistics.median(cpu)}
+    def medians(name: str, times: Sequence[Sequence[float]]) -> dict[str, float]:
+        seconds, cpu = map(statistics.median, zip(*times, strict=True))
+        return {f"{name}_seconds": seconds, f"{name}_cpu": cpu}
 
     views = size_of(folder / "views") / len(conditions)
     return {
         "what": "llmcond",
-        "cold": medians(cold),
-        "hot": medians(hot),
-        "encoding a query": medians(encoding),
+        **medians("cold", cold),
+        **medians("hot", hot),
+        **medians("encoding", encoding),
         "recall": statistics.mean(recalls),
         "memory_mb": private,
         "memory_mapped_mb": mapped,
@@ -195,7 +187,7 @@ def measure_peers(
 
         faiss.omp_set_num_threads(1)
         flat = faiss.IndexFlatIP(vectors.shape[1])
-        _, _, build_cpu = timed(lambda: flat.add(vectors))
+        _, _, build_cpu = timed(flat.add, vectors)
         searches.append(("faiss, flat", build_cpu, lambda q, k: flat.search(q, k)[1][0]))
     for name, build_cpu, search in searches:
         for query_name in ("e(q)", "q'"):
@@ -203,7 +195,7 @@ def measure_peers(
             for condition, of_condition in zip(conditions, gold, strict=True):
                 for query, relevant in zip(queries, of_condition, strict=True):
                     vector = query if query_name == "e(q)" else transform(head, query, condition)
-                    hits, _, cpu_seconds = timed(partial(search, vector[None], CANDIDATES))
+                    hits, _, cpu_seconds = timed(search, vector[None], CANDIDATES)
                     cpu.append(cpu_seconds)
                     recalls.append(recall(hits[:K], relevant))
                     candidates = under(head, vectors[hits], condition)
@@ -212,7 +204,7 @@ def measure_peers(
             yield {
                 "what": f"{name} on e(s), by {query_name}",
                 "build_cpu": build_cpu,
-                "hot": {"cpu": statistics.median(cpu)},
+                "hot_cpu": statistics.median(cpu),
                 "recall": statistics.mean(recalls),
                 "recall_reranked": statistics.mean(reranked),
             }
@@ -259,7 +251,7 @@ def measure_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
                 gold.append([best(mapped @ query) for query in mapped_queries])
             folder = Path(temporary) / f"index-{n}"
             Index.build(folder, **encoder)
-            _, _, write_cpu = timed(partial(write, folder, vectors, texts))
+            _, _, write_cpu = timed(write, folder, vectors, texts)
             queries = [texts[i] for i in sampled]
             figures = measure_index(folder, queries, conditions, gold)
             about = {"vectors": n, "dim": vectors.shape[1], "head": options.head}
@@ -272,45 +264,22 @@ def measure_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--run", type=Path, required=True, help="folder of the run")
-    parser.add_argument(
-        "--head",
-        required=True,
-        help="name of the head, which must generate a matrix for each condition",
-    )
-    parser.add_argument("--data", default=None, help="rated rows (default: the bundled sample)")
-    parser.add_argument(
-        "--sizes",
-        type=int,
-        nargs="+",
-        default=[10_000, 100_000],
-        help="numbers of vectors (default: 10000 100000)",
-    )
-    parser.add_argument(
-        "--conditions", type=int, default=5, help="number of conditions (default: 5)"
-    )
-    parser.add_argument("--queries", type=int, default=10, help="number of queries (default: 10)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed of queries and conditions (default: 0)"
-    )
-    parser.add_argument("--no-peers", action="store_true", help="do not measure other libraries")
-    parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
+    parser = BenchOptions(__doc__)
+    add = parser.option
+    add("--run", Path, "folder of the run", required=True)
+    head = "name of the head, which must generate a matrix for each condition"
+    add("--head", str, head, required=True)
+    add("--data", str, "rated rows", "the bundled sample")
+    add("--sizes", [10_000, 100_000], "numbers of vectors")
+    add("--conditions", 5, "number of conditions")
+    add("--queries", 10, "number of queries")
+    add("--seed", 0, "random seed of queries and conditions")
+    add("--no-peers", False, "do not measure other libraries")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = measure_sizes(options)
-    if options.json:
-        print(json.dumps(results))
-        return
-    for row in results:
-        print(f"{row['vectors']:,} x {row['dim']}, {row['head']}: {row['what']}")
-        for name, value in row.items():
-            if name in ("vectors", "dim", "head", "what"):
-                continue
-            text = str(value if isinstance(value, dict) else round(value, 3))
-            if isinstance(value, dict):
-                text = ", ".join(f"{key} {1e3 * seconds:.1f} ms" for key, seconds in value.items())
-            print(f"    {name}: {text}")
+    print(format_table(results, {name: name for row in results for name in row}))
+    print_json(options, results)
 
 
 if __name__ == "__main__":

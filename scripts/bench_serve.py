@@ -32,6 +32,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+from bench import BenchOptions, timed
+from common import format_table, print_json
 from fuzz_services import draw_wrong_request, request_bytes
 
 from llmcond.data.datasets import read_dataset
@@ -86,10 +88,8 @@ def serve(kind: str, model: str, dtype: Dtype, rows: list[Row], pipe: Connection
         folder = str(encoder.resolved.checkpoint.folder)
         object.__setattr__(served, "peer", SentenceTransformer(folder, device="cpu"))
     served.encode(rows[: len(rows) // 4 + 1])  # warm-up
-    began = time.perf_counter(), time.process_time()
-    served.encode(rows)
-    rate = len(rows) / (time.perf_counter() - began[0])
-    rate_of_cpu = len(rows) / (time.process_time() - began[1])
+    _, seconds, processor = timed(served.encode, rows)
+    rate, rate_of_cpu = len(rows) / seconds, len(rows) / processor
     with bind_socket("127.0.0.1", 0) as listening:
         running = ModelServer(served, ServerSettings())
 
@@ -245,46 +245,17 @@ async def count_statuses(port: int, requests: Sequence[tuple[bytes, bool]]) -> C
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, measure, and print the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="minilm", help="encoder (default: minilm)")
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        help="data type of llmcond; the peer has float32 (default: float32)",
-    )
-    parser.add_argument(
-        "--data", help="rated rows whose texts are sent (default: the bundled sample)"
-    )
-    parser.add_argument("--texts", type=int, default=2_000, help="number of texts (default: 2000)")
-    parser.add_argument(
-        "--clients",
-        type=int,
-        nargs="+",
-        default=[1, 16, 64],
-        help="numbers of concurrent clients (default: 1 16 64)",
-    )
-    parser.add_argument(
-        "--sizes",
-        type=int,
-        nargs="+",
-        default=[1, 16],
-        help="numbers of texts per request (default: 1 16)",
-    )
-    parser.add_argument(
-        "--malformed", type=int, default=0, help="number of malformed requests (default: 0)"
-    )
-    parser.add_argument(
-        "--requests",
-        type=int,
-        default=0,
-        help="number of requests after which the memory is measured (default: 0)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed of the malformed requests (default: 0)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
-    )
+    parser = BenchOptions(__doc__)
+    add = parser.option
+    add("--model", "minilm", "encoder")
+    add("--dtype", "float32", "data type of llmcond; the peer has float32")
+    add("--data", str, "rated rows whose texts are sent", "the bundled sample")
+    add("--texts", 2_000, "number of texts")
+    add("--clients", [1, 16, 64], "numbers of concurrent clients")
+    add("--sizes", [1, 16], "numbers of texts per request")
+    add("--malformed", 0, "number of malformed requests")
+    add("--requests", 0, "number of requests after which the memory is measured")
+    add("--seed", 0, "random seed of the malformed requests")
     options = parser.parse_args(arguments)
     data = read_dataset(options.data).splits["train"]
     distinct: list[Row] = [*zip(data.sentence1, data.condition, strict=True)]
@@ -311,22 +282,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return show(results, options)
 
 
+COLUMNS = {
+    "server": "server",
+    "texts a request": "texts_a_request",
+    "clients": "clients",
+    "requests/s": "requests_a_second:,.0f",
+    "texts/s": "texts_a_second:,.0f",
+    "of one call": "of_one_call:.0%",
+    "by CPU": "of_one_call_by_cpu:.0%",
+    "p50 ms": "p50_ms:.1f",
+    "p99 ms": "p99_ms:.1f",
+}
+
+
 def show(results: dict[str, Any], options: argparse.Namespace) -> int:
     """Print the results, and return 1 if a request caused a server error or the memory grew."""
-    if options.json:
-        print(json.dumps(results))
-    else:
-        heads = "server", "texts a request", "clients", "requests/s", "texts/s", "of one call"
-        print(f"| {' | '.join((*heads, 'by CPU', 'p50 ms', 'p99 ms'))} |\n{'|---' * 9}|")
-        for kind, rows in results["rates"].items():
-            print(f"| {kind}, one call | | | | {results['one_call'][kind]:,.0f} | | | | |")
-            for row in rows:
-                print(
-                    f"| {kind} | {row['texts_a_request']} | {row['clients']} "
-                    f"| {row['requests_a_second']:,.0f} | {row['texts_a_second']:,.0f} "
-                    f"| {row['of_one_call']:.0%} | {row['of_one_call_by_cpu']:.0%} "
-                    f"| {row['p50_ms']:.1f} | {row['p99_ms']:.1f} |"
-                )
+    table: list[dict[str, Any]] = []
+    for kind, rows in results["rates"].items():
+        table.append({"server": f"{kind}, one call", "texts_a_second": results["one_call"][kind]})
+        table += [{"server": kind, **row} for row in rows]
+    print(format_table(table, COLUMNS))
+    print_json(options, results)
     failed = False
     if "statuses" in results:
         failed |= any(status >= 500 for status in results["statuses"])

@@ -11,10 +11,10 @@ keys in the environment.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
+from common import Options
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.spec import Encoded
@@ -23,17 +23,11 @@ from llmcond.features.store import FeatureStore
 
 def main() -> None:
     """Write vectors in several commits, open the store again, and read all vectors."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("root", help="folder or URI of the store")
-    parser.add_argument(
-        "--rows", type=int, default=102_400, help="number of vectors (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--part", type=int, default=512, help="vectors per commit (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--dim", type=int, default=384, help="dimensions of a vector (default: %(default)s)"
-    )
+    parser = Options(__doc__)
+    parser.option("root", str, "folder or URI of the store")
+    parser.option("--rows", 102_400, "number of vectors")
+    parser.option("--part", 512, "vectors per commit")
+    parser.option("--dim", 384, "dimensions of a vector")
     options = parser.parse_args()
     identity = resolve("minilm", EncoderOptions(device="cpu")).identity
     stamp = time.time_ns()  # unique texts, so that a second call writes as many

@@ -15,18 +15,22 @@ Models other than minilm get random weights, because speed does not depend on th
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
+import itertools
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from bench_extract import find_checkpoint, machine_peak, measure
+from bench import (
+    BenchOptions,
+    find_checkpoint,
+    machine_peak,
+    measure,
+    median_of,
+    median_ratio,
+)
+from common import format_table, print_json
 
 from llmcond.benchmark.speeds import linear_flops, peak_memory, synchronize
 from llmcond.data.datasets import read_dataset
@@ -61,7 +65,7 @@ class Training:
             max_tokens_per_batch=task["max_tokens_per_batch"],
         )
         resolved = resolve(task["checkpoint"], options, identify=False)
-        self.checkpointing = bool(task["checkpointing"])
+        self.checkpointing = bool(task["gradient_checkpointing"])
         self.flops = linear_flops(resolved)
         settings = TuneSettings(
             rank=task["rank"],
@@ -134,9 +138,8 @@ class Training:
         return Objective(ObjectiveSettings())(pooled[:half], pooled[half:], rating)
 
 
-def work(connection: Connection, task: dict[str, Any]) -> None:
-    """Load a training loop, then run a turn for each message ``go``."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+def load_loop(task: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Load a training loop; return a function that runs some steps and returns the figures."""
     training = Training(task)
     if training.kind == "loop":
         # The peer uses the attention that transformers chooses by default.
@@ -144,130 +147,77 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
     training.steps(0, 2)
     if training.device != "cpu":
         torch.cuda.reset_peak_memory_stats(training.device)
-    connection.send("ready")
-    turn = 0
-    while connection.recv() == "go":
+    turns, count = itertools.count(), task["steps"]
+    # One forward pass, and one backward to the activations; frozen weights need no gradient.
+    passes = 3 if training.checkpointing else 2
+
+    def turn() -> dict[str, Any]:
         peak = machine_peak(training.device, TORCH_DTYPES[task["dtype"]])
-        seconds, useful, computed = training.steps(2 + turn * task["steps"], task["steps"])
-        turn += 1
-        # One forward pass, and one backward to the activations; frozen weights need no gradient.
-        passes = 3 if training.checkpointing else 2
-        connection.send(
-            {
-                "seconds": seconds / task["steps"],
-                "useful": useful / task["steps"],
-                "computed": computed / task["steps"],
-                "share": passes * training.flops * computed / seconds / peak,
-                "memory": peak_memory(training.device),
-            }
-        )
+        seconds, useful, computed = training.steps(2 + next(turns) * count, count)
+        return {
+            "seconds": seconds / count,
+            "useful": useful / count,
+            "computed": computed / count,
+            "share": passes * training.flops * computed / seconds / peak,
+            "memory": peak_memory(training.device),
+        }
+
+    return turn
 
 
 WAYS = {"plain loop of transformers and peft": "loop", "llmcond": "ours"}
+COLUMNS = {
+    "way": "way",
+    "s a step": "seconds:.2f",
+    "rows/s": "rows_per_second:,.0f",
+    "tokens/s": "tokens_per_second:,.0f",
+    "against the first": "ratio:.2f",
+    "computed / useful": "padding:.0%",
+    "of peak": "share:.0%",
+    "memory GiB": "memory:.2f",
+}
 
 
 def main() -> None:
     """Parse the command line, measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", choices=known_names(), default="minilm", help="known encoder (default: minilm)"
-    )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="KEY=N",
-        help="other sizes of the architecture, such as num_hidden_layers=8",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="folder that random checkpoints are saved in and read from (default: "
-        "llmcond-bench in the temporary folder)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=("float32", "bfloat16"),
-        help="data type of computation (default: bfloat16)",
-    )
-    parser.add_argument(
-        "--quantize",
-        default="none",
-        choices=("none", "8bit", "4bit"),
-        help="quantisation of the frozen weights (default: none)",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="device, such as cpu or cuda (default: auto)"
-    )
-    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters (default: 16)")
-    parser.add_argument("--batch-size", type=int, default=64, help="rows per step (default: 64)")
-    parser.add_argument("--steps", type=int, default=10, help="steps per turn (default: 10)")
-    parser.add_argument("--rounds", type=int, default=3, help="number of turns (default: 3)")
-    parser.add_argument(
-        "--gradient-checkpointing",
-        action="store_true",
-        help="recompute activations in the backward pass",
-    )
-    parser.add_argument(
-        "--max-tokens-per-batch",
-        type=int,
-        help="token budget of a batch of llmcond (default: chosen automatically)",
-    )
-    parser.add_argument(
-        "--no-dropout", action="store_true", help="disable the dropout of the encoder"
-    )
-    parser.add_argument("--skip-peer", action="store_true", help="measure llmcond only")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on the last line"
-    )
+    parser = BenchOptions(__doc__)
+    add = parser.option
+    add("--model", "minilm", "known encoder", choices=known_names())
+    parser.sizes()
+    parser.compute("bfloat16", choices=("float32", "bfloat16"))
+    quantize = "quantisation of the frozen weights"
+    add("--quantize", "none", quantize, choices=("none", "8bit", "4bit"))
+    add("--rank", 16, "rank of the adapters")
+    add("--batch-size", 64, "rows per step")
+    add("--steps", 10, "steps per turn")
+    parser.rounds()
+    add("--gradient-checkpointing", False, "recompute activations in the backward pass")
+    add("--no-dropout", False, "disable the dropout of the encoder")
+    add("--skip-peer", False, "measure llmcond only")
     options = parser.parse_args()
     checkpoint, like = find_checkpoint(options)
     tasks = {
-        name: {
-            "kind": kind,
-            "checkpoint": str(checkpoint),
-            "like": like,
-            "checkpointing": options.gradient_checkpointing,
-            **{
-                key: getattr(options, key)
-                for key in (
-                    "dtype",
-                    "quantize",
-                    "device",
-                    "rank",
-                    "batch_size",
-                    "steps",
-                    "max_tokens_per_batch",
-                    "no_dropout",
-                )
-            },
-        }
+        name: {**vars(options), "kind": kind, "checkpoint": str(checkpoint), "like": like}
         for name, kind in WAYS.items()
         if not (options.skip_peer and kind == "loop")
     }
-    results = measure(tasks, options.rounds, work)
+    results = measure(tasks, options.rounds, load_loop)
     first = next(iter(results.values()))
     rows = []
-    names = "way | s a step | rows/s | tokens/s | against the first | computed / useful | of peak"
-    print(f"| {names} | memory GiB |")
-    print("|---" * 8 + "|")
     for name, turns in results.items():
-        medians = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
-        ratio = statistics.median(
-            a["seconds"] / b["seconds"] for a, b in zip(first, turns, strict=True)
+        medians = {key: median_of(turns, key) for key in turns[0]}
+        rows.append(
+            {
+                "way": name,
+                **medians,
+                "ratio": median_ratio(first, turns, "seconds"),
+                "rows_per_second": options.batch_size / medians["seconds"],
+                "tokens_per_second": medians["useful"] / medians["seconds"],
+                "padding": medians["computed"] / medians["useful"],
+            }
         )
-        rows.append({"way": name, **medians, "ratio": ratio})
-        print(
-            f"| {name} | {medians['seconds']:.2f} | {options.batch_size / medians['seconds']:,.0f} "
-            f"| {medians['useful'] / medians['seconds']:,.0f} | {ratio:.2f} "
-            f"| {medians['computed'] / medians['useful']:.0%} | {medians['share']:.0%} "
-            f"| {medians['memory']:.2f} |"
-        )
-    if options.json:
-        print(json.dumps({"model": options.model, "rows": rows, "torch": torch.__version__}))
+    print(format_table(rows, COLUMNS))
+    print_json(options, {"model": options.model, "rows": rows, "torch": torch.__version__})
 
 
 if __name__ == "__main__":

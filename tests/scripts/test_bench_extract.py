@@ -79,7 +79,7 @@ def test_unknown_model_is_rejected(script):
     reason="needs onnx, onnxruntime and openvino",
 )
 def test_other_libraries_compute_same_vectors(script, shape, ways, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "run_in_process", lambda function, *args: function(*args))
+    monkeypatch.setattr("bench.run_in_process", lambda function, *args: function(*args))
     sizes = "vocab_size=9000 hidden_size=32 intermediate_size=64 num_hidden_layers=2"
     sizes += " num_attention_heads=2 num_key_value_heads=2"
     options = Namespace(model=shape, set=sizes.split(), folder=tmp_path / "models")

@@ -43,7 +43,7 @@ ARGUMENTS_AND_OUTPUT = {
     ),
     "bench_search": (
         "--run {run} --head hypernet --sizes 40 --conditions 2 --queries 2 --no-peers",
-        "recall: 1.0",
+        "| 40 | 64 | hypernet | llmcond |",
     ),
     "bench_serve": (
         "--model {tiny} --data {rows} --texts 4 --clients 2 --sizes 1 --malformed 40 --requests 20",
@@ -65,8 +65,8 @@ OTHER_SCRIPTS = {
         "make_docs",
         "notebooks",
         "prose",
-        "bench_inputs",
-        "bench_process",
+        "bench",
+        "common",
         "reproduce",
         "reproduced",
     ),
@@ -152,14 +152,14 @@ def threads_for_processes(monkeypatch, tiny):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     threads = SimpleNamespace(get_context=lambda _: SimpleNamespace(Process=Thread, Pipe=Pipe))
-    for name in ("bench_extract", "bench_serve"):
+    for name in ("bench", "bench_serve"):
         monkeypatch.setattr(import_module(name), "multiprocessing", threads)
-    monkeypatch.setattr(import_module("bench_extract"), "PRODUCT", 64)
+    monkeypatch.setattr(import_module("bench"), "PRODUCT", 64)
     monkeypatch.setattr(import_module("bench_first"), "WAYS", {"an empty program": ""})
     monkeypatch.setattr(import_module("bench_first"), "COMMAND", ["-c", "import json"])
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
-    for name in ("bench_encoders", "bench_extract", "bench_fit"):
+    for name in ("bench", "bench_encoders", "bench_extract", "bench_fit"):
         monkeypatch.setattr(
             import_module(name), "run_in_process", lambda function, *args: function(*args)
         )
@@ -216,7 +216,7 @@ def test_missing_arguments_or_data_are_reported(
 
 def test_measurement_runs_in_new_process(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    run_in_process = import_module("bench_process").run_in_process
+    run_in_process = import_module("bench").run_in_process
     assert run_in_process(os.getpid) != os.getpid()
     with pytest.raises(ZeroDivisionError):
         run_in_process(divmod, 1, 0)

@@ -1,24 +1,179 @@
-"""Inputs of C-STS length, checkpoints with random weights, and ONNX files for benchmarks."""
+"""What the benchmarks share: options, processes that take turns, inputs, models and ONNX files."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from common import Options
 from safetensors.torch import save_file
 
+from llmcond.benchmark.speeds import product_peak
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.known import KnownModel
+from llmcond.encoders.known import KnownModel, find_model
 from llmcond.encoders.loading.loading import build_on_meta, load_config, silence_transformers
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.spec import EncoderInput
+
+T = TypeVar("T")
+#: Rows of the matrices whose product is measured on a CPU; four times as many on a GPU.
+PRODUCT = 2_048
+
+
+# -- options -----------------------------------------------------------------------------------
+
+
+class BenchOptions(Options):
+    """The options of a benchmark, all of which have ``--json``."""
+
+    def __init__(self, doc: str | None) -> None:
+        super().__init__(doc)
+        self.option("--json", False, "print one JSON value on the last line")
+
+    def rounds(self, default: int = 3) -> None:
+        """Add the number of turns."""
+        self.option("--rounds", default, "number of turns, whose medians are printed")
+
+    def compute(self, dtype: str, **settings: Any) -> None:
+        """Add the data type and the device of an encoder, and its batches."""
+        self.option("--dtype", dtype, "data type of computation", **settings)
+        self.option("--device", "auto", "device, such as cpu or cuda")
+        budget = "token budget of a batch of llmcond"
+        self.option("--max-tokens-per-batch", int, budget, "chosen automatically")
+
+    def sizes(self) -> None:
+        """Add what a checkpoint with random weights is built from."""
+        sizes = "other sizes of the architecture, such as num_hidden_layers=8; with random weights"
+        self.option("--set", [], sizes, metavar="KEY=N")
+        self.folder()
+
+    def folder(self) -> None:
+        """Add the folder of checkpoints with random weights."""
+        folder = "folder that random checkpoints are saved in and read from"
+        self.option("--folder", Path, folder, "llmcond-bench in the temporary folder")
+
+
+def checkpoint_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of checkpoints with random weights."""
+    folder: Path = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
+    return folder
+
+
+# -- time and processes ------------------------------------------------------------------------
+
+
+def timed(function: Callable[..., T], *arguments: Any) -> tuple[T, float, float]:
+    """Call a function; return its result, the wall seconds and the processor seconds."""
+    start, processor = time.perf_counter(), time.process_time()
+    result = function(*arguments)
+    return result, time.perf_counter() - start, time.process_time() - processor
+
+
+def machine_peak(device: str, dtype: torch.dtype) -> float:
+    """Measure the speed of a matrix product at this moment, in FLOP/s."""
+    return product_peak(device, dtype, PRODUCT if device == "cpu" else 4 * PRODUCT)
+
+
+def set_threads(threads: int) -> None:
+    """Set the number of threads of the processes that are started from now on."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[name] = str(threads)
+
+
+def run_in_process(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function in a new process and return its result.
+
+    The peak memory of that process is then the memory that this call alone needs.
+
+    Raises:
+        BrokenProcessPool: the process was killed, for example because memory ran out.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        return executor.submit(function, *arguments).result()
+
+
+def _take_turns(
+    connection: Connection,
+    load: Callable[[dict[str, Any]], Callable[[], dict[str, Any]]],
+    task: dict[str, Any],
+) -> None:
+    """Load a way, then run a turn for each message ``go``."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    turn = load(task)
+    connection.send("ready")
+    while connection.recv() == "go":
+        connection.send(turn())
+
+
+def measure(
+    tasks: Mapping[str, dict[str, Any]],
+    rounds: int,
+    load: Callable[[dict[str, Any]], Callable[[], dict[str, Any]]],
+) -> dict[str, list[dict[str, Any]]]:
+    """Run all ways in turn, each in a separate process.
+
+    Args:
+        tasks: the settings of each way, by name.
+        rounds: number of turns of each way.
+        load: function that loads a way from its settings, in the way's process, and returns the
+            function that runs a turn and returns its figures.
+
+    Returns:
+        The figures of each turn, by way.
+
+    Raises:
+        SystemExit: a way could not be loaded.
+    """
+    context = multiprocessing.get_context("spawn")
+    workers = {}
+    for name, task in tasks.items():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_take_turns, args=(theirs, load, task), daemon=True)
+        process.start()
+        theirs.close()  # so that the end of the process raises EOFError below
+        try:
+            ours.recv()
+        except EOFError:
+            raise SystemExit(f"{name} could not be loaded; see its error above.") from None
+        workers[name] = ours
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
+    for _ in range(rounds):
+        for name, connection in workers.items():
+            connection.send("go")
+            turns[name].append(connection.recv())
+    for connection in workers.values():
+        connection.send("stop")
+    return turns
+
+
+def median_of(turns: Iterable[Mapping[str, float]], key: str) -> float:
+    """Return the median of a figure over turns."""
+    return float(statistics.median(turn[key] for turn in turns))
+
+
+def median_ratio(
+    turns: Iterable[Mapping[str, float]], others: Iterable[Mapping[str, float]], key: str
+) -> float:
+    """Return the median over rounds of a figure's ratio to another way's."""
+    return float(statistics.median(a[key] / b[key] for a, b in zip(turns, others, strict=True)))
+
+
+# -- inputs and checkpoints --------------------------------------------------------------------
 
 #: Maximum size of a shard of a checkpoint, in bytes.
 SHARD = 2 * 2**30
@@ -98,6 +253,31 @@ def _make_checkpoint(known: KnownModel | Shape, folder: Path, sizes: Mapping[str
     save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
     listing = {"metadata": {"total_size": total}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+
+
+def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None]:
+    """Return the checkpoint to measure, and the known model that it is a copy of, if any.
+
+    If the model needs random weights, the checkpoint is created in ``options.folder``.
+
+    Raises:
+        SystemExit: there is no such model.
+    """
+    if Path(options.model).is_dir():
+        return options.model, None
+    known = find_model(options.model)
+    if known is not None and known.alias == "minilm" and not options.set:
+        return "minilm", None
+    shape = known or SHAPES.get(options.model)
+    if shape is None:
+        raise SystemExit(
+            f"{options.model} is neither a known model (see llmcond models) nor an existing folder "
+            f"nor one of the shapes {', '.join(SHAPES)}."
+        )
+    sizes = {key: int(value) for key, _, value in (pair.partition("=") for pair in options.set)}
+    # In a new process, because processes started later inherit the peak memory of this one.
+    folder = run_in_process(random_checkpoint, shape, checkpoint_folder(options), sizes)
+    return folder, known.repo if known else None
 
 
 def make_tokenizer(folder: Path) -> None:
