@@ -65,7 +65,7 @@ class Option:
 
     Attributes:
         help: help text without a full stop. It names the default only if ``help_with`` cannot.
-        metavar: name of the value in help texts; None: derived from the type.
+        metavar: name of the value in help texts; None: see ``add_arguments``.
         flag: name of the flag if it differs from the field's; ``""`` for a positional argument.
         parse: function that converts the text of the command line; None: convert by the type.
         group: heading of the flag in help texts.
@@ -197,12 +197,23 @@ class Options:
 def options_of(cls: type[Any]) -> Sequence[tuple[str, Any, Option]]:
     """Return the name, type and declaration of each option of a dataclass.
 
-    Required options come first, then those that the class declares itself, then inherited ones.
+    Required options come first, then those that the class declares itself, then inherited ones. The
+    class variables ``option_group`` and ``option_needs`` of a dataclass are ``group`` and ``needs``
+    of the options that this dataclass declares without them.
     """
-    hints = get_type_hints(cls)
-    order = [name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())]
-    described = ((field, declaration_of(field)) for field in dataclasses.fields(cls))
-    options = [(field, spec) for field, spec in described if spec is not None]
+    hints, order, options = get_type_hints(cls), [], []
+    owners: dict[str, Any] = {}
+    for base in cls.__mro__:
+        order += vars(base).get("__annotations__", ())
+        owners |= dict.fromkeys(vars(base).get("__annotations__", {}).keys() - owners, base)
+    for field in dataclasses.fields(cls):
+        if (spec := declaration_of(field)) is not None:
+            owner = vars(owners[field.name])
+            needs = spec.needs or owner.get("option_needs", "")
+            if needs.partition(" ")[0] == (spec.flag or flag_of(field.name)):
+                needs = ""
+            group = spec.group or owner.get("option_group", "")
+            options.append((field, dataclasses.replace(spec, group=group, needs=needs)))
     options.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
     return tuple((field.name, hints[field.name], spec) for field, spec in options)
 

@@ -137,7 +137,10 @@ def as_function(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
-    """Add the flags of a command to a parser."""
+    """Add the flags of a command to a parser.
+
+    Values are called by the type of the option if it has no ``metavar``, such as N for numbers.
+    """
     groups: dict[str, Any] = {"": parser}
     usage = [parser.prog]
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -187,15 +190,21 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
         )
 
 
+#: Names of values in help texts, by the type of an option.
+_METAVARS = {int: "N", str: "NAME", Path: "FILE", Mapping: "KEY=VALUE", Any: "SRC"}
+
+
 def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     """Return the keyword arguments of ``add_argument`` for an option of a type."""
     kind = plain_type(hint)
     inner = get_args(kind)
     keywords: dict[str, Any] = {"help": spec.help_with(default).replace("%", "%%")}
-    if spec.metavar is not None:
-        keywords["metavar"] = spec.metavar
     if kind is bool:
         return {**keywords, "action": _StoreBooleanOnce}
+    single = plain_type(inner[0]) if get_origin(kind) in (Sequence, tuple) else kind
+    metavar = spec.metavar or _METAVARS.get(get_origin(single) or single)
+    if metavar is not None:
+        keywords["metavar"] = metavar
     several = {"nargs": "+", "action": "extend"}
     if get_origin(kind) is Mapping:
         return {**keywords, **several}

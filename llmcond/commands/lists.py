@@ -177,16 +177,13 @@ class ShowPrompt(ColumnOptions, EncoderFlags, Command):
     prompt: str = option(flag="", metavar="NAME_OR_FILE", help="prompt to render")
     row: int | None = option(
         None,
-        metavar="N",
         help="number of the row in the file, as in error messages (default: the first row of the "
         "split)",
     )
     split: Split | None = option(
         None, help="split of the row (default: train, or for a single file the split of the row)"
     )
-    data: Any = option(
-        None, metavar="SRC", source=DATA, help=f"{DATA} (default: the bundled sample)"
-    )
+    data: Any = option(None, source=DATA, help=f"{DATA} (default: the bundled sample)")
     split_seed: int | None = option(
         None,
         metavar="S",
@@ -289,7 +286,6 @@ class Heads(Command):
     )
     default: str | None = option(
         None,
-        metavar="NAME",
         needs="--run DIR",
         help="with --run: make this head the run's default head (until then: the head with the "
         "best dev score, if that is better than the score of zero-shot)",

@@ -95,7 +95,6 @@ class Search(ConditionOptions, DeviceOption, Command):
     )
     rerank: int | None = option(
         None,
-        metavar="N",
         help="number of texts to encode with the condition: those nearest to the query without "
         "it, which is approximate. This is for models that encode each text together with the "
         "condition, and whose prompt also encodes texts alone, unlike the bundled model's "

@@ -18,8 +18,6 @@ from llmcond.schedules import learning_rate_factor
 _LARGEST = 1_000_000
 Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Share = Annotated[float, Ge(0), Lt(1)]
-_STAGE: dict[str, Any] = {"group": "last stage", "needs": "--then dev"}
-_ASPECTS: dict[str, Any] = {"group": "texts with attributes", "needs": "--aspects FOLDER"}
 
 
 def default_learning_rate(rank: int) -> float:
@@ -95,8 +93,8 @@ class TuneSettings:
     weight_decay: Annotated[float, Ge(0), Le(_LARGEST)] = option(
         0.01, help="weight decay of the encoder's matrices", metavar="W"
     )
-    batch_size: Count = option(64, help="rated rows per step", metavar="N")
-    epochs: Count = option(4, help="maximum number of epochs", metavar="N")
+    batch_size: Count = option(64, help="rated rows per step")
+    epochs: Count = option(4, help="maximum number of epochs")
     warmup: Share = option(
         0.06, help="share of the steps in which learning rates rise from 0", metavar="SHARE"
     )
@@ -104,7 +102,7 @@ class TuneSettings:
         1.0, help="norm to which gradients are clipped; 0: no clipping", metavar="NORM"
     )
     gradient_accumulation_steps: Count = option(
-        1, help="number of parts that a step is split into, to save memory", metavar="N"
+        1, help="number of parts that a step is split into, to save memory"
     )
     ema_decay: Share = option(
         0.0,
@@ -112,10 +110,10 @@ class TuneSettings:
         metavar="D",
     )
     early_stopping_patience: Count = option(
-        3, help="dev evaluations without a better score before training stops", metavar="N"
+        3, help="dev evaluations without a better score before training stops"
     )
-    evaluations: Count = option(1, help="dev evaluations per epoch", metavar="N")
-    checkpoint_steps: Count = option(200, help="steps between checkpoints", metavar="N")
+    evaluations: Count = option(1, help="dev evaluations per epoch")
+    checkpoint_steps: Count = option(200, help="steps between checkpoints")
     gradient_checkpointing: bool = option(
         False, help="recompute activations in the backward pass, which saves memory"
     )
@@ -154,30 +152,30 @@ class StageSettings:
             a stage on the other folds, from the same weights.
     """
 
+    option_group: ClassVar[str] = "last stage"
+    option_needs: ClassVar[str] = "--then dev"
+
     then: Literal["dev"] | None = option(
         None,
         help="train on dev's rows too in a last stage; dev cannot score the result",
-        group=_STAGE["group"],
     )
     then_share: Annotated[float, Ge(0), Le(1)] = option(
-        0.15, help="share of train's sentence pairs used in this stage", metavar="SHARE", **_STAGE
+        0.15, help="share of train's sentence pairs used in this stage", metavar="SHARE"
     )
     then_weight: Count = option(
-        2, help="number of times that dev's rows are repeated per epoch", metavar="W", **_STAGE
+        2, help="number of times that dev's rows are repeated per epoch", metavar="W"
     )
     then_learning_rate: Annotated[float, Gt(0), Le(100)] | None = option(
         None,
         help="learning rate of the encoder (default: half of --learning-rate)",
         metavar="LR",
-        **_STAGE,
     )
-    then_epochs: Count = option(1, help="epochs of this stage", metavar="N", **_STAGE)
+    then_epochs: Count = option(1, help="epochs of this stage")
     folds: Annotated[int, Ge(0), Le(_LARGEST)] = option(
         0,
         help="folds of a cross-validation over dev's sentence pairs that measures the gain of this "
         "stage (default: 0, none)",
         metavar="K",
-        **_STAGE,
     )
 
     def learning_rate_scale(self, settings: TuneSettings) -> float:
@@ -202,24 +200,25 @@ class AspectSettings:
         aspects_values: share of the groups whose condition names two to five example values.
     """
 
+    option_group: ClassVar[str] = "texts with attributes"
+    option_needs: ClassVar[str] = "--aspects FOLDER"
+
     aspects: str | Path | None = option(
         None,
         help="folder of texts with attributes, one NAME.json per set: train on them too, so that "
         "more conditions work",
         metavar="FOLDER",
-        group=_ASPECTS["group"],
     )
     aspects_weight: Annotated[float, Gt(0), Le(_LARGEST)] = option(
-        0.25, help="weight of the contrastive loss of these texts", metavar="W", **_ASPECTS
+        0.25, help="weight of the contrastive loss of these texts", metavar="W"
     )
     aspects_texts: Annotated[int, Ge(4), Le(_LARGEST)] = option(
-        96, help="texts per step, in groups of 6 to 12 under one condition", metavar="N", **_ASPECTS
+        96, help="texts per step, in groups of 6 to 12 under one condition"
     )
     aspects_values: Annotated[float, Ge(0), Le(1)] = option(
         0.4,
         help="share of the groups whose condition names example values",
         metavar="SHARE",
-        **_ASPECTS,
     )
 
 

@@ -40,11 +40,10 @@ class ServerSettings(Options):
         "127.0.0.1", metavar="ADDRESS", help="address to listen on; 0.0.0.0: all interfaces"
     )
     port: Annotated[int, Ge(0), Le(65_535)] = option(
-        8000, metavar="N", help="port to listen on; 0: any free port, which is logged"
+        8000, help="port to listen on; 0: any free port, which is logged"
     )
     api_key_file: str | Path | None = option(
         None,
-        metavar="FILE",
         help="file of API keys, one per line; requests then need one (Authorization: Bearer KEY)",
     )
     cors_origin: Sequence[str] = option(
@@ -56,21 +55,16 @@ class ServerSettings(Options):
     )
     max_batch_tokens: Positive | None = option(
         None,
-        metavar="N",
         group=_LIMITS,
         help="approximate number of tokens per batch (default: depends on the device)",
     )
     max_concurrent_requests: Positive = option(
         512,
-        metavar="N",
         group=_LIMITS,
         help="maximal number of concurrent requests; further ones get status 429",
     )
     max_client_batch_size: Positive = option(
-        2_048,
-        metavar="N",
-        group=_LIMITS,
-        help="maximal number of texts per request; above it, status 413",
+        2_048, group=_LIMITS, help="maximal number of texts per request; above it, status 413"
     )
     payload_limit: Positive = option(
         2_000_000,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -46,10 +46,6 @@ VALUES_HELP = (
     f'up to {MAX_VALUES} example values of the condition, such as "Italian, Thai, Indian"; put '
     "double quotes around a value that contains a comma"
 )
-
-_READING = "how texts are read"
-_RAY = "--scale ray"
-_SCALE = "work distributed with Ray (docs/scale.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +93,10 @@ def _parse_delimiter(text: str) -> str:
 class ReadingOptions(Options):
     """Options that say how files of texts are read."""
 
+    option_group: ClassVar[str] = "how texts are read"
+
     encoding: str | None = option(
         None,
-        metavar="NAME",
-        group=_READING,
         help="encoding of text files, such as cp1252 for files of Windows (default: UTF-8, or "
         "UTF-16 with a byte order mark)",
     )
@@ -108,13 +104,11 @@ class ReadingOptions(Options):
         None,
         metavar="CHAR",
         parse=_parse_delimiter,
-        group=_READING,
         help="character that separates columns, or tab (default: a tab in .tsv, and detected in "
         ".csv)",
     )
     skip_empty: bool = option(
         False,
-        group=_READING,
         help="leave out rows with an empty text, and report how many (default: an error)",
     )
 
@@ -137,9 +131,10 @@ class ReadingOptions(Options):
 class TextInputOptions(ReadingOptions):
     """Options of commands that read texts."""
 
+    option_group: ClassVar[str] = "how texts are read"
+
     strip_html: bool = option(
         False,
-        group=_READING,
         help="remove HTML tags, comments, scripts and entities from texts",
     )
 
@@ -241,12 +236,11 @@ class HeadOptions(DeviceOption):
 
     head: str | None = option(
         None,
-        metavar="NAME",
         help="fitted head to use; none: zero-shot (default: the run's default head, otherwise the "
         "head with the best dev score)",
     )
     prompt: str | None = option(
-        None, metavar="NAME", help="prompt of zero-shot embeddings (default: the run's only prompt)"
+        None, help="prompt of zero-shot embeddings (default: the run's only prompt)"
     )
 
 
@@ -357,7 +351,6 @@ class GuideOption(Options):
 
     guide: Any = option(
         None,
-        metavar="SRC",
         source=FILES,
         help="table of a few labelled texts that guide the embeddings: columns text and label, and "
         "also condition if there are several conditions",
@@ -368,32 +361,27 @@ class GuideOption(Options):
 class ScaleOptions(Options):
     """Options of work that can be distributed over Ray actors."""
 
+    option_group: ClassVar[str] = "work distributed with Ray (docs/scale.md)"
+    option_needs: ClassVar[str] = "--scale ray"
+
     scale: Literal["ray"] | None = option(
         None,
-        group=_SCALE,
         help="ray: distribute the work over Ray actors. Starts Ray on this machine unless "
         "--address names a cluster; needs the extra ray",
     )
     address: str | None = option(
         None,
         metavar="ADDRESS",
-        group=_SCALE,
-        needs=_RAY,
         help="address of the Ray cluster, HOST:PORT; auto: the cluster that this machine belongs "
         "to",
     )
     actors: Positive | None = option(
         None,
-        metavar="N",
-        group=_SCALE,
-        needs=_RAY,
         help="number of actors (default: one per CPU core, or as many as the GPUs allow)",
     )
     gpus_per_actor: Amount | None = option(
         None,
         metavar="F",
-        group=_SCALE,
-        needs=_RAY,
         help="number of GPUs per actor, which can be a fraction (default: 0, use CPUs)",
     )
 
@@ -441,7 +429,6 @@ class TaskOptions(ColumnOptions):
 
     data: Any = option(
         None,
-        metavar="SRC",
         source=DATA,
         help=f"data of the run: {DATA} (default: the run's existing data, or the bundled sample)",
     )
@@ -452,7 +439,6 @@ class TaskOptions(ColumnOptions):
     )
     task: str | None = option(
         None,
-        metavar="NAME",
         help="task of a new run: csts, kgc, dialogue, or a custom one, my_task.py:NAME (default: "
         "csts)",
     )

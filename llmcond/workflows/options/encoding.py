@@ -36,7 +36,6 @@ class ExtractOptions(RunOptions, ScaleOptions):
     )
     workers: Positive = option(
         1,
-        metavar="N",
         help="number of processes that share the work: one per GPU, or on a CPU each with an equal "
         "share of its cores",
         conflicts="--scale",
@@ -99,9 +98,7 @@ class BenchOptions(DeviceOption):
         False, help="use small shapes and few inputs, to run the checks without measuring speed"
     )
     lengths: Sequence[int] = option(
-        (512,),
-        metavar="N",
-        help="lengths, in tokens, of the long inputs to time, from 16 to 512 (default: 512)",
+        (512,), help="lengths, in tokens, of the long inputs to time, from 16 to 512 (default: 512)"
     )
     profile: bool = option(False, help="also list the slowest kernels")
     out: str | Path | None = option(

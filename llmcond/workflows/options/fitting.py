@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
@@ -20,33 +20,29 @@ from llmcond.workflows.options.common import (
     SplitOption,
 )
 
-_WITH_DEV = "fitting on dev as well"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DevOptions(Options):
     """Options for fitting heads on dev in addition to train."""
 
+    option_group: ClassVar[str] = "fitting on dev as well"
+    option_needs: ClassVar[str] = "--with dev"
+
     with_split: Literal["dev"] | None = option(
         None,
         flag="--with",
         help="also fit on dev, for all epochs of the recipe; the head then has no dev score",
-        group=_WITH_DEV,
     )
     weight: Positive = option(
         3,
         metavar="W",
         help="number of times that each dev row is used per epoch",
-        group=_WITH_DEV,
-        needs="--with dev",
     )
     folds: Annotated[int, Ge(0)] = option(
         0,
         metavar="K",
         help="number of folds of a cross-validation over the sentence pairs of dev, which measures "
         "the gain from training on dev (default: 0, no cross-validation)",
-        group=_WITH_DEV,
-        needs="--with dev",
     )
 
     def __post_init__(self) -> None:
@@ -77,7 +73,6 @@ class FitHeadOptions(RunOption, DeviceOption, LogOption, DevOptions):
     )
     prompt: str | None = option(
         None,
-        metavar="NAME",
         help="prompt whose features the head reads; a+b concatenates the features of a and b "
         "(default: the run's only prompt)",
     )
@@ -87,12 +82,8 @@ class FitHeadOptions(RunOption, DeviceOption, LogOption, DevOptions):
         "candidates)",
     )
     seed: Seed = option(0, metavar="S", help="random seed")
-    set: Mapping[str, str] | None = option(
-        None, metavar="KEY=VALUE", help="settings that override those of the recipe"
-    )
-    name: str | None = option(
-        None, metavar="NAME", help="name of the head in the run (default: RECIPE@PROMPT)"
-    )
+    set: Mapping[str, str] | None = option(None, help="settings that override those of the recipe")
+    name: str | None = option(None, help="name of the head in the run (default: RECIPE@PROMPT)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +91,14 @@ class TrialOptions(Options):
     """Options of commands that fit every head with several seeds."""
 
     seeds: Annotated[int, Ge(1), Le(2**32)] = option(
-        3, metavar="N", help="number of seeds: each combination is fitted with seeds 0 to N-1"
+        3, help="number of seeds: each combination is fitted with seeds 0 to N-1"
     )
     set: Mapping[str, str] | None = option(
-        None,
-        metavar="KEY=VALUE",
-        help="settings that override those of every recipe that has them",
+        None, help="settings that override those of every recipe that has them"
     )
     keep: bool = option(False, help="save the fit with the best dev score as a head of the run")
     workers: Positive | None = option(
-        None, metavar="N", help="number of parallel fits (default: one per core, at most 8)"
+        None, help="number of parallel fits (default: one per core, at most 8)"
     )
 
 
@@ -125,7 +114,6 @@ class GridOptions(Options):
     )
     plot: str | Path | None = option(
         None,
-        metavar="FILE",
         writes=check_figure,
         help="figure (.png, .svg, .pdf) of the main metric against the first setting that has "
         "several numeric values; the numbers are written next to it as CSV",
@@ -158,7 +146,6 @@ class SweepOptions(
     )
     prompt: Sequence[str] = option(
         (),
-        metavar="NAME",
         help="prompts whose features the heads read; a+b concatenates the features of a and b "
         "(default: the run's only prompt)",
     )
@@ -169,7 +156,6 @@ class SweepOptions(
     )
     plot_steps: str | Path | None = option(
         None,
-        metavar="FILE",
         writes=check_figure,
         help="figure (.png, .svg, .pdf) of the score against training steps, on dev or on the "
         "split that --split names; the numbers are written next to it as CSV",

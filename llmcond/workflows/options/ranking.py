@@ -11,8 +11,6 @@ from llmcond.options import Positive, Ties, option
 from llmcond.workflows.options.common import RunHeadOptions, TextInputOptions
 
 _RANKING = "ranking (tasks kgc and dialogue)"
-_GRAPH = "ranking entities of a knowledge graph (task kgc)"
-_DIALOGUE = "ranking turns of a dialogue (task dialogue)"
 _PLANNING = "planning in a dialogue (task dialogue)"
 
 
@@ -20,18 +18,18 @@ _PLANNING = "planning in a dialogue (task dialogue)"
 class GraphOptions:
     """Options that adjust the scores of entities by links of the knowledge graph."""
 
+    option_group: ClassVar[str] = "ranking entities of a knowledge graph (task kgc)"
+
     rerank: str | None = option(
         None,
         metavar="HOPS:ALPHA[:no-head]",
         help="add ALPHA to the score of entities within HOPS links of the head entity in train "
         "(SimKGC: 5:0.05); no-head: except to the head entity itself",
-        group=_GRAPH,
     )
     reverse: bool = option(
         False,
         help="add a weight to the score of entities that have the same relation to the head entity "
         "in train; one weight per relation is fitted on dev",
-        group=_GRAPH,
     )
 
 
@@ -81,17 +79,17 @@ class TiesOption:
 class RankingOptions(GraphOptions, TiesOption):
     """Options of ranking in runs of knowledge graphs."""
 
+    option_group: ClassVar[str] = "ranking entities of a knowledge graph (task kgc)"
+
     task_kind: ClassVar[tuple[str, str]] = "ranking", "knowledge graphs"
 
     exclude_head: bool = option(
         False,
         help="exclude a query's head entity from its candidates, unless it is the answer",
-        group=_GRAPH,
     )
     by_relation: bool = option(
         False,
         help="with --json: also print the scores of each relation and relation category",
-        group=_GRAPH,
     )
 
 
@@ -99,22 +97,21 @@ class RankingOptions(GraphOptions, TiesOption):
 class DialogueOptions(TiesOption):
     """Options of ranking, or planning towards, the next turn of a dialogue."""
 
+    option_group: ClassVar[str] = "ranking turns of a dialogue (task dialogue)"
+
     task_kind: ClassVar[tuple[str, str]] = "dialogue", "dialogues"
 
     history: str | int | None = option(
         None,
         metavar="FROM-TO",
         help="history lengths in turns, such as 2-10 or 2,5 (default: 2-10, with --plan 2,5)",
-        group=_DIALOGUE,
     )
     score: Sequence[str] = option(
         (),
-        metavar="NAME",
         help="scoring functions: average, last:L (such as last:2), neighbours, bi, maxsim, "
         "weighted, average+bi, average:b1, average:b2, bi:b1, bi:both; joined: encode all turns as "
         "one text (default: the one that the head was fitted for, or several for zero-shot). With "
         "--plan: average, bi (default: average)",
-        group=_DIALOGUE,
     )
     candidates: str | None = option(
         None,
@@ -122,7 +119,6 @@ class DialogueOptions(TiesOption):
         help="candidate pool. same-depth: the turns at the answer's position in all dialogues; "
         "all: every turn that answers a history; or a text file with one candidate per line "
         "(default: same-depth)",
-        group=_DIALOGUE,
     )
     plan: str | None = option(
         None,
@@ -149,7 +145,6 @@ class DialogueOptions(TiesOption):
     )
     samples: Positive | None = option(
         None,
-        metavar="N",
         help="with --generate: number of candidates to generate for each history (default: 100)",
         needs="--generate MODEL",
         group=_PLANNING,
@@ -169,9 +164,8 @@ class ReplyOptions(RunHeadOptions, TextInputOptions):
         flag="", metavar="TURN", help="turns of the dialogue so far, in order"
     )
     candidates: str | Path = option(
-        metavar="FILE",
         help="candidates for the next turn: a text file with one per line, a table with a "
-        "column text, or - for standard input",
+        "column text, or - for standard input"
     )
     goal: str | None = option(
         None,
@@ -181,7 +175,6 @@ class ReplyOptions(RunHeadOptions, TextInputOptions):
     )
     score: str | None = option(
         None,
-        metavar="NAME",
         help="scoring function: average, last:L (such as last:2), neighbours, bi, maxsim, "
         "weighted, average+bi, average:b1, average:b2, bi:b1, bi:both (default: the one that the "
         "head was fitted for)",

@@ -45,13 +45,11 @@ class EvaluateOptions(
 
     head: Sequence[str] = option(
         (),
-        metavar="NAME",
         help="fitted heads to score, next to zero-shot with their prompts; none: only zero-shot "
         "(default: all)",
     )
     data: Any = option(
         None,
-        metavar="SRC",
         source=DATA,
         help=f"other rows to score: {DATA}; a single file is scored as a whole (default: the data "
         "of the run)",
@@ -75,7 +73,7 @@ class EvaluateOptions(
 class AnalyseOptions(RunOption, SplitOption, FigureOption):
     """Options of ``llmcond analyse``: the heads to explain, and the analyses."""
 
-    head: Sequence[str] = option((), metavar="NAME", help="fitted heads to explain (default: all)")
+    head: Sequence[str] = option((), help="fitted heads to explain (default: all)")
     what: Sequence[Analysis] = option(
         (),
         metavar="NAME",
@@ -84,7 +82,6 @@ class AnalyseOptions(RunOption, SplitOption, FigureOption):
     )
     answers: Any = option(
         None,
-        metavar="SRC",
         source=FILES,
         help="table of sentence pairs to compare before and after each head: columns sentence1, "
         "sentence2 and condition, and optionally answer1 and answer2, the words in each sentence "
@@ -96,10 +93,10 @@ class AnalyseOptions(RunOption, SplitOption, FigureOption):
         writes=check_folder,
         help="folder for the figures (default: in the run)",
     )
-    conditions: int = option(3, metavar="N", help="number of conditions to cluster")
-    sentences: int = option(20, metavar="N", help="number of sentences per condition to cluster")
+    conditions: int = option(3, help="number of conditions to cluster")
+    sentences: int = option(20, help="number of sentences per condition to cluster")
     top: Annotated[int, Ge(0)] = option(
-        5, metavar="N", help="number of rows to list, those whose similarity changed most"
+        5, help="number of rows to list, those whose similarity changed most"
     )
     seed: Seed = option(0, metavar="S", help="random seed")
 
@@ -119,12 +116,10 @@ class CompareOptions(SplitOption, MetricOption, TrialOptions):
     )
     baseline: str | None = option(
         None,
-        metavar="NAME",
         help="prompt that the others are compared with (default: the one that suits the model)",
     )
     heads: Sequence[str] = option(
         (),
-        metavar="NAME",
         help="recipes to fit in addition to zero-shot; none: only zero-shot (default: linear mlp, "
         "for dialogues c3l-released rank)",
     )

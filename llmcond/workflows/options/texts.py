@@ -61,7 +61,6 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
 
     texts: Any = option(
         flag="",
-        metavar="SRC",
         source=TEXT_FILES,
         help=f"rows to embed: {TEXT_FILES}; with --out FOLDER also a folder of .parquet files, "
         f"or a .lance dataset, also by URI (s3://BUCKET/PATH); {IN_PYTHON}",
@@ -147,7 +146,6 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
     )
     out: str | Path | None = option(
         None,
-        metavar="FILE",
         writes=file_output(".parquet", ".csv"),
         help=".parquet or .csv file to write each text with its clusters to (default: only print "
         "the clusters)",
@@ -176,7 +174,6 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
     )
     min_cluster_size: Annotated[int, Ge(2)] | None = option(
         None,
-        metavar="N",
         help="with --method hdbscan: smallest cluster, in texts (default: 1 % of the texts, at "
         "least 5)",
         needs="--method hdbscan",
@@ -273,7 +270,6 @@ class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption, TextInputO
     )
     guide: Any = option(
         None,
-        metavar="SRC",
         help="table of a few labelled texts that guide all later searches: columns text and label, "
         "and also condition unless there is one --condition; none: remove the guide of each "
         "--condition",
@@ -294,7 +290,6 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
 
     data: Any = option(
         flag="",
-        metavar="SRC",
         source=DATA,
         help=f"rows to rate, whether they have ratings or not: {DATA}; with --propose: texts, "
         "as llmcond embed reads them",
@@ -302,7 +297,7 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
     endpoint: str = option(
         metavar="URL", help="address of the server, such as http://localhost:8000/v1"
     )
-    model: str = option(metavar="NAME", help="name of the language model on the server")
+    model: str = option(help="name of the language model on the server")
     out: str | Path = option(
         metavar="FILE.csv",
         writes=file_output(".csv"),
@@ -317,7 +312,7 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
         1, metavar="K", help="number of answers per question, which are averaged"
     )
     rows: Positive | None = option(
-        None, metavar="N", help="number of rows to rate, sampled at random (default: all)"
+        None, help="number of rows to rate, sampled at random (default: all)"
     )
     split: Split | None = option(
         None, help="split to rate if the data is a folder (default: train)"
@@ -334,7 +329,6 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
     price_out: Amount | None = option(None, metavar="P", help="price per million output tokens")
     propose: Positive | None = option(
         None,
-        metavar="N",
         group=_PROPOSE,
         help="number of rows for which the model first proposes the sentence pair and condition, "
         "and which it then rates",
@@ -347,9 +341,7 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
         needs="--propose",
         help=TEXT_HELP,
     )
-    concurrency: Positive = option(
-        4, metavar="N", group=_SERVER, help="number of concurrent requests"
-    )
+    concurrency: Positive = option(4, group=_SERVER, help="number of concurrent requests")
     per_minute: _Rate | None = option(
         None, metavar="N", group=_SERVER, help="largest number of requests per minute"
     )
@@ -361,7 +353,6 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
     )
     retries: Annotated[int, Ge(0)] = option(
         6,
-        metavar="N",
         group=_SERVER,
         help="number of retries per request, after growing pauses or when the server says",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
@@ -15,9 +15,6 @@ from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSetting
 from llmcond.options import Positive, Seed, all_optional, option
 from llmcond.workflows.options.common import LogOption, RunOption, RunOptions
 from llmcond.workflows.options.fitting import GridOptions
-
-_HEAD = "head and inputs"
-_TEACHER = "distillation"
 
 if TYPE_CHECKING:
     _TuneOptions = TuneSettings
@@ -44,19 +41,18 @@ class TrainingOptions(RunOptions, _TuneOptions, LogOption):
 class TeacherOptions:
     """Options of distillation from another run, which labels additional training rows."""
 
+    option_group: ClassVar[str] = "distillation"
+    option_needs: ClassVar[str] = "--teacher RUN"
+
     teacher: str | Path | None = option(
         None,
         metavar="RUN",
         help="run whose head labels additional training rows: train's sentence pairs under the "
         "conditions of other rows",
-        group=_TEACHER,
     )
     teacher_rows: Positive | None = option(
         None,
-        metavar="N",
         help="number of additional rows (default: as many as train has)",
-        group=_TEACHER,
-        needs="--teacher RUN",
     )
 
 
@@ -67,12 +63,13 @@ class HeadTrainingOptions:
     ``start`` also decides the prompt and the settings that its head was fitted with.
     """
 
+    option_group: ClassVar[str] = "head and inputs"
+
     head: str | None = option(
         None,
         metavar="NAME_OR_FILE",
         help="recipe of the head and its objective; none: compare the encoder's vectors without a "
         "head",
-        group=_HEAD,
     )
     start: str | Path | None = option(
         None,
@@ -80,34 +77,26 @@ class HeadTrainingOptions:
         help="folder of a fitted head to start from instead of --head, such as "
         "runs/default/heads/mlp@cond; its kind and size are those of this head",
         conflicts="--head or --dim",
-        group=_HEAD,
     )
     dim: int | None = option(
-        None, metavar="K", help="dimension of the embeddings (default: the recipe's)", group=_HEAD
+        None, metavar="K", help="dimension of the embeddings (default: the recipe's)"
     )
     set: Mapping[str, str] | None = option(
         None,
-        metavar="KEY=VALUE",
         help="settings that override those of the recipe or its objective; learning_rate is the "
         "head's",
-        group=_HEAD,
     )
     prompt: Sequence[str] = option(
         (),
         metavar="NAME_OR_FILE",
         help="prompts to encode the texts with (default: those that suit the encoder and the head)",
-        group=_HEAD,
     )
-    subtract: bool | None = option(
-        None, help="subtract the unconditional embedding (default: no)", group=_HEAD
-    )
+    subtract: bool | None = option(None, help="subtract the unconditional embedding (default: no)")
     seed: Seed = option(0, metavar="S", help="random seed (default: 0)")
     ensemble: Positive = option(
         1,
-        metavar="N",
         help="number of adapters to train, with seeds S, S+1, ...; their embeddings are "
         "concatenated (default: 1)",
-        group=_HEAD,
     )
 
 
@@ -130,23 +119,20 @@ class SweepLoraOptions(TrainLoraOptions, GridOptions):
         "KEY+KEY=V,V gives several settings the same value",
     )
     seeds: Annotated[int, Ge(1), Le(2**32)] = option(
-        3, metavar="N", help="number of seeds: each combination is trained with seeds S to S+N-1"
+        3, help="number of seeds: each combination is trained with seeds S to S+N-1"
     )
     seed: Seed = option(
         0, metavar="S", help="first random seed, which also samples the combinations of --trials"
     )
     trials: Positive | None = option(
-        None,
-        metavar="N",
-        help="number of combinations, sampled at random from the grid (default: all)",
+        None, help="number of combinations, sampled at random from the grid (default: all)"
     )
     workers: Positive | None = option(
-        None, metavar="N", help="number of parallel trainings (default: one per GPU, 1 on a CPU)"
+        None, help="number of parallel trainings (default: one per GPU, 1 on a CPU)"
     )
     keep_all: bool = option(False, help="keep every trained encoder, not only the best")
     plot_steps: str | Path | None = option(
         None,
-        metavar="FILE",
         writes=check_figure,
         help="figure (.png, .svg, .pdf) of the dev score against training steps; the numbers are "
         "written next to it as CSV",
@@ -163,9 +149,7 @@ class TrainCrossOptions(StageSettings, TrainingOptions):
         "predictions; given: the order in the data, which halves the time of prediction",
     )
     set: Mapping[str, str] | None = option(
-        None,
-        metavar="KEY=VALUE",
-        help="settings of the linear layer: learning_rate, weight_decay, dropout",
+        None, help="settings of the linear layer: learning_rate, weight_decay, dropout"
     )
     seed: Seed = option(0, metavar="S", help="random seed (default: 0)")
 
@@ -177,7 +161,7 @@ class PushOptions(RunOption):
     repo: str = option(
         flag="", metavar="OWNER/NAME", help="repository on the hub, created if it does not exist"
     )
-    head: Sequence[str] = option((), metavar="NAME", help="fitted heads to upload (default: all)")
+    head: Sequence[str] = option((), help="fitted heads to upload (default: all)")
     private: bool = option(False, help="make the repository private")
     license: str | None = option(
         None,
