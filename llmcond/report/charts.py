@@ -23,8 +23,9 @@ from llmcond.evaluation.analyses import (
     rank_share,
     rating_span,
 )
+from llmcond.evaluation.paired import PairedDifference
 from llmcond.heads.pairs import DEV_SCORE_KEY
-from llmcond.metrics import Floats, finite_or_none, format_number, get_metric
+from llmcond.metrics import Estimate, Floats, Metric, finite_or_none, format_number, get_metric
 from llmcond.report.content import Page, interval_ends, with_minus_signs
 from llmcond.report.tables import p_value_text, range_text
 
@@ -492,37 +493,10 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
     Returns:
         The chart and its legend; None if the metric is defined for fewer than two results.
     """
-    metric = page.results[0].primary
-    defined = [result for result in page.results if finite_or_none(result.main.value) is not None]
-    if len(defined) < 2:
+    metric, rows = page.results[0].primary, score_rows(page)
+    if len(rows) < 2:
         return None
-    heads = list(dict.fromkeys(result.head for result in defined))
-    systems = _system_labels(page)
-    rows = []
-    for i, result in enumerate(page.results):
-        if finite_or_none(result.main.value) is None:
-            continue
-        details = [("no subtraction", "minus c")[result.subtract]] if page.subtracts else []
-        details += [page.variants[1][i]] if page.variants else []
-        details += ["control"] if result.about.get("control") else []
-        details += ["baseline"] if result.name in page.baselines else []
-        named = systems.get(result.name) or f"{result.prompt or result.name}\n"
-        label = ", ".join(filter(None, (named, *details))).replace("\n, ", "\n")
-        estimate = result.main
-        low, high = interval_ends(estimate.low, estimate.high)
-        rows.append(
-            {
-                "label": label,
-                "series": result.head,
-                "value": metric.in_display_unit(estimate.value),
-                "low": metric.in_display_unit(low),
-                "high": metric.in_display_unit(high),
-                "system": result.name,
-                metric.heading: with_minus_signs(metric.format(estimate.value)),
-                "95 % interval": with_minus_signs(range_text(metric, estimate.low, estimate.high))
-                or "undefined",
-            }
-        )
+    heads = list(dict.fromkeys(row["series"] for row in rows))
     baselines = list(page.baselines.values()) if len(page.baselines) == 1 else []
     reference = metric.in_display_unit(baselines[0].main.value) if baselines else None
     description = (
@@ -530,6 +504,60 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
     )
     title = metric.heading + ("" if metric.factor == 1 else f" × {metric.factor:g}")
     return interval_chart(rows, heads, title, description, reference), _make_legend(heads)
+
+
+def score_rows(page: Page) -> list[dict[str, Any]]:
+    """Return a row of ``interval_chart`` for each result whose primary metric is defined."""
+    metric, systems, rows = page.results[0].primary, _system_labels(page), []
+    for i, result in enumerate(page.results):
+        details = [("no subtraction", "minus c")[result.subtract]] if page.subtracts else []
+        details += [page.variants[1][i]] if page.variants else []
+        details += ["control"] if result.about.get("control") else []
+        details += ["baseline"] if result.name in page.baselines else []
+        named = systems.get(result.name) or f"{result.prompt or result.name}\n"
+        label = ", ".join(filter(None, (named, *details))).replace("\n, ", "\n")
+        about = {"label": label, "series": result.head, "system": result.name}
+        rows += _interval_row(metric, result.main, metric.heading, about)
+    return rows
+
+
+def difference_rows(page: Page) -> list[dict[str, Any]]:
+    """Return a row of ``interval_chart`` for each defined difference in the primary metric."""
+    metric, systems, rows = page.results[0].primary, _system_labels(page), []
+    for result in page.results:
+        difference = (result.difference or {}).get(metric.name)
+        if difference is not None:
+            minus = "minus c" if result.subtract else "no subtraction"
+            named = systems.get(result.name) or f"{result.prompt}\n{minus}"
+            label = f"{named}, {difference.verdict}"
+            about = {"label": label, "series": "difference" if systems else result.head}
+            row = _interval_row(metric, difference, "difference", about, signed=True)
+            rows += [{**r, "p, corrected": p_value_text(difference.p_holm)} for r in row]
+    return rows
+
+
+def _interval_row(
+    metric: Metric,
+    figure: Estimate | PairedDifference,
+    heading: str,
+    about: Mapping[str, str],
+    signed: bool = False,
+) -> list[dict[str, Any]]:
+    """Return the row of a figure with its interval; none if the figure is undefined."""
+    if finite_or_none(figure.value) is None:
+        return []
+    low, high = interval_ends(figure.low, figure.high)
+    interval = with_minus_signs(range_text(metric, figure.low, figure.high, signed))
+    return [
+        {
+            **about,
+            "value": metric.in_display_unit(figure.value),
+            "low": metric.in_display_unit(low),
+            "high": metric.in_display_unit(high),
+            heading: with_minus_signs(metric.format(figure.value, signed)),
+            "95 % interval": interval or "undefined",
+        }
+    ]
 
 
 def _system_labels(page: Page) -> dict[str, str]:
@@ -549,30 +577,8 @@ def difference_chart(page: Page) -> dict[str, Any] | None:
 
     The systems are in the order of the results. The chart is None if no difference is defined.
     """
-    metric, systems, rows = page.results[0].primary, _system_labels(page), []
-    for result in page.results:
-        difference = (result.difference or {}).get(metric.name)
-        if "heads" not in result.about or difference is None:
-            continue
-        if finite_or_none(difference.value) is None:
-            continue
-        low, high = interval_ends(difference.low, difference.high)
-        rows.append(
-            {
-                "label": f"{systems[result.name]}, {difference.verdict}",
-                "series": "difference",
-                "value": metric.in_display_unit(difference.value),
-                "low": metric.in_display_unit(low),
-                "high": metric.in_display_unit(high),
-                "difference": with_minus_signs(metric.format(difference.value, signed=True)),
-                "95 % interval": with_minus_signs(
-                    range_text(metric, difference.low, difference.high, signed=True)
-                )
-                or "undefined",
-                "p, corrected": p_value_text(difference.p_holm),
-            }
-        )
-    if not rows:
+    metric, rows = page.results[0].primary, difference_rows(page)
+    if not rows or not _system_labels(page):
         return None
     scale = "" if metric.factor == 1 else f" × {metric.factor:g}"
     title = f"difference in {metric.heading}{scale}"

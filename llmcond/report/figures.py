@@ -20,7 +20,6 @@ from llmcond.evaluation.results import Result
 from llmcond.files import data_path, replace_atomically, suffix, write_csv
 from llmcond.heads.pairs import score_key
 from llmcond.log import log
-from llmcond.metrics import Metric
 from llmcond.report.tables import axis_label, settings_text
 from llmcond.text import shorten
 
@@ -338,50 +337,41 @@ def plot_curve(
     _save(chart, path, band, ("series", xlabel, ylabel, "low", "high"), rows)
 
 
-class Interval(NamedTuple):
-    """A value with its interval, in a figure of intervals.
-
-    Attributes:
-        label: the label of its line; several series may share a label.
-        series: the name of its series.
-        value: the value.
-        low: the lower end of the interval; NaN if there is none.
-        high: the upper end, likewise.
-    """
-
-    label: str
-    series: str
-    value: float
-    low: float
-    high: float
-
-
 def plot_intervals(
-    rows: Sequence[Interval],
+    rows: Sequence[Mapping[str, Any]],
     path: Path,
     xlabel: str,
-    caption: str,
+    bar: str,
     reference: float | None = None,
 ) -> None:
     """Plot values with their intervals, one line for each label (a forest plot).
 
-    The values are also written as CSV; see ``data_path``.
+    The values are also written as CSV; see ``data_path``. No file is written without a row.
 
     Args:
-        rows: the values, from top to bottom.
+        rows: the values from top to bottom, as ``interval_chart`` takes them.
         path: the .png, .svg or .pdf file to write.
         xlabel: the label of the x axis.
-        caption: the text that explains the bars.
+        bar: what the bars are.
         reference: the value of a dashed vertical line; None for none.
     """
     from llmcond.report.charts import interval_chart
 
-    series = list(dict.fromkeys(row.series for row in rows))
-    values = [_clean(row._asdict()) for row in rows]
+    if not rows:
+        return
+    columns = ("label", "series", "value", "low", "high")
+    values = [_clean({key: row[key] for key in columns}) for row in rows]
+    data: list[list[Any]] = [
+        [math.nan if row[key] is None else row[key] for key in columns] for row in values
+    ]
+    for row in data:
+        row[0] = row[0].replace("\n", ", ")
+    series = list(dict.fromkeys(row["series"] for row in values))
+    caption = _add_missing([row["low"] for row in rows], f"bar: {bar}", "no bars", "; no bar: ")
     legend = len(series) > 1
     chart = interval_chart(values, series, xlabel, caption, reference, legend=legend)
     del chart["autosize"]
-    _save({**chart, "width": 480}, path, caption, Interval._fields, rows)
+    _save({**chart, "width": 480}, path, caption, columns, data)
 
 
 def plot_histograms(
@@ -565,54 +555,7 @@ def plot_steps(results: Sequence[Result], path: Path, split: str = "dev") -> Non
     plot_curve(series, path, "steps", axis_label(results[0].primary, f" on {split}"), band=band)
 
 
-# -- comparisons and analyses ------------------------------------------------------------------
-
-
-def plot_scores(results: Sequence[Result], path: Path) -> None:
-    """Plot the primary metric of each result with its interval."""
-    metric = results[0].primary
-    over = "rows and seeds" if any(len(result.seeds) > 1 for result in results) else "rows"
-    rows = [_interval(metric, result, astuple(result.main)) for result in results]
-    bar = f"bar: 95 % confidence interval over {over}"
-    note = "- c: the unconditional vector is subtracted; "
-    _plot_results(rows, path, axis_label(metric), bar, note)
-
-
-def plot_differences(results: Sequence[Result], path: Path) -> None:
-    """Plot the difference of each result to the baseline with its interval."""
-    metric = results[0].primary
-    rows = [
-        _interval(metric, result, (paired.value, paired.low, paired.high))
-        for result in results
-        if (paired := (result.difference or {}).get(metric.name)) is not None
-    ]
-    bar = (
-        "bar: 95 % confidence interval of this paired difference over rows and seeds, not "
-        "corrected for several comparisons"
-    )
-    label = f"difference to the baseline, {axis_label(metric)}"
-    _plot_results(rows, path, label, bar, reference=0.0)
-
-
-def _interval(metric: Metric, result: Result, figures: Sequence[float]) -> Interval:
-    shown = (metric.in_display_unit(figure) for figure in figures)
-    value, low, high = (math.nan if figure is None else figure for figure in shown)
-    label = f"{result.prompt}{' - c' if result.subtract else ''}"
-    return Interval(label, result.head, value, low, high)
-
-
-def _plot_results(
-    rows: Sequence[Interval],
-    path: Path,
-    label: str,
-    bar: str,
-    note: str = "",
-    reference: float | None = None,
-) -> None:
-    rows = [row for row in rows if not math.isnan(row.value)]
-    if rows:
-        caption = _add_missing([row.low for row in rows], bar, "no bars", "; no bar: ")
-        plot_intervals(rows, path, label, note + caption, reference)
+# -- analyses ------------------------------------------------------------------
 
 
 def plot_isotropy(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -27,13 +27,12 @@ from llmcond.report.content import (
     subsets_table,
 )
 from llmcond.report.figures import (
-    plot_differences,
+    plot_intervals,
     plot_isotropy,
     plot_predictions,
-    plot_scores,
     plot_steps,
 )
-from llmcond.report.tables import MINUS, factors_text, interval_notes, sentences_text
+from llmcond.report.tables import MINUS, axis_label, factors_text, interval_notes, sentences_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -224,12 +223,23 @@ def write_figures(page: Page, folder: Path, form: str) -> None:
         folder: the folder to write to.
         form: the suffix of the files, one of png, svg and pdf.
     """
+    from llmcond.report.charts import difference_rows, score_rows
 
     def path(name: str) -> Path:
         return folder / f"{name}.{form}"
 
-    plot_scores(page.results, path("scores"))
-    plot_differences(page.results, path("differences"))
+    metric = page.results[0].primary
+    seeds = " and seeds" if any(len(result.seeds) > 1 for result in page.results) else ""
+    interval = f"95 % confidence interval over rows{seeds}"
+    plot_intervals(score_rows(page), path("scores"), axis_label(metric), interval)
+    plot_intervals(
+        difference_rows(page),
+        path("differences"),
+        f"difference to the baseline, {axis_label(metric)}",
+        "95 % confidence interval of this paired difference over rows and seeds, not corrected for "
+        "several comparisons",
+        reference=0.0,
+    )
     if page.systems and isinstance(page.rows, Rows) and page.rows.rated.any():
         _plot_predictions(page, page.rows, path("predictions"))
     if page.isotropy:

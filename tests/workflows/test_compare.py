@@ -512,8 +512,9 @@ def test_figures_have_the_numbers_of_the_comparison(call):
     defined = [result for result in results if result["spearman"] is not None]
     assert len(scores) == len(defined)
     for result in defined:
-        label = f"{result['prompt']}{' - c' if result['subtract'] else ''}"
-        row = scores[label, result["head"]]
+        minus = "minus c" if result["subtract"] else "no subtraction"
+        baseline = ", baseline" if result["prompt"] == SENT_COND else ""
+        row = scores[f"{result['prompt']}, {minus}{baseline}", result["head"]]
         assert float(row["value"]) == pytest.approx(100 * result["spearman"])
         # Two seeds give no interval, in the table as in the figure.
         low = result["spearman_ci"][0]
@@ -528,7 +529,7 @@ def test_figures_have_the_numbers_of_the_comparison(call):
     assert [float(row["value"]) for row in differences] == pytest.approx(
         [100 * value for value in compared if value is not None]
     )
-    assert {row["label"].removesuffix(" - c") for row in differences} == {COND_SENT}
+    assert {row["label"].partition(",")[0] for row in differences} == {COND_SENT}
     assert len({row["system"] for row in read_csv("figures/predictions-data.csv")}) == 2
     assert {row["series"] for row in read_csv("figures/isotropy-data.csv")} == {"minus c", "with c"}
     assert {row["series"] for row in read_csv("figures/steps-data.csv")} == {
