@@ -246,7 +246,7 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(
         '"licence": "Apache-2.0"',
         f'"fingerprint": "{manifest["encoder"]["fingerprint"]}"',
     ):
-        assert text in card
+        assert text in re.sub(" +", " ", card)
     downloaded = hub.download(tmp_path / "tuned")
     np.testing.assert_array_equal(encode_texts(downloaded), expected)
     np.testing.assert_array_equal(encode_texts(downloaded, linear), expected_linear)

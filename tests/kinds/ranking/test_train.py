@@ -1,6 +1,7 @@
 """Training an encoder on a graph with ``train-lora``: outputs and rejected arguments."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_summary_matches_evaluate(capsys, trained):
 
 
 def test_run_has_card_but_cannot_be_pushed_without_graph(capsys, trained):
-    card = (trained / "README.md").read_text()
+    card = re.sub(" +", " ", (trained / "README.md").read_text())
     scores = json.loads((trained / "training.json").read_text())["summary"]["scores"]
     assert "| split | queries | MRR | 95 % interval |" in card
     assert f"| dev | {scores[0]['n']} | {100 * scores[0]['mrr']:.1f} |" in card
