@@ -178,6 +178,12 @@ class Subset:
         about: Further numbers of the subset, such as ``n_pairs``, by name.
         difference: The difference to the baseline in the first metric, not corrected; None if it is
             not compared.
+
+    Examples:
+        >>> from llmcond import Estimate, Subset
+        >>> unseen = Subset(410, {"spearman": Estimate(0.39, 0.30, 0.47)}, {"n_pairs": 230})
+        >>> unseen.metrics["spearman"].value
+        0.39
     """
 
     n: int

@@ -480,7 +480,7 @@ def test_embedding_is_the_head_applied_to_features(
         np.testing.assert_allclose(vectors[indices], expected[indices], rtol=0, atol=1e-5)
     assert embedder.encode(SENTENCES[:1], CONDITIONS[:1]).shape == (1, dim)
 
-    monkeypatch.setattr(import_module("llmcond.workflows.embed"), "_BLOCK", 3)
+    monkeypatch.setattr(import_module("llmcond.runs.embedder"), "_BLOCK", 3)
     run_json(capsys, *embed, "--out", "w.parquet")
     stored = np.stack(pq.read_table("w.parquet")["embedding"].to_numpy())
     np.testing.assert_allclose(stored, expected, rtol=0, atol=1e-5)

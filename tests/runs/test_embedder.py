@@ -112,7 +112,8 @@ def test_best_trial_is_saved_as_head(
     assert embedder.name == "linear@concat-sent-cond"
     folder = run_copy / ("sweep" if command == "sweep" else "comparisons")
     fits = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    best = max(fit["dev_spearman"] for fit in fits if fit["prompt"] == "concat-sent-cond")
+    prompt = "concat-sent-cond"
+    best = max(fit["dev_score"] for fit in fits if fit["scores"][0]["prompt"] == prompt)
     assert open_run(run_copy).head_record(embedder.name)["dev_spearman"] == pytest.approx(best)
 
 

@@ -10,7 +10,6 @@ import pytest
 import llmcond
 from llmcond.arrays import as_matrix, cosine
 from llmcond.errors import UserError
-from llmcond.evaluation.results import Result
 from llmcond.heads.numpy_heads import ZERO_SHOT
 from llmcond.runs import open_run
 from llmcond.runs.embedder import Embedder, EmbeddingModel
@@ -56,7 +55,7 @@ def test_zero_shot_head_predicts_cosines_of_features(fitted: Path):
         pairs = features.pairs(model.view, "dev")
         sides = (as_matrix(pairs.first)[:], as_matrix(pairs.second)[:])
         np.testing.assert_array_equal(predict(model, pairs), cosine(*sides))
-        result = result_without_metrics(Result, model, "dev")
+        result = result_without_metrics(model, "dev")
         assert (result.head, result.dim, result.seeds, result.fits) == ("none", None, (), ())
         assert model.trained_on == ()
         assert not pickle.loads(pickle.dumps(model)).is_fitted

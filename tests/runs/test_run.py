@@ -141,10 +141,10 @@ def test_damaged_fit_of_sweep_is_repeated(capsys, run_copy):
     for content in ("{", "[]", None):
         if content is None:
             change_record(first, ("fit",), {"curve": 3})
-            change_record(second, ("spearman",), "0.5")
+            change_record(second, ("dev_score",), "0.5")
         else:
             first.write_text(content)
-            second.write_text(json.dumps({**json.loads(second.read_text()), "dim": None}))
+            second.write_text(json.dumps({**json.loads(second.read_text()), "recipe": None}))
         assert run([str(argument) for argument in (*arguments, "--json")]) == 0
         captured = capsys.readouterr()
         assert captured.err.count(" The fit is repeated.") == 2
