@@ -734,27 +734,6 @@ def test_prompt_named_c_does_not_collide_with_suffix_c(capsys, run_copy):
 # -- heads on disk -----------------------------------------------------------------------------
 
 
-def test_old_records_of_heads_with_one_prompt_are_loaded(capsys, run_copy):
-    run_json(
-        capsys, "fit-head", "--run", run_copy, "--head", "mlp", "--prompt", J, "--set", "epochs=1"
-    )
-    names = ("difference", f"mlp@{J}")
-    before = run_json(capsys, "evaluate", "--run", run_copy, "--head", *names)["results"]
-    for name in names:
-        path = run_copy / "heads" / name / "head.json"
-        record = json.loads(path.read_text())
-        (record["prompt"],) = record.pop("prompts")
-        for key in ("features", "dim_condition"):
-            del record[key]
-        keys = ("dim", "hidden", "dropout", "learning_rate", "batch_size", "epochs", "patience")
-        settings = record["settings"]
-        record["settings"] = {key: settings[key] for key in keys if key in settings}
-        path.write_text(json.dumps(record))
-    assert run_json(capsys, "evaluate", "--run", run_copy, "--head", *names)["results"] == before
-    similarity = ("similarity", "two men", "a dog", "--condition", "the place", "--run", run_copy)
-    assert run_json(capsys, *similarity, "--head", "difference")["prompt"] == S
-
-
 def test_head_without_prompts_is_damaged(capsys, run_copy):
     path = run_copy / "heads" / "layers" / "head.json"
     record = json.loads(path.read_text())
