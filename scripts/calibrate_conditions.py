@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import Options
 from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
 from scipy.stats import ConstantInputWarning, pearsonr, rankdata
@@ -337,41 +338,22 @@ def calibrate(rows: Sequence[Figures], families: Mapping[str, str], seed: int) -
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Options(__doc__)
+    add = parser.option
+    add("--data", Path, "folders of datasets", nargs="+", required=True, metavar="FOLDER")
+    add("--model", DEFAULT_MODEL, "bundled model, or run folder")
+    add("--only", [], "datasets to use", "all", metavar="NAME")
+    add("--most", 30, "maximum number of conditions of each set", metavar="N")
+    family = "sets that are left out together; repeatable (default: each set separately)"
+    parser.add_argument(
+        "--family", action="append", default=[], metavar="NAME=SET,SET", help=family
     )
-    add = parser.add_argument
-    add("--data", type=Path, nargs="+", required=True, metavar="FOLDER", help="folders of datasets")
-    add(
-        "--model",
-        default=DEFAULT_MODEL,
-        help=f"bundled model, or run folder (default: {DEFAULT_MODEL})",
-    )
-    add("--only", nargs="+", default=[], metavar="NAME", help="datasets to use (default: all)")
-    add(
-        "--most",
-        type=int,
-        default=30,
-        metavar="N",
-        help="maximum number of conditions of each set (default: 30)",
-    )
-    add(
-        "--family",
-        action="append",
-        default=[],
-        metavar="NAME=SET,SET",
-        help="sets that are left out together; repeatable (default: each set separately)",
-    )
-    add("--figures", type=Path, metavar="FILE.jsonl", help="file to store figures of conditions in")
-    add("--fit-only", action="store_true", help="use only the conditions in the file --figures")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help=f"file of the coefficients (default: {CALIBRATION} in the folder of the model)",
-    )
-    add("--device", default="auto", help="device: auto, cpu, cuda or cuda:N (default: auto)")
-    add("--seed", type=int, default=0, help="random seed of texts and bootstrap (default: 0)")
+    add("--figures", Path, "file to store figures of conditions in", metavar="FILE.jsonl")
+    add("--fit-only", False, "use only the conditions in the file --figures")
+    coefficients = f"{CALIBRATION} in the folder of the model"
+    add("--out", Path, "file of the coefficients", coefficients, metavar="FILE.json")
+    add("--device", "auto", "device: auto, cpu, cuda or cuda:N")
+    add("--seed", 0, "random seed of texts and bootstrap")
     return parser.parse_args(arguments)
 
 

@@ -11,7 +11,6 @@ the CPU build from PyTorch's index.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -22,15 +21,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from common import Options
+
 ROOT = Path(__file__).resolve().parent.parent
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 
 
 def main() -> None:
     """Check each combination, and print a row for it; exit with 1 if any failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(__doc__)
     parser.add_argument("--python", nargs="+", default=["3.11"], help="versions or paths")
     parser.add_argument("--versions", nargs="+", default=[*RESOLUTIONS], choices=RESOLUTIONS)
     parser.add_argument("--package", type=Path, help="a wheel or an sdist")

@@ -8,12 +8,13 @@ reuses the features, and repeats the other steps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
 import time
 from pathlib import Path
+
+from common import Options
 
 import llmcond
 from llmcond.cli import run
@@ -32,11 +33,9 @@ def run_step(what: str, *arguments: str) -> None:
 
 def main() -> None:
     """Run the demo."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--run", type=Path, default=Path("runs/demo"), help="run folder (default: runs/demo)"
-    )
-    parser.add_argument("--data", help="data to use (default: the bundled sample)")
+    parser = Options(__doc__)
+    parser.option("--run", Path("runs/demo"), "run folder")
+    parser.option("--data", str, "data to use", "the bundled sample")
     options = parser.parse_args()
     log_to_terminal()
     began = time.monotonic()

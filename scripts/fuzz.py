@@ -18,7 +18,6 @@ The exit code is 1 if there are failures. The script requires Linux.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -37,6 +36,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from common import Options, markdown_table
 from fuzz_changes import (
     TEXTS,
     VALUES,
@@ -403,14 +403,10 @@ def fuzz(inputs: Sequence[tuple[str, int]], folder: Path) -> list[tuple[str, int
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try inputs, print the table and the failures, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--count", type=int, default=2_000, help="number of inputs of all kinds (default: 2000)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the first input of each kind (default: 0)"
-    )
-    parser.add_argument("--kind", choices=KINDS, help="kind of all inputs (default: all kinds)")
+    parser = Options(__doc__)
+    parser.option("--count", 2_000, "number of inputs of all kinds")
+    parser.option("--seed", 0, "seed of the first input of each kind")
+    parser.option("--kind", str, "kind of all inputs", "all kinds", choices=KINDS)
     options = parser.parse_args(arguments)
     kinds = [options.kind] if options.kind else list(KINDS)
     inputs = [(kinds[i % len(kinds)], options.seed + i // len(kinds)) for i in range(options.count)]
@@ -418,9 +414,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="llmcond-fuzz-") as folder:
         failed = fuzz(inputs, Path(folder))
     tries, failures = Counter(k for k, _ in inputs), Counter(k for k, *_ in failed)
-    print("| kind | tries | failures |\n|---|---|---|")
-    for kind in kinds:
-        print(f"| {kind} | {tries[kind]:,} | {failures[kind]:,} |")
+    counts = ([kind, f"{tries[kind]:,}", f"{failures[kind]:,}"] for kind in kinds)
+    print(markdown_table(("kind", "tries", "failures"), counts))
     print(f"\n{len(inputs):,} inputs in {time.monotonic() - began:.0f} s")
     for kind, seed, failure in failed:
         print(f"--kind {kind} --seed {seed} --count 1: {' '.join(failure.split())}")

@@ -23,7 +23,6 @@ would make the texts too easy or too monotonous.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -38,6 +37,7 @@ from random import Random
 from typing import Any, Final
 
 import manners
+from common import Options
 
 FOLDER: Final = Path(__file__).resolve().parent / "aspects"
 PIECE: Final = re.compile(r"\{([^{}]*)\}")
@@ -326,15 +326,14 @@ def domain_names(folder: Path = FOLDER) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the texts of each domain, or report on them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="folder of the JSON files, one for each domain")
-    parser.add_argument(
-        "--texts", type=int, default=1500, help="texts for each domain (default 1500)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the texts (default 0)")
-    parser.add_argument("--only", nargs="+", metavar="DOMAIN", help="domains (default: all)")
-    parser.add_argument("--check", action="store_true", help="report on the texts of each domain")
-    parser.add_argument("--show", type=int, default=0, help="number of texts to print per domain")
+    parser = Options(__doc__)
+    add = parser.option
+    add("--out", Path, "folder of the JSON files, one for each domain")
+    add("--texts", 1500, "texts for each domain")
+    add("--seed", 0, "random seed of the texts")
+    add("--only", [], "domains", "all", metavar="DOMAIN")
+    add("--check", False, "report on the texts of each domain")
+    add("--show", 0, "number of texts to print per domain")
     args = parser.parse_args(argv)
     if not (args.out or args.check or args.show):
         parser.error("give --out FOLDER to write the texts, or --check or --show to look at them")

@@ -9,12 +9,13 @@ and the table in docs/licences.md. With --check, it only compares them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+
+from common import Options
 
 from llmcond.bundled import bundled_folder
 from llmcond.encoders.checkpoints.adapter import CARD, CREDITS
@@ -109,9 +110,7 @@ def all_texts() -> dict[Path, str]:
 
 def main() -> int:
     """Write or compare the texts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Options(__doc__)
     parser.add_argument("--check", action="store_true", help="compare the files, and write nothing")
     check = parser.parse_args().check
     outdated = [

@@ -33,14 +33,14 @@ generated ones, and exits with 1 on a mismatch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from random import Random
 from typing import Final
+
+from common import sample_files
 
 SEED: Final = 20240502
 #: Number of rounds of 64 dialogues by split; every course occurs once in a round.
@@ -148,23 +148,11 @@ def to_jsonl(dialogues: Sequence[Sequence[str]]) -> bytes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the files of the sample dialogues."""
-    parser = argparse.ArgumentParser(description="Write the bundled sample dialogues.")
-    default = Path(__file__).resolve().parents[1] / "llmcond" / "data" / "sample_dialogues"
-    parser.add_argument("--out", type=Path, default=default, help="folder of the JSONL files")
-    parser.add_argument("--check", action="store_true", help="compare the files, write nothing")
-    args = parser.parse_args(argv)
-    folder: Path = args.out
-    status = 0
-    for name, dialogues in make_splits().items():
-        path = folder / f"{name}.jsonl"
-        if not args.check:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(to_jsonl(dialogues))
-            print(f"{path}: {len(dialogues)} dialogues")
-        elif not path.is_file() or path.read_bytes() != to_jsonl(dialogues):
-            print(f"{path}: missing, or differs from what this script writes")
-            status = 1
-    return status
+
+    def make() -> dict[str, bytes]:
+        return {f"{name}.jsonl": to_jsonl(rows) for name, rows in make_splits().items()}
+
+    return sample_files(__doc__, "sample_dialogues", make, argv)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ models/credits.toml.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from common import Options
 from make_credits import model_texts
 
 from llmcond.bundled import DEFAULT_MODEL, bundled_folder
@@ -46,19 +46,10 @@ def record_float32(folder: Path, name: str) -> None:
 
 def main() -> None:
     """Stage the run, and replace the bundled model by it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("run", type=Path, help="run folder that train-lora wrote")
-    parser.add_argument(
-        "--name", default=DEFAULT_MODEL, help="name of the bundled model (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=bundled_folder("models"),
-        help="folder of the model (default: models/)",
-    )
+    parser = Options(__doc__)
+    parser.option("run", Path, "run folder that train-lora wrote")
+    parser.option("--name", DEFAULT_MODEL, "name of the bundled model")
+    parser.option("--out", bundled_folder("models"), "folder of the model", "models/")
     options = parser.parse_args()
     target = options.out / options.name
     with tempfile.TemporaryDirectory() as temporary:

@@ -22,7 +22,6 @@ fairness figures, and exits with 1 on a mismatch or a leak.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import re
@@ -33,10 +32,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from random import Random
 from types import MappingProxyType
 from typing import Final, TypeVar
+
+from common import sample_files
 
 T = TypeVar("T")
 
@@ -588,39 +588,15 @@ def _report(splits: Mapping[str, Sequence[Row]]) -> None:
     print(f"leaked sentences: {leaks(splits)}")
 
 
-def check(splits: Mapping[str, Sequence[Row]], folder: Path) -> bool:
-    """Print the figures, and return whether the files are up to date and free of leaks."""
-    _report(splits)
-    is_good = not any(leaks(splits).values())
-    for name, rows in splits.items():
-        path = folder / f"{name}.csv"
-        if not path.is_file() or path.read_bytes() != to_csv(rows):
-            print(f"{path}: missing, or differs from what this script writes")
-            is_good = False
-    return is_good
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the sample files."""
-    parser = argparse.ArgumentParser(description="Write the bundled sample data.")
-    default = Path(__file__).resolve().parents[1] / "llmcond" / "data" / "sample"
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=default,
-        help="folder of the CSV files (default: the bundled sample)",
-    )
-    parser.add_argument("--check", action="store_true", help="compare the files, write nothing")
-    args = parser.parse_args(argv)
-    folder: Path = args.out
+    """Write or check the sample files, and print the figures that need no encoder."""
     splits = make_splits()
-    if args.check:
-        return 0 if check(splits, folder) else 1
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in splits.items():
-        (folder / f"{name}.csv").write_bytes(to_csv(rows))
-        print(f"{folder / name}.csv: {len(rows)} rows")
-    return 0
+    _report(splits)
+
+    def make() -> dict[str, bytes]:
+        return {f"{name}.csv": to_csv(rows) for name, rows in splits.items()}
+
+    return int(any(leaks(splits).values())) or sample_files(__doc__, "sample", make, argv)
 
 
 if __name__ == "__main__":

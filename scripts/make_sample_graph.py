@@ -21,13 +21,13 @@ a mismatch.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Final
+
+from common import sample_files
 
 SEED: Final = 20240307
 #: Number of pairs, out of 120 pairs of mates, with one mate in dev, and the same for test.
@@ -200,23 +200,11 @@ def to_tsv(rows: Sequence[Sequence[str]]) -> bytes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the files of the sample graph."""
-    parser = argparse.ArgumentParser(description="Write the bundled sample graph.")
-    default = Path(__file__).resolve().parents[1] / "llmcond" / "data" / "sample_graph"
-    parser.add_argument("--out", type=Path, default=default, help="folder of the TSV files")
-    parser.add_argument("--check", action="store_true", help="compare the files, write nothing")
-    args = parser.parse_args(argv)
-    folder: Path = args.out
-    status = 0
-    for name, rows in make_files().items():
-        path = folder / f"{name}.tsv"
-        if not args.check:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(to_tsv(rows))
-            print(f"{path}: {len(rows)} rows")
-        elif not path.is_file() or path.read_bytes() != to_tsv(rows):
-            print(f"{path}: missing, or differs from what this script writes")
-            status = 1
-    return status
+
+    def make() -> dict[str, bytes]:
+        return {f"{name}.tsv": to_tsv(rows) for name, rows in make_files().items()}
+
+    return sample_files(__doc__, "sample_graph", make, argv)
 
 
 if __name__ == "__main__":

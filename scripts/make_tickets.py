@@ -10,13 +10,14 @@ none of these wordings.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Final
+
+from common import Options
 
 PRODUCTS: Final = {
     "kettle": ["kettle", "1.7 litre kettle", "glass kettle"],
@@ -89,10 +90,8 @@ URGENCIES: Final = {
 
 def main() -> None:
     """Generate the tickets, and write them to a CSV file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("out", type=Path, metavar="FILE.csv", help="file to write")
+    parser = Options(__doc__)
+    parser.option("out", Path, "file to write", metavar="FILE.csv")
     rng, rows = Random(0), []
     kinds = (PRODUCTS, PROBLEMS, SENTIMENTS, URGENCIES)
     for values in list(product(*kinds)) * 3:

@@ -10,12 +10,13 @@ The first form needs a clean clone on the branch main, whose CHANGELOG.md has a 
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+
+from common import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = ROOT / "llmcond" / "version.py"
@@ -25,9 +26,7 @@ CITATION = ROOT / "CITATION.cff"
 
 def main() -> None:
     """Run one of the forms."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(__doc__)
     actions = parser.add_mutually_exclusive_group(required=True)
     actions.add_argument("version", nargs="?", metavar="VERSION")
     actions.add_argument("--check", metavar="TAG")
