@@ -7,18 +7,18 @@ twice. An interrupted command resumes where it stopped.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from common import Options, markdown_table, print_json
 
 from llmcond.commands.base import Command, add_arguments, create_command
 from llmcond.commands.encode import extract
@@ -46,6 +46,7 @@ from llmcond.workflows.options.common import DATA, ColumnOptions, DeviceOption, 
 from llmcond.workflows.options.fitting import FitHeadOptions, SweepOptions
 from llmcond.workflows.sweep import sweep
 
+T = TypeVar("T")
 #: Numbers of train and dev rows -> name and description of the data with these sizes.
 _KNOWN_DATA = {
     (11_342, 1_984): (
@@ -232,6 +233,7 @@ class Section:
         measures: columns of figures.
         rows: rows in the order in which they are printed.
         command: the command that computes the table, if it is not the script with ``--tables``.
+        figure: file name of a picture below the table, if there is one.
     """
 
     table: str
@@ -241,6 +243,7 @@ class Section:
     measures: Sequence[Measure]
     rows: Sequence[Row]
     command: str = ""
+    figure: str = ""
 
     def markdown(self) -> str:
         """Return the section as Markdown."""
@@ -255,21 +258,12 @@ class Section:
         cells = [row.cells(measures, printed) for row in self.rows]
         table = markdown_table([*headings, "what differs in set-up"], cells)
         about = "\n".join(f"- {text}" for text in self.about)
-        return f"## {self.table}: {self.title}\n\n{about}\n\n{table}\n"
+        picture = f"\n![{self.title}]({self.figure})\n" if self.figure else ""
+        return f"## {self.table}: {self.title}\n\n{about}\n\n{table}\n{picture}"
 
 
 def _has(row: Row, key: str) -> bool:
     return not isinstance(row.ours, str) and key in row.ours
-
-
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|")
 
 
 def fit_once(**options: Any) -> str:
@@ -322,6 +316,32 @@ def parse_table(text: str, columns: int) -> dict[tuple[str, ...], tuple[str, ...
     """
     lines = [line.split() for line in text.strip().splitlines()]
     return {tuple(line[:-columns]): tuple(line[-columns:]) for line in lines}
+
+
+def printed_figures(
+    table: Mapping[tuple[str, ...], Sequence[str]], measures: Sequence[Measure], *key: str
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return a row's figures in a table of the paper, and those of its other encoders.
+
+    Args:
+        table: encoder and further keys of each row -> figures as printed.
+        measures: the columns of the table.
+        key: the encoder, empty if the paper lacks it, and the further keys.
+    """
+    names = [measure.key for measure in measures]
+    rows = [figures for other, figures in table.items() if other[1:] == key[1:]]
+    others = {name: [row[i] for row in rows] for i, name in enumerate(names)} if rows else {}
+    return dict(zip(names, table.get(key, ()), strict=False)), others
+
+
+def read_values(row: Mapping[str, Any], measures: Iterable[Measure]) -> dict[str, Value]:
+    """Return figures from a row in JSON, with their intervals if it has them."""
+    return {m.key: Value(row[m.key], *row.get(f"{m.key}_ci", ())) for m in measures}
+
+
+def average_figures(figures: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
+    """Return the figures of several seeds as averages over seeds."""
+    return {key: average_over_seeds([row[key] for row in figures]) for key in figures[0]}
 
 
 # -- encoders ----------------------------------------------------------------------------------
@@ -382,6 +402,18 @@ class Work:
     dataset: Dataset
     poolings: Mapping[str, str]
     encoders: list[PooledEncoder] = field(default_factory=list)
+    _results: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T | str:
+        """Return what a function computes, or the reason why it fails, computed once by key."""
+        if key not in self._results:
+            try:
+                self._results[key] = compute()
+            except LlmcondError as error:
+                log.info(f"{key}: {error}")
+                self._results[key] = failure_reason(error)
+        result: T | str = self._results[key]
+        return result
 
     @property
     def split(self) -> Split:
@@ -598,23 +630,21 @@ class Paper:
         name: name of the paper.
         doc: docstring of the script.
         script: file name of the script.
-        tables: names of the tables that can be requested.
         names: hub name -> name in the paper.
         poolings: hub name -> pooling in the paper.
         prompts: function from whether an encoder takes instructions to the prompts to extract.
-        sections: function that yields the requested tables.
+        sections: name of each table on the command line -> function that computes it.
         about: function that returns the notes on all tables.
-        options: name -> arguments of ``add_argument``, for options that only this script has.
+        options: name -> arguments of ``Options.option``, for options that only this script has.
     """
 
     name: str
     doc: str
     script: str
-    tables: Sequence[str]
     names: Mapping[str, str]
     poolings: Mapping[str, str]
     prompts: Callable[[bool], list[str]]
-    sections: Callable[[Work, Sequence[str]], Iterator[Section]]
+    sections: Mapping[str, Callable[[Work], Section]]
     about: Callable[[Work], list[str]]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -653,16 +683,52 @@ def run_script(
 
 
 def write_page(
-    options: argparse.Namespace, texts: Sequence[str], record: Mapping[str, Any]
-) -> None:
-    """Write the page and its figures to ``--out``, and print the figures for ``--json``."""
+    options: argparse.Namespace,
+    head: str,
+    sections: Iterable[Section],
+    about: Mapping[str, Any],
+    commands: Iterable[str],
+) -> list[Section]:
+    """Print the tables, each as soon as it is complete, and write the page of ``--out``.
+
+    Args:
+        options: options of the command line.
+        head: text before the first table.
+        sections: the tables.
+        about: what the record of the page says about all tables.
+        commands: the command of each table.
+
+    Returns:
+        The tables.
+    """
+    texts, complete, records = [head], [], []
+    print(head, flush=True)
+    for section, command in zip(sections, commands, strict=False):
+        complete.append(section)
+        records.append(section_record(section, command))
+        texts.append(section.markdown())
+        print(texts[-1], flush=True)
+    record = {**about, "sections": records, **provenance()}
     if options.out is not None:
         write_text(options.out, "\n".join(texts))
-        write_json(options.out.with_suffix(".json"), dict(record))
+        write_json(options.out.with_suffix(".json"), record)
         log.info(f"tables -> {options.out}, and their figures as JSON next to it")
-    if options.json:
-        print(json.dumps(record, ensure_ascii=False, allow_nan=False))
+    print_json(options, record)
     sys.stdout.flush()
+    return complete
+
+
+def page_head(
+    title: str,
+    command: str,
+    about: Iterable[str],
+    headings: Sequence[str] = (),
+    rows: Iterable[Sequence[str]] = (),
+) -> str:
+    """Return the text before the first table: title, command, notes and a table of encoders."""
+    lines = "\n".join(f"- {text}" for text in about)
+    table = f"\n{markdown_table(headings, rows)}\n" if headings else ""
+    return f"# {title}, reproduced\n\n```bash\n{command}\n```\n\n{lines}\n{table}"
 
 
 def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
@@ -677,16 +743,10 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
     work = Work(options, dataset, paper.poolings)
     for text in dict.fromkeys(options.encoders):
         work.encoders.append(work.prepare_encoder(text, None, paper.prompts))
-    head = _head(paper, work)
-    print(head, flush=True)
-    sections = []
-    texts = [head]
-    for section in paper.sections(work, options.tables or paper.tables):
-        sections.append(section)
-        texts.append(section.markdown())
-        print(texts[-1], flush=True)
-    record = _record(paper, work, sections)
-    write_page(options, texts, record)
+    names = [name for name in paper.sections if name in (options.tables or paper.sections)]
+    sections = (paper.sections[name](work) for name in names)
+    commands = [f"{paper.script} --tables {name}" for name in names]
+    write_page(options, _head(paper, work), sections, _record(paper, work), commands)
     return 0 if any(not encoder.reason for encoder in work.encoders) else 1
 
 
@@ -740,7 +800,7 @@ def shared_parser(
     tables: Sequence[str] = (),
     source: type[Command] = _Device,
     encoders: str = "aliases, hub names or folders",
-) -> argparse.ArgumentParser:
+) -> Options:
     """Return a parser with the options that all scripts have.
 
     Args:
@@ -750,69 +810,43 @@ def shared_parser(
         source: command whose options say where the data is and on which device to compute.
         encoders: how ``--encoders`` names them.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--encoders", nargs="+", required=True, metavar="NAME", help=encoders)
+    parser = Options(doc)
+    add = parser.option
+    add("--encoders", str, encoders, nargs="+", required=True, metavar="NAME")
     add_arguments(parser, source)
     parser.usage = None
     parser.set_defaults(data=None, device="auto", json=False)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(folder),
-        metavar="DIR",
-        help=f"folder of the runs, one for each encoder and source (default: {folder})",
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="number of seeds of each fit (default: 3)"
-    )
+    add("--folder", Path(folder), "folder of the runs, one for each encoder and source")
+    add("--seeds", 3, "number of seeds of each fit", metavar="N")
     if tables:
-        parser.add_argument(
-            "--tables", nargs="+", choices=tables, metavar="T", help="tables (default: all)"
-        )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="number format of encoders: auto, float32, bfloat16, ... (default: auto)",
-    )
-    parser.add_argument("--quick", action="store_true", help="trial with one seed and few epochs")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.md",
-        help="file to write the tables to, as Markdown; a .json file next to it gets the figures",
-    )
+        add("--tables", str, "tables", "all", nargs="+", choices=tables, metavar="T")
+    add("--dtype", "auto", "number format of encoders: auto, float32, bfloat16, ...")
+    add("--quick", False, "trial with one seed and few epochs")
+    out = "file to write the tables to, as Markdown; a .json file next to it gets the figures"
+    add("--out", Path, out, metavar="FILE.md")
     return parser
 
 
-def _parser(paper: Paper) -> argparse.ArgumentParser:
+def _parser(paper: Paper) -> Options:
     parser = shared_parser(
         paper.doc,
         "runs/reproduce",
-        paper.tables,
+        [*paper.sections],
         _Source,
         "aliases, hub names or folders; NAME=FOLDER is a local copy of the encoder NAME",
     )
-    parser.add_argument(
+    parser.option(
         "--protocol",
-        choices=tuple(PROTOCOLS),
-        default="dev",
-        help="rows that choose epochs and rows that are scored, without a rated test split. dev: "
+        "dev",
+        "rows that choose epochs and rows that are scored, without a rated test split. dev: "
         "dev is both; 9:1: a tenth of train chooses, and dev is scored; 70:30: 70 %% of dev "
-        "chooses, and 30 %% is scored (default: dev)",
+        "chooses, and 30 %% is scored",
+        choices=tuple(PROTOCOLS),
     )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="number of fits that run in parallel (default: number of cores)",
-    )
-    parser.add_argument(
-        "--quantize", default="none", help="quantisation of encoders: none, 8bit or 4bit"
-    )
+    parser.option("--workers", int, "number of fits that run in parallel", "number of cores")
+    parser.option("--quantize", "none", "quantisation of encoders: none, 8bit or 4bit")
     for name, declared in paper.options.items():
-        parser.add_argument(f"--{name}", **declared)
+        parser.option(f"--{name}", **declared)
     return parser
 
 
@@ -832,18 +866,17 @@ def _head(paper: Paper, work: Work) -> str:
             "This is a quick trial with two epochs and one seed; the figures of trained heads are "
             "low."
         )
-    lines = "\n".join(f"- {text}" for text in about)
     headings = ["encoder", "in the paper", "dimensions", "pooling", "computed in", "remarks"]
-    table = markdown_table(headings, [_describe(paper, encoder) for encoder in work.encoders])
-    command = _command(paper, work)
-    return f"# {paper.name}, reproduced\n\n```bash\n{command}\n```\n\n{lines}\n\n{table}\n"
+    rows = [_describe(paper, encoder) for encoder in work.encoders]
+    return page_head(paper.name, _command(paper, work), about, headings, rows)
 
 
 def _command(paper: Paper, work: Work) -> str:
     """Return the command line, without options that do not change figures."""
     options = work.options
     defaults: dict[str, Any] = {"quantize": "none", "dtype": "auto", "protocol": "dev"}
-    defaults |= {name: declared.get("default") for name, declared in paper.options.items()}
+    parser = _parser(paper)
+    defaults |= {name: parser.get_default(name.replace("-", "_")) for name in paper.options}
     values = {name: getattr(options, name.replace("-", "_")) for name in defaults}
     changed = [
         f"--{name} {_option_text(values[name])}".rstrip()
@@ -876,7 +909,7 @@ def _describe(paper: Paper, encoder: PooledEncoder) -> list[str]:
     return [encoder.name, paper_name, str(encoder.dim), identity.pooling, kind, remark]
 
 
-def _record(paper: Paper, work: Work, sections: Sequence[Section]) -> dict[str, Any]:
+def _record(paper: Paper, work: Work) -> dict[str, Any]:
     """Return the JSON record, which contains none of the rows' texts."""
     data = work.dataset.to_json()
     return {
@@ -897,19 +930,7 @@ def _record(paper: Paper, work: Work, sections: Sequence[Section]) -> dict[str, 
             }
             for encoder in work.encoders
         ],
-        "sections": [section_record(section, _request(paper, section)) for section in sections],
-        **provenance(),
     }
-
-
-def _request(paper: Paper, section: Section) -> str:
-    """Return the command of one table, without the options that all tables share."""
-    names = {
-        title: table
-        for table in paper.tables
-        for title in (f"Table {table}", f"Section {table}", table.replace("figure", "Figure "))
-    }
-    return f"{paper.script} --tables {names[section.table]}"
 
 
 def section_record(section: Section, command: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copyfile
@@ -32,9 +32,11 @@ from reproduce import (
     Section,
     Value,
     Work,
-    average_over_seeds,
+    average_figures,
     failure_reason,
     parse_table,
+    printed_figures,
+    read_values,
     result_figures,
     run_paper,
 )
@@ -164,115 +166,98 @@ JOINT = System("joint", "bi-encoder", prompt="")
 RELEASED = "as in the authors' code"
 
 
-@dataclass
-class Trainings:
-    """The encoders that one command trains; each is trained when it is first used."""
+def training_settings(work: Work) -> dict[str, Any]:
+    """Return the settings of every training."""
+    options = work.options
+    rank = 0 if options.rank == "full" else int(options.rank)
+    return {"epochs": 2 if options.quick else options.epochs, "rank": rank}
 
-    work: Work
-    _figures: dict[tuple[str, str], Mapping[str, Value] | str] = field(default_factory=dict)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of every training."""
-        options = self.work.options
-        rank = 0 if options.rank == "full" else int(options.rank)
-        return {"epochs": 2 if options.quick else options.epochs, "rank": rank}
+def score_trained(work: Work, encoder: PooledEncoder, system: System) -> Mapping[str, Value] | str:
+    """Return the figures of a trained encoder over seeds, or the reason why there are none.
 
-    def score(self, encoder: PooledEncoder, system: System) -> Mapping[str, Value] | str:
-        """Return the figures of a trained encoder over seeds, or the reason why there are none."""
-        if encoder.reason:
-            return encoder.missing_reason("")
-        key = (str(encoder.run), system.key)
-        if key not in self._figures:
-            try:
-                seeds = [self._train(encoder, system, seed) for seed in range(self.work.seeds)]
-                self._figures[key] = {
-                    name: average_over_seeds([figures[name] for figures in seeds])
-                    for name in seeds[0]
-                }
-            except LlmcondError as error:
-                log.info(f"{encoder.name}, {system.key}: {error}")
-                self._figures[key] = failure_reason(error)
-        return self._figures[key]
+    The encoder is trained when it is first used.
+    """
 
-    def _train(self, encoder: PooledEncoder, system: System, seed: int) -> dict[str, Value]:
-        share = self.work.options.train_share
-        splits = dict(self.work.dataset.splits)
+    def score(seed: int) -> dict[str, Value]:
+        share = work.options.train_share
+        splits = dict(work.dataset.splits)
         splits["train"] = take_pairs(splits["train"], share)
-        scores = self.run(encoder, system, seed, f"share{share}", **in_memory(splits))
-        return read_values(scores[self.work.split], (SPEARMAN, PEARSON))
+        scores = train(work, encoder, system, seed, f"share{share}", **in_memory(splits))
+        return read_values(scores[work.split], (SPEARMAN, PEARSON))
 
-    def run(
-        self, encoder: PooledEncoder, system: System, seed: int, data_name: str, **data: Any
-    ) -> dict[str, dict[str, Any]]:
-        """Train an encoder, unless it was trained before.
-
-        Args:
-            encoder: the encoder.
-            system: how to train it.
-            seed: random seed of the training.
-            data_name: name of the data, for the folder of the run.
-            data: options of the command that say what to train on.
-
-        Returns:
-            The scores of the trained encoder, by split.
-        """
-        settings = "-".join(f"{name}{value}" for name, value in self.settings.items())
-        log.info(f"{encoder.name}: {system.label}, {system.key}, seed {seed}")
-        result = train_lora(
-            run=folder_of(encoder, f"{data_name}-{settings}") / f"{system.key}-seed{seed}",
-            prompt=[system.prompt or joint_prompt(encoder.instructs)],
-            head=system.head,
-            seed=seed,
-            **self.settings,
-            **data,
-            **encoder_options(self.work, encoder, system.router),
-        )
-        return {row["split"]: row for row in result.to_json()["scores"]}
-
-    def settings_notes(self) -> list[str]:
-        """Return how the settings of every training differ from the paper's, in words."""
-        rank = self.settings["rank"]
-        return [f"LoRA of rank {rank} instead of all weights"] if rank else []
-
-    def notes(self, encoder: PooledEncoder) -> list[str]:
-        """Return how the training of an encoder differs from the paper's, in words."""
-        options, settings = self.work.options, self.settings
-        notes = [*self.work.differences(encoder, NAMES), *self.settings_notes()]
-        if options.train_share > 1:
-            notes.append(f"1/{options.train_share} of train")
-        epochs = f"{settings['epochs']} epochs"
-        if self.work.split == "dev":
-            epochs += ", of which the scored rows chose one"
-        return [*notes, epochs]
-
-    def row(
-        self, encoder: PooledEncoder, system: System, key: str, table: Mapping[Any, Any]
-    ) -> Row:
-        """Return the row of a trained encoder, with the paper's figures of the system ``key``."""
-        return Row(
-            encoder.name,
-            [system.label],
-            self.score(encoder, system),
-            [*self.notes(encoder), *system.notes],
-            *paper_figures(table, encoder, key),
-        )
+    if encoder.reason:
+        return encoder.missing_reason("")
+    key = (str(encoder.run), system.key)
+    return work.once(key, lambda: average_figures([score(seed) for seed in range(work.seeds)]))
 
 
-def read_values(scores: Mapping[str, Any], measures: Sequence[Measure]) -> dict[str, Value]:
-    """Return measures of scores in JSON."""
-    return {m.key: Value(scores[m.key], *scores[f"{m.key}_ci"]) for m in measures}
+def train(
+    work: Work, encoder: PooledEncoder, system: System, seed: int, data_name: str, **data: Any
+) -> dict[str, dict[str, Any]]:
+    """Train an encoder, unless it was trained before.
+
+    Args:
+        work: the command, whose options are used.
+        encoder: the encoder.
+        system: how to train it.
+        seed: random seed of the training.
+        data_name: name of the data, for the folder of the run.
+        data: options of the command that say what to train on.
+
+    Returns:
+        The scores of the trained encoder, by split.
+    """
+    settings = "-".join(f"{name}{value}" for name, value in training_settings(work).items())
+    log.info(f"{encoder.name}: {system.label}, {system.key}, seed {seed}")
+    result = train_lora(
+        run=folder_of(encoder, f"{data_name}-{settings}") / f"{system.key}-seed{seed}",
+        prompt=[system.prompt or joint_prompt(encoder.instructs)],
+        head=system.head,
+        seed=seed,
+        **training_settings(work),
+        **data,
+        **encoder_options(work, encoder, system.router),
+    )
+    return {row["split"]: row for row in result.to_json()["scores"]}
+
+
+def settings_notes(work: Work) -> list[str]:
+    """Return how the settings of every training differ from the paper's, in words."""
+    rank = training_settings(work)["rank"]
+    return [f"LoRA of rank {rank} instead of all weights"] if rank else []
+
+
+def training_notes(work: Work, encoder: PooledEncoder) -> list[str]:
+    """Return how the training of an encoder differs from the paper's, in words."""
+    options, settings = work.options, training_settings(work)
+    notes = [*work.differences(encoder, NAMES), *settings_notes(work)]
+    if options.train_share > 1:
+        notes.append(f"1/{options.train_share} of train")
+    epochs = f"{settings['epochs']} epochs"
+    if work.split == "dev":
+        epochs += ", of which the scored rows chose one"
+    return [*notes, epochs]
+
+
+def trained_row(
+    work: Work, encoder: PooledEncoder, system: System, key: str, table: Mapping[Any, Any]
+) -> Row:
+    """Return the row of a trained encoder, with the paper's figures of the system ``key``."""
+    return Row(
+        encoder.name,
+        [system.label],
+        score_trained(work, encoder, system),
+        [*training_notes(work, encoder), *system.notes],
+        *paper_figures(table, encoder, key),
+    )
 
 
 def paper_figures(
     table: Mapping[tuple[str, ...], tuple[str, ...]], encoder: PooledEncoder, key: str
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Return the paper's Spearman and Pearson of a system, and those of its other encoders."""
-    names = (SPEARMAN.key, PEARSON.key)
-    printed = table.get((NAMES.get(encoder.repo, ""), key))
-    rows = [figures for (_, system), figures in table.items() if system == key]
-    others = {name: [row[i] for row in rows] for i, name in enumerate(names)} if rows else {}
-    return dict(zip(names, printed, strict=True)) if printed else {}, others
+    return printed_figures(table, (SPEARMAN, PEARSON), NAMES.get(encoder.repo, ""), key)
 
 
 # -- data and encoders -------------------------------------------------------------------------
@@ -363,7 +348,7 @@ def take_first_pair(work: Work) -> Rows:
 # -- tables of C-STS ---------------------------------------------------------------------------
 
 
-def table_1(work: Work, trainings: Trainings) -> Section:
+def table_1(work: Work) -> Section:
     """Compute table 1: CSR, its variants and other architectures, trained."""
     rows, layers = [], work.options.router_layers
     for encoder in work.encoders:
@@ -378,7 +363,7 @@ def table_1(work: Work, trainings: Trainings) -> Section:
             (System.routed("bi-encoder, CSR", "bi", layers), "bi"),
             (System.routed(f"bi-encoder, {RELEASED}", "released-bi", layers), ""),
         )
-        rows += [trainings.row(encoder, system, key, TABLE_1) for system, key in systems]
+        rows += [trained_row(work, encoder, system, key, TABLE_1) for system, key in systems]
         reason = "not done: hypercl.md has a frozen encoder with this head"
         paper = paper_figures(TABLE_1, encoder, "hyper-cl")
         rows.append(Row(encoder.name, ["Hyper-CL"], reason, [], *paper))
@@ -390,11 +375,11 @@ def table_1(work: Work, trainings: Trainings) -> Section:
     return Section("Table 1", "C-STS", about, ["system"], (SPEARMAN, PEARSON), rows)
 
 
-def table_3(work: Work, trainings: Trainings) -> Section:
+def table_3(work: Work) -> Section:
     """Compute table 3: weighting strategies."""
     rows = []
     for encoder in work.encoders:
-        rows.append(trainings.row(encoder, HADAMARD, "tri", TABLE_3))
+        rows.append(trained_row(work, encoder, HADAMARD, "tri", TABLE_3))
         for mode, source in (("paper", ""), ("released-tri", f", {RELEASED}")):
             for label, weight, key in (
                 ("CSR: 1 + w", "one-plus", "paper"),
@@ -402,7 +387,7 @@ def table_3(work: Work, trainings: Trainings) -> Section:
                 ("Only Weight: w", "only", "only"),
             ):
                 system = System.routed(label + source, mode, work.options.router_layers, weight)
-                rows.append(trainings.row(encoder, system, key, TABLE_3))
+                rows.append(trained_row(work, encoder, system, key, TABLE_3))
     about = [
         "Random Weight is 1 + w, in which w is a softmax of normal scores. The sentence's token "
         "ids are their seed, so they depend on neither the condition nor the batch.",
@@ -413,7 +398,7 @@ def table_3(work: Work, trainings: Trainings) -> Section:
     return Section("Table 3", "weighting strategies", about, ["system"], (SPEARMAN, PEARSON), rows)
 
 
-def table_4(work: Work, trainings: Trainings) -> Section:
+def table_4(work: Work) -> Section:
     """Compute table 4: encoders without training."""
     layers = work.options.router_layers
     systems = (
@@ -450,7 +435,7 @@ TRAINED = Measure("trained", "Spearman, trained")
 SECONDS = Measure("seconds", "seconds", 1, 2)
 
 
-def figure_4(work: Work, trainings: Trainings) -> Section:
+def figure_4(work: Work) -> Section:
     """Compute figure 4: score and time by the number of layers with a router."""
     rows = []
     series: dict[str, list[tuple[Any, float, float, float]]] = {}
@@ -458,7 +443,7 @@ def figure_4(work: Work, trainings: Trainings) -> Section:
         for layers in (*work.options.layers, None):
             label = "bi-encoder" if layers is None else str(layers)
             try:
-                figures, notes = _score_layers(work, trainings, encoder, layers)
+                figures, notes = _score_layers(work, encoder, layers)
             except LlmcondError as error:
                 rows.append(Row(encoder.name, [label], failure_reason(error)))
                 continue
@@ -489,7 +474,7 @@ def figure_4(work: Work, trainings: Trainings) -> Section:
 
 
 def _score_layers(
-    work: Work, trainings: Trainings, encoder: PooledEncoder, layers: int | None
+    work: Work, encoder: PooledEncoder, layers: int | None
 ) -> tuple[dict[str, Value], list[str]]:
     """Return the figures and notes for a number of routed layers; None is the bi-encoder."""
     system = System.routed("CSR", "paper", layers) if layers else UNTRAINED_TRI
@@ -502,10 +487,10 @@ def _score_layers(
     trained_layers = work.options.trained_layers
     if trained_layers is not None and layers not in trained_layers:
         return figures, [*work.differences(encoder, NAMES), "not trained"]
-    trained = trainings.score(encoder, UNCONDITIONAL if layers == 0 else system)
+    trained = score_trained(work, encoder, UNCONDITIONAL if layers == 0 else system)
     if isinstance(trained, str):
         return figures, [*work.differences(encoder, NAMES), trained]
-    return {**figures, TRAINED.key: trained[SPEARMAN.key]}, trainings.notes(encoder)
+    return {**figures, TRAINED.key: trained[SPEARMAN.key]}, training_notes(work, encoder)
 
 
 def _time_encoding(work: Work, encoder: PooledEncoder, system: System) -> float:
@@ -536,7 +521,7 @@ def _time_encoding(work: Work, encoder: PooledEncoder, system: System) -> float:
 RANKED = (Measure.of("mrr"), Measure.of("hits@1"), Measure.of("hits@3"))
 
 
-def table_2(work: Work, trainings: Trainings) -> Section:
+def table_2(work: Work) -> Section:
     """Compute table 2: knowledge graphs."""
     options, layers = work.options, work.options.router_layers
     csr = System.routed(f"CSR, {layers} layers (tri-encoder)", "paper", layers)
@@ -550,7 +535,7 @@ def table_2(work: Work, trainings: Trainings) -> Section:
         notes = [] if encoder.repo in NAMES else ["other encoder"]
         if options.kgc_share > 1:
             notes.append(f"1/{options.kgc_share} of the triples of each split")
-        trained = [*trainings.settings_notes(), f"{trainings.settings['epochs']} epochs"]
+        trained = [*settings_notes(work), f"{training_settings(work)['epochs']} epochs"]
         for system, key in (
             (JOINT, "joint"),
             (System("concat", "tri-encoder, concatenation", "concat", "separate"), "concat"),
@@ -560,7 +545,7 @@ def table_2(work: Work, trainings: Trainings) -> Section:
             ),
             (csr, "csr"),
         ):
-            ours = reason or _score_graph(work, encoder, system, source, trainings)
+            ours = reason or _score_graph(work, encoder, system, source, is_trained=True)
             printed = dict(zip((m.key for m in RANKED), TABLE_2[key,], strict=True))
             rows.append(Row(encoder.name, [system.label], ours, [*notes, *trained], printed))
         for system in (
@@ -595,11 +580,11 @@ def _score_graph(
     encoder: PooledEncoder,
     system: System,
     source: str | None,
-    trainings: Trainings | None = None,
+    is_trained: bool = False,
 ) -> Mapping[str, Value] | str:
     """Return the figures of an encoder on a graph, or the reason why there are none.
 
-    ``source`` is the folder of the graph. Without ``trainings``, the encoder is not trained.
+    ``source`` is the folder of the graph. Unless ``is_trained``, the encoder is not trained.
     """
     if encoder.reason:
         return encoder.missing_reason("")
@@ -608,12 +593,12 @@ def _score_graph(
     prompt = system.prompt or joint_prompt(encoder.instructs)
     try:
         data: dict[str, Any] = {"task": "kgc", "data": source}
-        if trainings is not None:
+        if is_trained:
             seeds = [
-                read_values(trainings.run(encoder, system, seed, name, **data)["test"], RANKED)
+                read_values(train(work, encoder, system, seed, name, **data)["test"], RANKED)
                 for seed in range(work.seeds)
             ]
-            return {key: average_over_seeds([each[key] for each in seeds]) for key in seeds[0]}
+            return average_figures(seeds)
         run = folder_of(encoder, name) / ("routed" if system.router else "unrouted")
         extract(run=run, prompt=[prompt], **data, **encoder_options(work, encoder, system.router))
         results = evaluate(run=run, head=["none"], split="test")
@@ -652,21 +637,6 @@ def _graph_data(work: Work) -> str | None:
 # -- the command -------------------------------------------------------------------------------
 
 
-def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
-    """Yield the requested tables, each as soon as it is complete."""
-    trainings = Trainings(work)
-    makers: dict[str, Callable[[Work, Trainings], Section]] = {
-        "1": table_1,
-        "2": table_2,
-        "3": table_3,
-        "4": table_4,
-        "figure4": figure_4,
-    }
-    for name, maker in makers.items():
-        if name in tables:
-            yield maker(work, trainings)
-
-
 def about(work: Work) -> list[str]:
     """Return the notes on all tables."""
     return [
@@ -696,59 +666,40 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _option(default: Any, text: str, unset: str = "", **settings: Any) -> Mapping[str, Any]:
+    return {"default": default, "text": text, "unset": unset, **settings}
+
+
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "epochs": {"type": _count, "default": 4, "help": "epochs of each training (default: 4)"},
-    "rank": {
-        "type": _rank,
-        "default": "16",
-        "help": "rank of LoRA, or full to train all weights as in the paper (default: 16)",
-    },
-    "train-share": {
-        "type": _count,
-        "default": 1,
-        "metavar": "N",
-        "help": "train on every N-th sentence pair only (default: 1)",
-    },
-    "router-layers": {
-        "type": _count,
-        "default": 3,
-        "metavar": "N",
-        "help": "number of layers with a router in all tables (default: 3)",
-    },
-    "layers": {
-        "type": int,
-        "nargs": "+",
-        "default": list(range(7)),
-        "metavar": "N",
-        "help": "numbers of layers with a router in figure 4 (default: 0 to 6)",
-    },
-    "trained-layers": {
-        "type": int,
-        "nargs": "*",
-        "metavar": "N",
-        "help": "those of --layers for which an encoder is trained (default: all)",
-    },
-    "kgc-data": {
-        "metavar": "FOLDER",
-        "help": "folder of a knowledge graph for table 2 (default: the bundled sample graph)",
-    },
-    "kgc-share": {
-        "type": _count,
-        "default": 1,
-        "metavar": "N",
-        "help": "use every N-th triple of the graph only (default: 1)",
-    },
+    "epochs": _option(4, "epochs of each training", type=_count),
+    "rank": _option("16", "rank of LoRA, or full to train all weights as in the paper", type=_rank),
+    "train-share": _option(1, "train on every N-th sentence pair only", type=_count, metavar="N"),
+    "router-layers": _option(
+        3, "number of layers with a router in all tables", type=_count, metavar="N"
+    ),
+    "layers": _option(
+        list(range(7)), "numbers of layers with a router in figure 4", "0 to 6", metavar="N"
+    ),
+    "trained-layers": _option(
+        int, "those of --layers for which an encoder is trained", "all", nargs="*", metavar="N"
+    ),
+    "kgc-data": _option(
+        str,
+        "folder of a knowledge graph for table 2",
+        "the bundled sample graph",
+        metavar="FOLDER",
+    ),
+    "kgc-share": _option(1, "use every N-th triple of the graph only", type=_count, metavar="N"),
 }
 
 PAPER = Paper(
     name="CSR",
     doc=__doc__ or "",
     script="reproduce_csr.py",
-    tables=("1", "2", "3", "4", "figure4"),
     names=NAMES,
     poolings=POOLINGS,
     prompts=prompts,
-    sections=sections,
+    sections={"1": table_1, "2": table_2, "3": table_3, "4": table_4, "figure4": figure_4},
     about=about,
     options=OPTIONS,
 )

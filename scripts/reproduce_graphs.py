@@ -14,20 +14,21 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from common import Options
 from reproduce import (
     Measure,
     Row,
     Section,
     Value,
-    average_over_seeds,
+    average_figures,
     failure_reason,
     fit_once,
+    page_head,
     parse_table,
+    printed_figures,
     result_figures,
     run_script,
-    section_record,
     shared_parser,
     write_page,
 )
@@ -38,7 +39,6 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.log import log
 from llmcond.runs.open import open_any_run
-from llmcond.system import provenance
 from llmcond.workflows.options.common import Split
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -159,25 +159,15 @@ def link_prediction(options: argparse.Namespace, task: Task) -> list[Row]:
             notes = [*set_up, f"at most {epochs} epochs"]
             if neighbours:
                 notes.append("reads neighbours")
-            paper = {} if neighbours else paper_figures(TABLE_2, (task.graph, key), MEASURES)
+            paper = {} if neighbours else printed_figures(TABLE_2, MEASURES, task.graph, key)[0]
             suffix = ", neighbours" if neighbours else ""
             rows.append(Row(task.encoder, [f"{label}{suffix}"], figures, notes, paper))
     for name in ("StAR", "SimKGC"):
-        paper = paper_figures(TABLE_2, (task.graph, name), MEASURES)
+        paper = printed_figures(TABLE_2, MEASURES, task.graph, name)[0]
         if paper:
             reason = "not done: a bi-encoder, trained"
             rows.append(Row("BERT or RoBERTa", [name], reason, [], paper))
     return rows
-
-
-def paper_figures(
-    table: Mapping[tuple[str, ...], tuple[str, ...]],
-    key: tuple[str, ...],
-    measures: Sequence[Measure],
-) -> dict[str, str]:
-    """Return the figures of a row as printed; empty if the paper lacks it."""
-    printed = table.get(key, ())
-    return {measure.key: text for measure, text in zip(measures, printed, strict=False)}
 
 
 def score_head(
@@ -207,8 +197,16 @@ def score_head(
     except LlmcondError as error:
         log.info(f"{task.encoder}, {task.graph}, {head}: {error}")
         return failure_reason(error)
-    return {key: average_over_seeds([row[key] for row in figures]) for key in figures[0]}
+    return average_figures(figures)
 
+
+ABOUT = [
+    "The paper trains BERT-base together with the head. We freeze the encoder: vectors of "
+    "entities and relations are computed once, and only the head and a linear map of "
+    "candidates are fitted.",
+    "The epoch is chosen by the MRR of at most 1,000 dev queries; test is only scored.",
+    "The descriptions of FB15k-237 are those of StAR, one sentence, and not SimKGC's 50 words.",
+]
 
 # -- the command -------------------------------------------------------------------------------
 
@@ -228,14 +226,16 @@ def _reproduce(options: argparse.Namespace) -> int:
         for encoder in dict.fromkeys(options.encoders)
     ]
     command = _command(options, list(names))
-    head = _head(command)
-    print(head, flush=True)
-    sections = []
-    for section in table_2(options, tasks):
-        sections.append(section)
-        print(section.markdown(), flush=True)
-    record = _record(options, command, sections)
-    write_page(options, [head, *(part.markdown() for part in sections)], record)
+    record = {
+        "paper": "Hyper-CL on knowledge graphs",
+        "command": command,
+        "seeds": options.seeds,
+        "epochs": options.epochs,
+        "quick": options.quick,
+    }
+    commands = ["reproduce_graphs.py"] * len(tasks)
+    head = page_head("Hyper-CL on knowledge graphs", command, ABOUT)
+    sections = write_page(options, head, table_2(options, tasks), record, commands)
     done = any(not isinstance(row.ours, str) for section in sections for row in section.rows)
     return 0 if done else 1
 
@@ -260,55 +260,13 @@ def _command(options: argparse.Namespace, sources: Sequence[str]) -> str:
     return " ".join(texts)
 
 
-def _head(command: str) -> str:
-    """Return the text before the first table."""
-    about = [
-        "The paper trains BERT-base together with the head. We freeze the encoder: vectors of "
-        "entities and relations are computed once, and only the head and a linear map of "
-        "candidates are fitted.",
-        "The epoch is chosen by the MRR of at most 1,000 dev queries; test is only scored.",
-        "The descriptions of FB15k-237 are those of StAR, one sentence, and not SimKGC's 50 words.",
-    ]
-    lines = "\n".join(f"- {text}" for text in about)
-    return f"# Hyper-CL on knowledge graphs, reproduced\n\n```bash\n{command}\n```\n\n{lines}\n"
-
-
-def _record(
-    options: argparse.Namespace, command: str, sections: Sequence[Section]
-) -> dict[str, Any]:
-    return {
-        "paper": "Hyper-CL on knowledge graphs",
-        "command": command,
-        "seeds": options.seeds,
-        "epochs": options.epochs,
-        "quick": options.quick,
-        "sections": [section_record(section, "reproduce_graphs.py") for section in sections],
-        **provenance(),
-    }
-
-
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Options:
     parser = shared_parser(__doc__ or "", "runs/reproduce-graphs")
-    names = [head for head, _, _ in HEADS]
-    parser.add_argument(
-        "--data", nargs="+", required=True, metavar="FOLDER", help="folders of the graphs"
-    )
-    parser.add_argument(
-        "--heads",
-        nargs="+",
-        choices=names,
-        default=names,
-        metavar="NAME",
-        help=f"heads, among {', '.join(names)} (default: all)",
-    )
-    parser.add_argument(
-        "--neighbours",
-        action="store_true",
-        help="fit each head again with neighbours, which the paper does not have",
-    )
-    parser.add_argument(
-        "--epochs", type=int, default=8, help="maximum number of epochs (default: 8)"
-    )
+    add, names = parser.option, [head for head, _, _ in HEADS]
+    add("--data", str, "folders of the graphs", nargs="+", required=True, metavar="FOLDER")
+    add("--heads", names, f"heads, among {', '.join(names)}", "all", choices=names, metavar="NAME")
+    add("--neighbours", False, "fit each head again with neighbours, which the paper does not have")
+    add("--epochs", 8, "maximum number of epochs")
     return parser
 
 

@@ -16,8 +16,8 @@ The same command resumes where it was interrupted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,12 @@ from reproduce import (
     Section,
     Value,
     Work,
-    average_over_seeds,
+    average_figures,
     failure_reason,
     fit_once,
     parse_table,
+    printed_figures,
+    read_values,
     result_figures,
     run_paper,
 )
@@ -47,7 +49,6 @@ from llmcond.evaluation.analyses import frobenius_variance
 from llmcond.features.view import FeatureView
 from llmcond.files import read_json, write_json
 from llmcond.heads import load_recipe
-from llmcond.log import log
 from llmcond.runs import RunFittedHead, open_run
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.rated import RatedExamples
@@ -226,65 +227,44 @@ def spec_of(work: Work, encoder: PooledEncoder, key: str, rank: int | None = Non
     return Spec(key if rank == rank_of(dim) else f"{key}{rank}", heads.get(kind, kind), changes)
 
 
-@dataclass
-class Heads:
-    """The heads of one command; each is fitted when it is first used."""
-
-    work: Work
-    _names: dict[tuple[str, str], list[str] | str] = field(default_factory=dict)
-    _figures: dict[tuple[str, str], Mapping[str, Value] | str] = field(default_factory=dict)
-
-    def score_by_sweep(self, encoder: PooledEncoder, spec: Spec) -> Mapping[str, Value] | str:
-        """Return the figures of a head that is scored but not saved."""
-        return self.work.fit(encoder, spec.head, "separate", spec.changes)
-
-    def fit_saved(self, encoder: PooledEncoder, spec: Spec) -> list[str] | str:
-        """Fit and save a head for analysis.
-
-        Returns:
-            The names of the saved heads, one for each seed, or the reason why there are none.
-        """
-        reason = encoder.missing_reason("separate")
-        if reason:
-            return reason
-        key = (str(encoder.run), spec.key)
-        if key not in self._names:
-            try:
-                self._names[key] = [
-                    fit_once(
-                        run=encoder.run,
-                        head=spec.head,
-                        prompt="separate",
-                        seed=seed,
-                        set=dict(spec.changes),
-                        name=f"{spec.key}-seed{seed}",
-                    )
-                    for seed in range(self.work.seeds)
-                ]
-            except LlmcondError as error:
-                log.info(f"{encoder.name}, {spec.key}: {error}")
-                self._names[key] = failure_reason(error)
-        return self._names[key]
-
-    def score_saved(self, encoder: PooledEncoder, spec: Spec) -> Mapping[str, Value] | str:
-        """Return the figures of a saved head."""
-        names = self.fit_saved(encoder, spec)
-        if isinstance(names, str):
-            return names
-        key = (str(encoder.run), spec.key)
-        if key not in self._figures:
-            results = evaluate(run=encoder.run, head=names, split=self.work.split)
-            figures = [result_figures(result) for result in results if result.name in names]
-            self._figures[key] = average_figures(figures)
-        return self._figures[key]
+def score_by_sweep(work: Work, encoder: PooledEncoder, spec: Spec) -> Mapping[str, Value] | str:
+    """Return the figures of a head that is scored but not saved."""
+    return work.fit(encoder, spec.head, "separate", spec.changes)
 
 
-def average_figures(figures_by_seed: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the figures of several seeds as averages over seeds."""
-    return {
-        key: average_over_seeds([figures[key] for figures in figures_by_seed])
-        for key in figures_by_seed[0]
-    }
+def fit_saved(work: Work, encoder: PooledEncoder, spec: Spec) -> list[str] | str:
+    """Fit and save a head for analysis, when it is first used.
+
+    Returns:
+        The names of the saved heads, one for each seed, or the reason why there are none.
+    """
+
+    def fit(seed: int) -> str:
+        return fit_once(
+            run=encoder.run,
+            head=spec.head,
+            prompt="separate",
+            seed=seed,
+            set=dict(spec.changes),
+            name=f"{spec.key}-seed{seed}",
+        )
+
+    reason = encoder.missing_reason("separate")
+    key = ("names", str(encoder.run), spec.key)
+    return reason or work.once(key, lambda: [fit(seed) for seed in range(work.seeds)])
+
+
+def score_saved(work: Work, encoder: PooledEncoder, spec: Spec) -> Mapping[str, Value] | str:
+    """Return the figures of a saved head."""
+    names = fit_saved(work, encoder, spec)
+    if isinstance(names, str):
+        return names
+
+    def score() -> Mapping[str, Value]:
+        results = evaluate(run=encoder.run, head=names, split=work.split)
+        return average_figures([result_figures(r) for r in results if r.name in names])
+
+    return work.once(("figures", str(encoder.run), spec.key), score)
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -302,14 +282,10 @@ def paper_figures(
     measures: Sequence[Measure],
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Return a row's figures in a table of the paper, and those of its other encoders."""
-    printed = table.get((NAMES.get(encoder.repo, ""), key))
-    rows = [figures for name, figures in table.items() if name[1] == key]
-    names = [measure.key for measure in measures]
-    others = {name: [row[i] for row in rows] for i, name in enumerate(names)} if rows else {}
-    return dict(zip(names, printed, strict=True)) if printed else {}, others
+    return printed_figures(table, measures, NAMES.get(encoder.repo, ""), key)
 
 
-def table_1(work: Work, heads: Heads) -> Section:
+def table_1(work: Work) -> Section:
     """Compute table 1: tri-encoders, and bi-encoders for comparison."""
     measures = (SPEARMAN, PEARSON)
     rows = []
@@ -326,7 +302,7 @@ def table_1(work: Work, heads: Heads) -> Section:
         ):
             spec = spec_of(work, encoder, key)
             printed = paper_figures(TABLE_1, encoder, key, measures)
-            ours = heads.score_saved(encoder, spec)
+            ours = score_saved(work, encoder, spec)
             rows.append(
                 Row(
                     encoder.name,
@@ -445,7 +421,7 @@ def joint_prompt(instructs: bool) -> str:
     return "cond" if instructs else "concat-sent-cond"
 
 
-def table_3(work: Work, heads: Heads) -> Section:
+def table_3(work: Work) -> Section:
     """Compute table 3: time, hit rate and size of caches, measured once for each run."""
     workload = Workload.of_dataset(work.dataset)
     costs: dict[tuple[str, str], list[Architecture] | str] = {}
@@ -474,7 +450,7 @@ def _measure_costs(work: Work, encoder: PooledEncoder, workload: Workload) -> li
     return architectures
 
 
-def table_5(work: Work, heads: Heads) -> Section:
+def table_5(work: Work) -> Section:
     """Compute table 5: seen and unseen conditions."""
     measures = (
         Measure("overall", "overall"),
@@ -485,7 +461,7 @@ def table_5(work: Work, heads: Heads) -> Section:
     for encoder in work.encoders:
         for name, key in analysed_heads(encoder):
             spec = spec_of(work, encoder, key)
-            names = heads.fit_saved(encoder, spec)
+            names = fit_saved(work, encoder, spec)
             printed = paper_figures(TABLE_5, encoder, key, measures)
             ours: Mapping[str, Value] | str
             if isinstance(names, str):
@@ -493,7 +469,7 @@ def table_5(work: Work, heads: Heads) -> Section:
             else:
                 result = analyse(run=encoder.run, head=names, split=work.split, what=["conditions"])
                 condition_rows = [row for row in result["conditions"] if row["name"] in names]
-                ours = average_figures([_values(row, measures) for row in condition_rows])
+                ours = average_figures([read_values(row, measures) for row in condition_rows])
                 unseen, n = condition_rows[0]["n_unseen"], condition_rows[0]["n_overall"]
                 share = f"{unseen:,} of {n:,} rows, {100 * unseen / n:.1f} %"
             rows.append(
@@ -508,11 +484,7 @@ def table_5(work: Work, heads: Heads) -> Section:
     return Section("Table 5", "seen and unseen conditions", about, ["architecture"], measures, rows)
 
 
-def _values(row: Mapping[str, Any], measures: Sequence[Measure]) -> dict[str, Value]:
-    return {measure.key: Value(row[measure.key], *row[f"{measure.key}_ci"]) for measure in measures}
-
-
-def table_6(work: Work, heads: Heads) -> Section:
+def table_6(work: Work) -> Section:
     """Compute table 6: heads with and without the contrastive objective."""
     rows = []
     for encoder in work.encoders:
@@ -529,9 +501,9 @@ def table_6(work: Work, heads: Heads) -> Section:
             spec = spec_of(work, encoder, key)
             paper, others = paper_figures(TABLE_6, encoder, key, (SPEARMAN,))
             ours = (
-                heads.score_saved(encoder, spec)
+                score_saved(work, encoder, spec)
                 if is_saved
-                else heads.score_by_sweep(encoder, spec)
+                else score_by_sweep(work, encoder, spec)
             )
             set_up = set_up_notes(work, encoder, spec)
             if not others:
@@ -548,7 +520,7 @@ def table_6(work: Work, heads: Heads) -> Section:
     )
 
 
-def table_8(work: Work, heads: Heads) -> Section:
+def table_8(work: Work) -> Section:
     """Compute table 8: ranks of hypernetworks."""
     rows = []
     for encoder in work.encoders:
@@ -559,9 +531,9 @@ def table_8(work: Work, heads: Heads) -> Section:
             printed = paper_figures(TABLE_8, encoder, str(divisor), (SPEARMAN,))
             is_saved = divisor in (1, DIVISOR)
             ours = (
-                heads.score_saved(encoder, spec)
+                score_saved(work, encoder, spec)
                 if is_saved
-                else heads.score_by_sweep(encoder, spec)
+                else score_by_sweep(work, encoder, spec)
             )
             labels = [str(rank) if encoder.dim else "–", f"H / {divisor}"]
             rows.append(
@@ -579,7 +551,7 @@ WEIGHT_DECAY = Measure("weight_decay", "weight decay", 1, 1)
 TEMPERATURES = Measure("temperature", "temperature", 1, 1)
 
 
-def table_7(work: Work, heads: Heads) -> Section:
+def table_7(work: Work) -> Section:
     """Compare the hyperparameters of table 7 with those of the bundled recipes."""
     repos = {name: repo for repo, name in NAMES.items()}
     measures = (LEARNING_RATE, WEIGHT_DECAY, TEMPERATURES)
@@ -614,13 +586,13 @@ VARIANCES = Measure("variance", "variance", 1, 7)
 RELATIVE = Measure("relative", "deviation / mean", 1, 3)
 
 
-def section_52(work: Work, heads: Heads) -> Section:
+def section_52(work: Work) -> Section:
     """Compute the clusters of conditions of section 5.2."""
     rows = []
     for encoder in work.encoders:
         for name, key in analysed_heads(encoder):
             spec = spec_of(work, encoder, key)
-            names = heads.fit_saved(encoder, spec)
+            names = fit_saved(work, encoder, spec)
             ours = names if isinstance(names, str) else _impurities(work, encoder, names)
             is_paper = key != "tri"
             paper = dict(zip((BEFORE.key, AFTER.key), IMPURITY, strict=True)) if is_paper else {}
@@ -659,14 +631,14 @@ def _clusters(
     return {BEFORE.key: Value(row["impurity_before"]), AFTER.key: Value(row["impurity"])}
 
 
-def figure_4(work: Work, heads: Heads) -> Section:
+def figure_4(work: Work) -> Section:
     """Draw figure 4, the clusters of section 5.2, next to the page if there is one."""
     rows = []
     about = ["The points are those of section 5.2 with seed 0, projected onto a plane."]
     for encoder in work.encoders:
         for name, key in analysed_heads(encoder)[1:]:
             spec = spec_of(work, encoder, key)
-            names = heads.fit_saved(encoder, spec)
+            names = fit_saved(work, encoder, spec)
             ours: Mapping[str, Value] | str = names if isinstance(names, str) else {}
             if not isinstance(names, str):
                 options: dict[str, Any] = {}
@@ -685,13 +657,13 @@ def figure_4(work: Work, heads: Heads) -> Section:
     return Section("Figure 4", title, about, ["head"], [BEFORE, AFTER], rows)
 
 
-def section_541(work: Work, heads: Heads) -> Section:
+def section_541(work: Work) -> Section:
     """Compute the norms of W_c, the weights generated from conditions, of section 5.4.1."""
     rows = []
     for encoder in work.encoders:
         for name, key in analysed_heads(encoder):
             spec = spec_of(work, encoder, key)
-            names = heads.fit_saved(encoder, spec)
+            names = fit_saved(work, encoder, spec)
             ours = names if isinstance(names, str) else _variances(work, encoder, key, names)
             paper = {VARIANCES.key: VARIANCE[key]} if key in VARIANCE else {}
             set_up = [*set_up_notes(work, encoder, spec), "" if paper else "not in the paper"]
@@ -747,25 +719,6 @@ def _diagonal(saved_head: RunFittedHead, condition: MatrixLike | None) -> dict[s
 # -- the command -------------------------------------------------------------------------------
 
 
-def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
-    """Yield the requested tables, each as soon as it is complete."""
-    heads = Heads(work)
-    makers: dict[str, Callable[[Work, Heads], Section]] = {
-        "1": table_1,
-        "3": table_3,
-        "5": table_5,
-        "6": table_6,
-        "7": table_7,
-        "8": table_8,
-        "5.2": section_52,
-        "figure4": figure_4,
-        "5.4.1": section_541,
-    }
-    for name, maker in makers.items():
-        if name in tables:
-            yield maker(work, heads)
-
-
 def about(work: Work) -> list[str]:
     """Return the notes on all tables."""
     return [
@@ -792,11 +745,20 @@ PAPER = Paper(
     name="Hyper-CL on C-STS",
     doc=__doc__ or "",
     script="reproduce_hypercl.py",
-    tables=("1", "3", "5", "6", "7", "8", "5.2", "figure4", "5.4.1"),
     names=NAMES,
     poolings=dict.fromkeys(NAMES, "cls"),
     prompts=prompts,
-    sections=sections,
+    sections={
+        "1": table_1,
+        "3": table_3,
+        "5": table_5,
+        "6": table_6,
+        "7": table_7,
+        "8": table_8,
+        "5.2": section_52,
+        "figure4": figure_4,
+        "5.4.1": section_541,
+    },
     about=about,
 )
 

@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import Options
 from reproduce import (
     Measure,
     Row,
     Section,
     Value,
-    average_over_seeds,
+    average_figures,
     failure_reason,
     fit_once,
-    markdown_table,
+    page_head,
     run_script,
-    section_record,
     shared_parser,
     to_value,
     write_page,
@@ -59,7 +59,6 @@ from llmcond.log import log
 from llmcond.metrics import METRICS
 from llmcond.report.figures import Point, plot_curve
 from llmcond.runs import Run, open_any_run
-from llmcond.system import provenance
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -140,7 +139,6 @@ FIGURE_8 = {
     "C3L as bi-encoder": ("c3l", "bi"),
     "C3L, pairs": ("c3l", "average"),
 }
-TABLES = ("2", "3", "4", "5", "6", "7", "figure6", "figure7", "figure8")
 
 
 # -- one encoder -------------------------------------------------------------------------------
@@ -248,19 +246,17 @@ class Encoder:
         results = self.results(key)
         if isinstance(results, str):
             return results
-        return average(
-            [
-                {
-                    **{name: to_value(estimate) for name, estimate in result.metrics.items()},
-                    **{
-                        history: to_value(subset.metrics["average_rank"])
-                        for history, subset in result.subsets["by_history"].items()
-                    },
-                }
-                for result in results[score]
-            ],
-            is_random=key != "none",
-        )
+        figures = [
+            {
+                **{name: to_value(estimate) for name, estimate in result.metrics.items()},
+                **{
+                    history: to_value(subset.metrics["average_rank"])
+                    for history, subset in result.subsets["by_history"].items()
+                },
+            }
+            for result in results[score]
+        ]
+        return figures[0] if key == "none" else average_figures(figures)
 
     def set_up(self, key: str) -> list[str]:
         """Return what differs from the paper in a row, in words."""
@@ -270,13 +266,6 @@ class Encoder:
         if key == "none":
             notes.append("not in the paper")
         return notes
-
-
-def average(figures: Sequence[Mapping[str, Value]], is_random: bool = True) -> Mapping[str, Value]:
-    """Return the figures of all seeds as means."""
-    if not is_random:
-        return figures[0]
-    return {key: average_over_seeds([row[key] for row in figures]) for key in figures[0]}
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -384,7 +373,7 @@ def _plan(
     except LlmcondError as error:
         return failure_reason(error)
     plans = [result for result in results if result.about.get("goal") and result.head != "none"]
-    return average(
+    return average_figures(
         [{name: to_value(value) for name, value in row.metrics.items()} for row in plans]
     )
 
@@ -453,7 +442,7 @@ def _analyses(
     except LlmcondError as error:
         return failure_reason(error)
     rows = [row for row in result[what] if row["name"] in names and row["score"] == score]
-    return average([figures(row) for row in rows])
+    return average_figures([figures(row) for row in rows])
 
 
 def table_7(work: Work) -> Section:
@@ -532,8 +521,9 @@ def figure_6(work: Work) -> Section:
     section = Section(
         "Figure 6", "average rank by history length", about, ["system"], measures, rows
     )
-    _draw(work, section, list(map(str, HISTORIES)), "number of previous turns", "average rank")
-    return section
+    return _draw(
+        work, section, list(map(str, HISTORIES)), "number of previous turns", "average rank"
+    )
 
 
 def figure_7(work: Work) -> Section:
@@ -562,8 +552,9 @@ def figure_7(work: Work) -> Section:
     section = Section(
         "Figure 7", "turns outside the training window", about, ["context"], measures, rows
     )
-    _draw(work, section, list(map(str, HISTORIES)), "number of previous turns", "average rank")
-    return section
+    return _draw(
+        work, section, list(map(str, HISTORIES)), "number of previous turns", "average rank"
+    )
 
 
 def _rank_last_turns(encoder: Encoder, key: str, score: str, n_turns: int) -> Mapping[str, Value]:
@@ -583,7 +574,7 @@ def _rank_last_turns(encoder: Encoder, key: str, score: str, n_turns: int) -> Ma
         estimates = {AVERAGE_RANK.key: overall.metrics["average_rank"]}
         estimates |= {name: subsets[0].metrics["average_rank"] for name, subsets in parts.items()}
         figures.append({name: to_value(estimate) for name, estimate in estimates.items()})
-    return average(figures)
+    return average_figures(figures)
 
 
 def figure_8(work: Work) -> Section:
@@ -606,8 +597,9 @@ def figure_8(work: Work) -> Section:
     ]
     measures = [Measure(turn, f"turn {turn}", 1, 3) for turn in turns]
     section = Section("Figure 8", "contribution by turn", about, ["system"], measures, rows)
-    _draw(work, section, turns, "turn of the context", "cosine with the answer minus other turns")
-    return section
+    return _draw(
+        work, section, turns, "turn of the context", "cosine with the answer minus other turns"
+    )
 
 
 def _differences(row: Mapping[str, Any]) -> dict[str, Value]:
@@ -617,19 +609,21 @@ def _differences(row: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
-def _draw(work: Work, section: Section, keys: Sequence[str], xlabel: str, ylabel: str) -> None:
-    """Draw the rows of a section next to the page."""
+def _draw(work: Work, section: Section, keys: Iterable[str], xlabel: str, ylabel: str) -> Section:
+    """Return a section with a picture of its rows, which is drawn next to the page."""
     if work.options.out is None:
-        return
+        return section
     series: dict[str, list[Point]] = {}
+    keys = list(keys)
     for row in section.rows:
         if isinstance(row.ours, str):
             continue
         label = ", ".join([*([row.encoder] if len(work.encoders) > 1 else []), *row.labels])
         series[label] = [_point(key, row.ours[key]) for key in keys if key in row.ours]
+    path = _figure_path(work.options.out, section.table)
     if series:
-        path, band = _figure_path(work.options.out, section.table), "with 95 % intervals"
-        plot_curve(series, path, xlabel, ylabel, band=band)
+        plot_curve(series, path, xlabel, ylabel, band="with 95 % intervals")
+    return replace(section, figure=path.name) if series else section
 
 
 def _point(key: str, value: Value) -> Point:
@@ -642,6 +636,7 @@ def _figure_path(out: Path, table: str) -> Path:
     return out.with_name(f"{out.stem}-{table.lower().replace(' ', '-')}.svg")
 
 
+#: Name of each table on the command line -> function that computes it.
 MAKERS: Mapping[str, Callable[[Work], Section]] = {
     "2": table_2,
     "3": table_3,
@@ -658,23 +653,13 @@ MAKERS: Mapping[str, Callable[[Work], Section]] = {
 # -- the command -------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = shared_parser(__doc__ or "", "runs/reproduce-triple", TABLES)
-    parser.add_argument(
-        "--data", metavar="SRC", help="file or folder of dialogues (default: the bundled sample)"
-    )
-    parser.add_argument(
-        "--generate",
-        metavar="MODEL",
-        help="causal language model that generates the candidates of table 3, such as "
-        "microsoft/DialoGPT-large",
-    )
-    parser.add_argument(
-        "--plan-history",
-        default="2,5,10",
-        metavar="N,N",
-        help="history lengths of table 3 (default: 2,5,10)",
-    )
+def _parser() -> Options:
+    parser = shared_parser(__doc__ or "", "runs/reproduce-triple", [*MAKERS])
+    parser.option("--data", str, "file or folder of dialogues", "the bundled sample", metavar="SRC")
+    generate = "causal language model that generates the candidates of table 3, such as "
+    generate += "microsoft/DialoGPT-large"
+    parser.option("--generate", str, generate, metavar="MODEL")
+    parser.option("--plan-history", "2,5,10", "history lengths of table 3", metavar="N,N")
     return parser
 
 
@@ -684,7 +669,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    tables = [table for table in TABLES if table in (options.tables or TABLES)]
+    tables = [table for table in MAKERS if table in (options.tables or MAKERS)]
     if options.out is not None and any(table.startswith("figure") for table in tables):
         check_figure(_figure_path(options.out, "figure"))
     read_dialogues(options.data)  # reports invalid data before any other work
@@ -695,26 +680,10 @@ def _reproduce(options: argparse.Namespace) -> int:
         except LlmcondError as error:
             log.info(f"{encoder.name}: {error}")
             encoder.reason = failure_reason(error)
-    head = _head(work)
-    print(head, flush=True)
-    sections, texts = [], [head]
-    for section in _sections(work, tables):
-        sections.append(section)
-        texts.append(section.markdown())
-        if options.out is not None and section.table.startswith("Figure"):
-            figure = _figure_path(options.out, section.table)
-            if figure.is_file():
-                texts[-1] += f"\n![{section.title}]({figure.name})\n"
-        print(texts[-1], flush=True)
-    record = _record(work, dict(zip(tables, sections, strict=True)))
-    write_page(options, texts, record)
+    sections = (MAKERS[table](work) for table in tables)
+    commands = [f"reproduce_triple.py --tables {table}" for table in tables]
+    write_page(options, _head(work), sections, _record(work), commands)
     return 0 if any(not encoder.reason for encoder in work.encoders) else 1
-
-
-def _sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
-    """Yield the requested tables, each as soon as it is complete."""
-    for table in tables:
-        yield MAKERS[table](work)
 
 
 def _command(work: Work) -> str:
@@ -760,15 +729,11 @@ def _head(work: Work) -> str:
         )  # fmt: skip
     if options.quick:
         about.append("This is a quick trial with one epoch and one seed.")
-    lines = "\n".join(f"- {text}" for text in about)
-    table = markdown_table(["encoder", "computed in", "data"], rows)
-    return (
-        f"# Triple-Encoders on dialogues, reproduced\n\n```bash\n{_command(work)}\n```\n\n"
-        f"{lines}\n\n{table}\n"
-    )
+    headings = ["encoder", "computed in", "data"]
+    return page_head("Triple-Encoders on dialogues", _command(work), about, headings, rows)
 
 
-def _record(work: Work, sections: Mapping[str, Section]) -> dict[str, Any]:
+def _record(work: Work) -> dict[str, Any]:
     """Return the JSON record, which contains none of the dialogues' texts."""
     options = work.options
     encoders = []
@@ -785,11 +750,6 @@ def _record(work: Work, sections: Mapping[str, Section]) -> dict[str, Any]:
         "seeds": 1 if options.quick else options.seeds,
         "quick": options.quick,
         "encoders": encoders,
-        "sections": [
-            section_record(section, f"reproduce_triple.py --tables {table}")
-            for table, section in sections.items()
-        ],
-        **provenance(),
     }
 
 

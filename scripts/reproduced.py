@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduce import markdown_table
+from common import markdown_table
 
 from llmcond.errors import format_count
 from llmcond.files import read_json, write_text

@@ -318,7 +318,7 @@ def test_second_run_reuses_all_work(scripts, call, inputs, monkeypatch, tmp_path
     """Reuses the work of the two tests above; if run alone, it first does this work itself."""
     out = tmp_path / "tables.md"
     # The few texts of tables 3 and 8 are not stored, so they are encoded again.
-    tables = [table for table in scripts.case.PAPER.tables if table not in ("3", "8")]
+    tables = [table for table in scripts.case.PAPER.sections if table not in ("3", "8")]
     calls = [
         (scripts.case, [inputs.bert], "--out", str(out), "--tables", *tables),
         (scripts.hypercl, [inputs.bert], "--out", str(out)),
