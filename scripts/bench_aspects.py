@@ -36,7 +36,7 @@ from aspect_figures import (
 )
 from aspect_samples import WORDINGS, Wording, limited, read_samples, say
 from bench import BenchOptions
-from common import print_json
+from common import markdown_table, print_json
 
 from llmcond import Condition, Embedder, load_embedder, load_encoder
 from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
@@ -51,6 +51,8 @@ from llmcond.metrics import Estimate, finite_or_none, format_number
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import base_encoder
 
+#: The figures of the table by number of labels.
+LABEL_FIGURES = ("accuracy", "v_measure", "nearest")
 VARIANTS = ("plain", "joint", "routed", "model")
 
 Vectors = Any
@@ -226,12 +228,8 @@ class Benchmark:
             means.append((system, estimates, chance, len(of_system)))
         return means
 
-    def label_means(self) -> list[tuple[str, int, int, float, float, float]]:
-        """Return the means over datasets, by system and number of labels.
-
-        A row has the name, the number of labels, the number of datasets, and the means of accuracy,
-        V-measure and nearest neighbours.
-        """
+    def label_means(self) -> list[dict[str, Any]]:
+        """Return the means over datasets, by system and number of labels."""
         rows = []
         for name, size in dict.fromkeys((name, f.n_labels) for name, _, f in self.labels):
             of_name = [
@@ -240,9 +238,8 @@ class Benchmark:
                 if (other, figures.n_labels) == (name, size) and figures.n_conditions
             ]
             if of_name:
-                keys = ("accuracy", "v_measure", "nearest")
-                means = [float(np.mean([getattr(f, key) for f in of_name])) for key in keys]
-                rows.append((name, size, len(of_name), means[0], means[1], means[2]))
+                means = {k: float(np.mean([getattr(f, k) for f in of_name])) for k in LABEL_FIGURES}
+                rows.append({"vectors": name, "labels": size, "n_sets": len(of_name), **means})
         return rows
 
 
@@ -282,9 +279,9 @@ def format_summary(benchmark: Benchmark) -> Iterator[str]:
             accuracy = f"{100 * figures.accuracy:.1f} ± {format_number(100 * figures.deviation, 1)}"
             others = f"{100 * figures.v_measure:.1f} | {format_number(100 * figures.nearest, 1)}"
             yield f"| {label} | {name} | {figures.n_labels} | {accuracy} | {others} |"
-    for label, size, n, *values in benchmark.label_means():
-        cells = " | ".join(format_number(100 * value, 1) for value in values)
-        yield f"| {label} | mean of {n} | {size} | {cells} |"
+    for row in benchmark.label_means():
+        cells = " | ".join(format_number(100 * row[key], 1) for key in LABEL_FIGURES)
+        yield f"| {row['vectors']} | mean of {row['n_sets']} | {row['labels']} | {cells} |"
 
 
 def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]:
@@ -320,23 +317,16 @@ def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
                 "set": name,
                 "labels": figures.n_labels,
                 "n_conditions": figures.n_conditions,
-                "accuracy": finite_or_none(figures.accuracy),
-                "deviation": finite_or_none(figures.deviation),
-                "v_measure": finite_or_none(figures.v_measure),
-                "nearest": finite_or_none(figures.nearest),
+                **{
+                    key: finite_or_none(getattr(figures, key))
+                    for key in (*LABEL_FIGURES, "deviation")
+                },
             }
             for label, name, figures in benchmark.labels
         ],
         "label_means": [
-            {
-                "vectors": label,
-                "labels": size,
-                "n_sets": n,
-                "accuracy": finite_or_none(accuracy),
-                "v_measure": finite_or_none(agreement),
-                "nearest": finite_or_none(nearest),
-            }
-            for label, size, n, accuracy, agreement, nearest in benchmark.label_means()
+            {**row, **{key: finite_or_none(row[key]) for key in LABEL_FIGURES}}
+            for row in benchmark.label_means()
         ],
     }
 
@@ -385,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.limit:
             samples = [limited(sample, options.limit) for sample in samples]
         benchmark = Benchmark(samples, options)
-        print(f"| {' | '.join(HEADINGS)} |\n" + "|---" * len(HEADINGS) + "|", flush=True)
+        print(markdown_table(HEADINGS, []), flush=True)
         for system in systems(options):
             benchmark.add(system)
     except LlmcondError as error:

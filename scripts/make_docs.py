@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import yaml
+from common import Options
 from notebooks import TUTORIALS, TutorialError, execute
 
 import llmcond
@@ -322,14 +323,10 @@ def list_pages(entry: Any) -> Iterator[str]:
 
 def main() -> int:
     """Parse the command line, and build the site."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(__doc__)
+    action = argparse.BooleanOptionalAction
     parser.add_argument(
-        "--tutorials",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="execute the tutorials (default: yes)",
+        "--tutorials", action=action, default=True, help="execute the tutorials (default: yes)"
     )
     options = parser.parse_args()
     config = read_config()

@@ -14,7 +14,6 @@ so that the text cannot disagree with the output: `# %% expect=["the place 0\\.4
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -25,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
+
+from common import Options
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TUTORIALS: Final = ROOT / "docs" / "tutorials"
@@ -295,16 +296,11 @@ def plain_html(html: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Execute tutorials, write them to a folder, and print the processor time of each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Options(__doc__)
     names = sorted(path.stem for path in TUTORIALS.glob("*.py"))
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a tutorial (default: all)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="output folder")
+    parser.names("names", "tutorials", names)
+    parser.option("--out", Path, "output folder", required=True, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    unknown = sorted(set(options.names) - set(names))
-    if unknown:
-        parser.error(f"there is no tutorial {unknown[0]!r}. Expected: {', '.join(names)}")
     for name in options.names or names:
         before = _child_seconds()
         try:

@@ -14,7 +14,6 @@ script writes all of them into the pages that show the pictures.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import math
@@ -33,6 +32,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 import numpy as np
+from common import Options
 from numpy.typing import NDArray
 
 import llmcond
@@ -843,18 +843,9 @@ def write_alternative_text(name: str) -> None:
 
 def main() -> None:
     """Parse the command line, and write the pictures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"pictures to write: {', '.join(NAMES)} (default: all)",
-    )
+    parser = Options(__doc__)
+    parser.names("names", "pictures to write", NAMES)
     names = parser.parse_args().names or NAMES
-    if unknown := set(names) - set(NAMES):
-        parser.error(f"unknown picture {min(unknown)!r}. Expected one of: {', '.join(NAMES)}.")
     IMAGES.mkdir(exist_ok=True)
     for name in names:
         if name in SCREENSHOTS:

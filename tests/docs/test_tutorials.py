@@ -140,7 +140,7 @@ def test_output_that_lacks_expected_part_is_reported(notebooks):
 def test_unknown_tutorial_is_rejected(notebooks, capsys):
     with pytest.raises(SystemExit):
         notebooks.main(["nothing", "--out", "out"])
-    assert "there is no tutorial 'nothing'. Expected: csts, " in capsys.readouterr().err
+    assert "unknown 'nothing'. Expected one of: csts, " in capsys.readouterr().err
 
 
 def test_long_cells_are_folded(notebooks):

@@ -159,7 +159,7 @@ def test_unknown_picture_is_reported(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["pictures", "conditions", "cluster"])
     with pytest.raises(SystemExit, match="2"):
         pictures.main()
-    assert "unknown picture 'cluster'. Expected one of: conditions, " in capsys.readouterr().err
+    assert "unknown 'cluster'. Expected one of: conditions, " in capsys.readouterr().err
 
 
 def test_main_writes_named_drawing(tmp_path, monkeypatch, capsys):
