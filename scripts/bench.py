@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from common import Options
 from safetensors.torch import save_file
@@ -29,6 +30,7 @@ from llmcond.encoders.known import KnownModel, find_model
 from llmcond.encoders.loading.loading import build_on_meta, load_config, silence_transformers
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.spec import EncoderInput
+from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
 
 T = TypeVar("T")
 #: Rows of the matrices whose product is measured on a CPU; four times as many on a GPU.
@@ -307,6 +309,29 @@ def make_tokenizer(folder: Path) -> None:
 def _sample() -> list[dict[str, str]]:
     with next(SAMPLE.glob("train*.csv")).open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
+
+
+def fit_random_head(name: str, dim: int, rank: int | None = None) -> FittedHead:
+    """Fit a head for one step on a few random features; its speed does not depend on the fit.
+
+    Args:
+        name: name of the recipe.
+        dim: number of dimensions of features and embeddings.
+        rank: rank of a hypernetwork with a rank; None for that of the recipe.
+    """
+    rng, n = np.random.default_rng(0), 8
+    first, second, condition = rng.standard_normal((3, n, dim), np.float32)
+    recipe = load_recipe(name)
+    changes: dict[str, Any] = {"epochs": 1}
+    if recipe.dim is not None:
+        changes["dim"] = dim
+    if rank and getattr(recipe.settings, "rank", 0):
+        changes["rank"] = rank
+    pairs = PairArrays(
+        first, second, np.linspace(0, 1, n), condition, pair=np.repeat(np.arange(n // 2), 2)
+    )
+    recipe = recipe.with_settings(changes, name)
+    return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None, "cpu")
 
 
 def make_inputs(n: int, instruct: bool) -> list[EncoderInput]:

@@ -22,7 +22,6 @@ and wall time on a GPU.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -33,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench import fit_random_head, timed
 from bench_extract import SentenceTransformersWay
 from common import Options
 from reproduce import Measure, Row, Section, Value, parse_table, section_record
@@ -44,7 +44,7 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 from llmcond.files import check_output, write_json, write_text
-from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
+from llmcond.heads import FittedHead
 from llmcond.heads.fitted import ConditionCache
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.prompts import load_prompt
@@ -249,14 +249,11 @@ class Bench:
 
     def __init__(self, encoder: Encoder, work: Workload, sample: int) -> None:
         self.encoder, self.work, self.sample = encoder, work, sample
-        on_cpu = encoder.resolved.device == "cpu"
-        self.clock = time.process_time if on_cpu else time.perf_counter
 
     def timed(self, function: Callable[..., Any], *args: Any) -> float:
         """Call a function and return the seconds."""
-        start = self.clock()
-        function(*args)
-        return self.clock() - start
+        _, wall, processor = timed(function, *args)
+        return processor if self.encoder.resolved.device == "cpu" else wall
 
     def pick(self, items: Sequence[Any]) -> list[Any]:
         """Return a random sample of items, the same in each call."""
@@ -357,7 +354,7 @@ class Bench:
             plain = costs["plain"] * (2 * n) + comparison
             results.insert(0, Architecture("plain loop", 0, 0.0, 0.0, *asdict(plain).values()))
         for name in heads:
-            head = fit_random_head(name, dim)
+            head = fit_random_head(name, dim, max(1, dim // 12))  # the paper's rank
             row, condition = self.head_costs(head)
             cost = costs["text"] * n_texts + costs["condition"] * n_conditions
             cost = cost + row * n + condition * n_conditions
@@ -414,23 +411,6 @@ def compare_all(
     if one_sided:
         return head.compare(head.transform(sides[0], condition), sides[1].read())
     return head.similarity(*sides, condition)
-
-
-def fit_random_head(name: str, dim: int) -> FittedHead:
-    """Fit a head for one step on random features, with embeddings of ``dim`` dimensions."""
-    rng, n = np.random.default_rng(0), 8
-    first, second, condition = rng.standard_normal((3, n, dim), np.float32)
-    recipe = load_recipe(name)
-    changes: dict[str, Any] = {"epochs": 1}
-    if recipe.dim is not None:
-        changes["dim"] = dim
-    if getattr(recipe.settings, "rank", 0):
-        changes["rank"] = max(1, dim // 12)  # the paper's choice
-    pairs = PairArrays(
-        first, second, np.linspace(0, 1, n), condition, pair=np.repeat(np.arange(n // 2), 2)
-    )
-    recipe = recipe.with_settings(changes, name)
-    return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None, "cpu")
 
 
 # -- tables ------------------------------------------------------------------------------------

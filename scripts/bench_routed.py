@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from bench import BenchOptions, find_checkpoint, median_of, median_ratio, timed
+from bench import BenchOptions, find_checkpoint, fit_random_head, median_of, median_ratio, timed
 from common import format_table, print_json
 from sentence_transformers import SentenceTransformer
 
@@ -30,8 +29,6 @@ from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
-from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
-from llmcond.heads.fitted import FittedHead
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import render_rows
 
@@ -62,16 +59,6 @@ def measure_in_turn(
     ]
 
 
-def fit_random_head(dim: int) -> FittedHead:
-    """Fit a head on e(s) and e(c) of a few random pairs; its speed does not depend on the fit."""
-    rng = np.random.default_rng(0)
-    first, second, conditions = rng.standard_normal((3, 64, dim)).astype(np.float32)
-    pair_conditions = SharedRows(conditions, rng.integers(64, size=64))
-    recipe = load_recipe(HEAD).with_settings({"dim": dim, "epochs": 1}, "")
-    pairs = PairArrays(first, second, rng.uniform(size=64), pair_conditions)
-    return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None)
-
-
 def measure_grid(encoder: Encoder, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Embed every sentence under every condition, without a store."""
     every = read_dataset(None).splits["train"]
@@ -79,7 +66,7 @@ def measure_grid(encoder: Encoder, options: argparse.Namespace) -> list[dict[str
     # The sample has too few conditions, so numbered copies of about the same length are added.
     known = list(dict.fromkeys(every.condition))
     conditions = [f"{known[i % len(known)]} {i}" for i in range(max(options.conditions))]
-    head = fit_random_head(encoder.dim)
+    head = fit_random_head(HEAD, encoder.dim)
     alone = load_prompt("control-no-condition").conditional
     peer = SentenceTransformer(
         str(encoder.resolved.checkpoint.folder),

@@ -16,8 +16,9 @@ The same command resumes where it was interrupted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -270,9 +271,55 @@ def score_saved(work: Work, encoder: PooledEncoder, spec: Spec) -> Mapping[str, 
 # -- tables ------------------------------------------------------------------------------------
 
 
-def set_up_notes(work: Work, encoder: PooledEncoder, spec: Spec) -> list[str]:
-    """Return how the set-up of a fitted head differs from the paper's, in words."""
-    return ["frozen encoder", *work.differences(encoder, NAMES, spec.changes)]
+#: Figures of a row as printed: those of its encoder, and those of other encoders.
+Printed = tuple[Mapping[str, str], Mapping[str, Sequence[str]]]
+
+
+def head_row(
+    work: Work,
+    encoder: PooledEncoder,
+    labels: Sequence[str],
+    spec: Spec,
+    ours: Mapping[str, Value] | str,
+    printed: Printed,
+    *notes: str,
+) -> Row:
+    """Return the row of a fitted head; ``notes`` say what differs besides the encoder and fit."""
+    set_up = ["frozen encoder", *work.differences(encoder, NAMES, spec.changes), *notes]
+    return Row(encoder.name, labels, ours, set_up, *printed)
+
+
+def analysed_rows(
+    work: Work,
+    analyse_heads: Callable[[PooledEncoder, str, list[str]], Mapping[str, Value]],
+    printed: Callable[[PooledEncoder, str], Printed],
+    note: str = "",
+    first: int = 0,
+) -> list[Row]:
+    """Return a row of each encoder and analysed head.
+
+    Args:
+        work: the command.
+        analyse_heads: function from an encoder, the key of a head and the names of the saved heads
+            to figures.
+        printed: function from an encoder and the key of a head to the paper's figures.
+        note: note on rows without a figure of the paper.
+        first: index of the first of ``analysed_heads`` to include.
+    """
+    rows = []
+    for encoder in work.encoders:
+        for name, key in analysed_heads(encoder)[first:]:
+            spec = spec_of(work, encoder, key)
+            names = fit_saved(work, encoder, spec)
+            ours: Mapping[str, Value] | str
+            try:
+                ours = names if isinstance(names, str) else analyse_heads(encoder, key, names)
+            except LlmcondError as error:
+                ours = failure_reason(error)
+            paper = printed(encoder, key)
+            notes = [note] if note and not paper[0] else []
+            rows.append(head_row(work, encoder, [name], spec, ours, paper, *notes))
+    return rows
 
 
 def paper_figures(
@@ -280,7 +327,7 @@ def paper_figures(
     encoder: PooledEncoder,
     key: str,
     measures: Sequence[Measure],
-) -> tuple[dict[str, str], dict[str, list[str]]]:
+) -> Printed:
     """Return a row's figures in a table of the paper, and those of its other encoders."""
     return printed_figures(table, measures, NAMES.get(encoder.repo, ""), key)
 
@@ -303,15 +350,7 @@ def table_1(work: Work) -> Section:
             spec = spec_of(work, encoder, key)
             printed = paper_figures(TABLE_1, encoder, key, measures)
             ours = score_saved(work, encoder, spec)
-            rows.append(
-                Row(
-                    encoder.name,
-                    [name],
-                    ours,
-                    [*set_up_notes(work, encoder, spec), *notes],
-                    *printed,
-                )
-            )
+            rows.append(head_row(work, encoder, [name], spec, ours, printed, *notes))
         rows += [
             trained_row(
                 work, encoder, training, paper_figures(TABLE_1, encoder, training.key, measures)
@@ -374,7 +413,7 @@ def trained_row(
     work: Work,
     encoder: PooledEncoder,
     training: Training,
-    printed: tuple[dict[str, str], dict[str, list[str]]],
+    printed: Printed,
 ) -> Row:
     """Return the row of a trained encoder, whose figures are read from its run if there is one."""
     sizes = {"dim": encoder.dim, "rank": rank_of(encoder.dim)}
@@ -457,28 +496,23 @@ def table_5(work: Work) -> Section:
         Measure("unseen", "unseen"),
         Measure("seen", "seen"),
     )
-    rows, share = [], ""
-    for encoder in work.encoders:
-        for name, key in analysed_heads(encoder):
-            spec = spec_of(work, encoder, key)
-            names = fit_saved(work, encoder, spec)
-            printed = paper_figures(TABLE_5, encoder, key, measures)
-            ours: Mapping[str, Value] | str
-            if isinstance(names, str):
-                ours = names
-            else:
-                result = analyse(run=encoder.run, head=names, split=work.split, what=["conditions"])
-                condition_rows = [row for row in result["conditions"] if row["name"] in names]
-                ours = average_figures([read_values(row, measures) for row in condition_rows])
-                unseen, n = condition_rows[0]["n_unseen"], condition_rows[0]["n_overall"]
-                share = f"{unseen:,} of {n:,} rows, {100 * unseen / n:.1f} %"
-            rows.append(
-                Row(encoder.name, [name], ours, set_up_notes(work, encoder, spec), *printed)
-            )
+    shares = []
+
+    def by_condition(encoder: PooledEncoder, key: str, names: list[str]) -> dict[str, Value]:
+        result = analyse(run=encoder.run, head=names, split=work.split, what=["conditions"])
+        rows = [row for row in result["conditions"] if row["name"] in names]
+        unseen, n = rows[0]["n_unseen"], rows[0]["n_overall"]
+        shares.append(f"{unseen:,} of {n:,} rows, {100 * unseen / n:.1f} %")
+        return average_figures([read_values(row, measures) for row in rows])
+
+    rows = analysed_rows(
+        work, by_condition, lambda encoder, key: paper_figures(TABLE_5, encoder, key, measures)
+    )
     about = [
         "The figures are Spearman correlations. A condition is seen if training has exactly the "
         "same text, and unseen otherwise.",
-        f"Rows with an unseen condition: {share or 'none'}; in the paper 731 of 2,834, 25.8 %.",
+        f"Rows with an unseen condition: {(shares or ['none'])[-1]}; in the paper 731 of 2,834, "
+        "25.8 %.",
         "The paper scores the C-STS validation set, and tunes on a tenth of the training rows.",
     ]
     return Section("Table 5", "seen and unseen conditions", about, ["architecture"], measures, rows)
@@ -499,16 +533,10 @@ def table_6(work: Work) -> Section:
             ("hyper", "full", False),
         ):
             spec = spec_of(work, encoder, key)
-            paper, others = paper_figures(TABLE_6, encoder, key, (SPEARMAN,))
-            ours = (
-                score_saved(work, encoder, spec)
-                if is_saved
-                else score_by_sweep(work, encoder, spec)
-            )
-            set_up = set_up_notes(work, encoder, spec)
-            if not others:
-                set_up.append(NOT_PRINTED)
-            rows.append(Row(encoder.name, [name], ours, set_up, paper, others))
+            printed = paper_figures(TABLE_6, encoder, key, (SPEARMAN,))
+            ours = (score_saved if is_saved else score_by_sweep)(work, encoder, spec)
+            notes = [] if printed[1] else [NOT_PRINTED]
+            rows.append(head_row(work, encoder, [name], spec, ours, printed, *notes))
     about = [
         "Heads with -cl are trained with squared error and InfoNCE, each with weight 1; the others "
         "with squared error only. The paper's figures are of its validation set.",
@@ -530,15 +558,9 @@ def table_8(work: Work) -> Section:
             spec = spec_of(work, encoder, key, None if divisor == 1 else rank)
             printed = paper_figures(TABLE_8, encoder, str(divisor), (SPEARMAN,))
             is_saved = divisor in (1, DIVISOR)
-            ours = (
-                score_saved(work, encoder, spec)
-                if is_saved
-                else score_by_sweep(work, encoder, spec)
-            )
+            ours = (score_saved if is_saved else score_by_sweep)(work, encoder, spec)
             labels = [str(rank) if encoder.dim else "–", f"H / {divisor}"]
-            rows.append(
-                Row(encoder.name, labels, ours, set_up_notes(work, encoder, spec), *printed)
-            )
+            rows.append(head_row(work, encoder, labels, spec, ours, printed))
     about = [
         "K = H is the full form: one matrix instead of a product of two. By its caption, the "
         "paper's table is of the validation set, but it repeats the test figures of table 1.",
@@ -584,20 +606,19 @@ BEFORE = Measure("before", "before", 1, 3)
 AFTER = Measure("after", "after", 1, 3)
 VARIANCES = Measure("variance", "variance", 1, 7)
 RELATIVE = Measure("relative", "deviation / mean", 1, 3)
+PRINTED_IMPURITY = dict(zip((BEFORE.key, AFTER.key), IMPURITY, strict=True))
+UNPRINTED = "not in the paper"
 
 
 def section_52(work: Work) -> Section:
     """Compute the clusters of conditions of section 5.2."""
-    rows = []
-    for encoder in work.encoders:
-        for name, key in analysed_heads(encoder):
-            spec = spec_of(work, encoder, key)
-            names = fit_saved(work, encoder, spec)
-            ours = names if isinstance(names, str) else _impurities(work, encoder, names)
-            is_paper = key != "tri"
-            paper = dict(zip((BEFORE.key, AFTER.key), IMPURITY, strict=True)) if is_paper else {}
-            set_up = [*set_up_notes(work, encoder, spec), "" if is_paper else "not in the paper"]
-            rows.append(Row(encoder.name, [name], ours, list(filter(None, set_up)), paper))
+
+    def impurities(encoder: PooledEncoder, key: str, names: list[str]) -> dict[str, Value]:
+        return average_figures([_clusters(work, encoder, n, seed) for seed, n in enumerate(names)])
+
+    rows = analysed_rows(
+        work, impurities, lambda _, key: ({} if key == "tri" else PRINTED_IMPURITY, {}), UNPRINTED
+    )
     about = [
         "The figures are the impurity of K-means in nats, for 20 sentences under each of the 3 "
         "most frequent conditions of the split (`llmcond analyse --what clusters`). The paper "
@@ -609,15 +630,6 @@ def section_52(work: Work) -> Section:
         "Deviations and intervals are over seeds; K-means has the seed of the head.",
     ]
     return Section("Section 5.2", "clusters of conditions", about, ["head"], [BEFORE, AFTER], rows)
-
-
-def _impurities(
-    work: Work, encoder: PooledEncoder, names: Sequence[str]
-) -> Mapping[str, Value] | str:
-    try:
-        return average_figures([_clusters(work, encoder, name, i) for i, name in enumerate(names)])
-    except LlmcondError as error:
-        return failure_reason(error)
 
 
 def _clusters(
@@ -633,41 +645,30 @@ def _clusters(
 
 def figure_4(work: Work) -> Section:
     """Draw figure 4, the clusters of section 5.2, next to the page if there is one."""
-    rows = []
     about = ["The points are those of section 5.2 with seed 0, projected onto a plane."]
-    for encoder in work.encoders:
-        for name, key in analysed_heads(encoder)[1:]:
-            spec = spec_of(work, encoder, key)
-            names = fit_saved(work, encoder, spec)
-            ours: Mapping[str, Value] | str = names if isinstance(names, str) else {}
-            if not isinstance(names, str):
-                options: dict[str, Any] = {}
-                if work.options.out is not None:
-                    folder = work.options.out.with_suffix("")
-                    path = f"{folder.name}/{encoder.run.name}/clusters-{names[0]}.svg"
-                    options = {"out": folder / encoder.run.name, "figure_format": "svg"}
-                    about.append(f"{encoder.name}, {name}: ![clusters of conditions]({path})")
-                try:
-                    ours = _clusters(work, encoder, names[0], 0, **options)
-                except LlmcondError as error:
-                    ours = failure_reason(error)
-            paper = dict(zip((BEFORE.key, AFTER.key), IMPURITY, strict=True))
-            rows.append(Row(encoder.name, [name], ours, set_up_notes(work, encoder, spec), paper))
+
+    def draw(encoder: PooledEncoder, key: str, names: list[str]) -> dict[str, Value]:
+        options: dict[str, Any] = {}
+        if work.options.out is not None:
+            folder = work.options.out.with_suffix("")
+            path = f"{folder.name}/{encoder.run.name}/clusters-{names[0]}.svg"
+            options = {"out": folder / encoder.run.name, "figure_format": "svg"}
+            name = {key: name for name, key in analysed_heads(encoder)}[key]
+            about.append(f"{encoder.name}, {name}: ![clusters of conditions]({path})")
+        return _clusters(work, encoder, names[0], 0, **options)
+
+    rows = analysed_rows(work, draw, lambda _, key: (PRINTED_IMPURITY, {}), first=1)
     title = "clusters before and after projection"
     return Section("Figure 4", title, about, ["head"], [BEFORE, AFTER], rows)
 
 
 def section_541(work: Work) -> Section:
     """Compute the norms of W_c, the weights generated from conditions, of section 5.4.1."""
-    rows = []
-    for encoder in work.encoders:
-        for name, key in analysed_heads(encoder):
-            spec = spec_of(work, encoder, key)
-            names = fit_saved(work, encoder, spec)
-            ours = names if isinstance(names, str) else _variances(work, encoder, key, names)
-            paper = {VARIANCES.key: VARIANCE[key]} if key in VARIANCE else {}
-            set_up = [*set_up_notes(work, encoder, spec), "" if paper else "not in the paper"]
-            rows.append(Row(encoder.name, [name], ours, list(filter(None, set_up)), paper))
+
+    def printed(encoder: PooledEncoder, key: str) -> Printed:
+        return {VARIANCES.key: VARIANCE[key]} if key in VARIANCE else {}, {}
+
+    rows = analysed_rows(work, partial(_variances, work), printed, UNPRINTED)
     about = [
         "The variance is that of ||W_c|| / sqrt(number of elements) over the conditions of the "
         "split. For the Hadamard product, W_c is the diagonal matrix of the transformed condition.",
@@ -682,21 +683,17 @@ def section_541(work: Work) -> Section:
 
 def _variances(
     work: Work, encoder: PooledEncoder, key: str, names: Sequence[str]
-) -> Mapping[str, Value] | str:
-    try:
-        if key == "tri":
-            run = open_run(encoder.run)
-            view = FeatureView((run.prompt("separate"),), True, "separate", True)
-            condition = RatedExamples(run).rated(view, work.split).condition
-            figures = [_diagonal(run.load_head(name), condition) for name in names]
-        else:
-            result = analyse(run=encoder.run, head=names, split=work.split, what=["norms"])
-            figures = [
-                _spread(row["normalised"], row["raw"], row["mean_norm"]) for row in result["norms"]
-            ]
-    except LlmcondError as error:
-        return failure_reason(error)
-    return average_figures(figures)
+) -> dict[str, Value]:
+    """Return both measures of norms as averages over seeds."""
+    if key == "tri":
+        run = open_run(encoder.run)
+        view = FeatureView((run.prompt("separate"),), True, "separate", True)
+        condition = RatedExamples(run).rated(view, work.split).condition
+        return average_figures([_diagonal(run.load_head(name), condition) for name in names])
+    result = analyse(run=encoder.run, head=names, split=work.split, what=["norms"])
+    return average_figures(
+        [_spread(row["normalised"], row["raw"], row["mean_norm"]) for row in result["norms"]]
+    )
 
 
 def _spread(normalised: float, raw: float, mean: float) -> dict[str, Value]:
