@@ -74,9 +74,9 @@ from llmcond.workflows.check_condition import ConditionChecks as ConditionChecks
 from llmcond.workflows.compare import Comparison as Comparison
 from llmcond.workflows.compare import SystemComparison as SystemComparison
 from llmcond.workflows.embed import EmbedResult as EmbedResult
+from llmcond.workflows.extract import ExtractionPlan as ExtractionPlan
 from llmcond.workflows.extract import ExtractResult as ExtractResult
 from llmcond.workflows.fit import FittedResult as FittedResult
-from llmcond.workflows.plan import ExtractionPlan as ExtractionPlan
 from llmcond.workflows.push import PushResult as PushResult
 from llmcond.workflows.sweep import SweepResult as SweepResult
 from llmcond.workflows.sweep_lora import LoraSweepResult as LoraSweepResult

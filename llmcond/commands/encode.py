@@ -12,8 +12,7 @@ from llmcond.workflows.options.encoding import BenchOptions, ExtractOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.bench import Benchmark
-    from llmcond.workflows.extract import ExtractResult
-    from llmcond.workflows.plan import ExtractionPlan
+    from llmcond.workflows.extract import ExtractionPlan, ExtractResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class Extract(ExtractOptions, Command):
             (PosixPath('runs/default'), ['routed'])
         """
         if self.plan:
-            from llmcond.workflows.plan import plan
+            from llmcond.workflows.extract import plan
 
             return plan(self)
         from llmcond.workflows.extract import extract

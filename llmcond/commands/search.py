@@ -23,6 +23,7 @@ from llmcond.workflows.options.common import (
     GuideOption,
     RangesOption,
     TruncateOption,
+    condition_option,
 )
 from llmcond.workflows.options.texts import IndexOptions
 
@@ -73,11 +74,9 @@ class Search(ConditionOptions, DeviceOption, Command):
         flag="", metavar="DIR", help="folder of an index, written by `llmcond index`"
     )
     query: str = option(flag="", metavar="QUERY", help="text to search for")
-    condition: Sequence[str] = option(
-        metavar="C",
-        repeat=True,
-        help="condition to search under; may be repeated. Without --values it has the values that "
-        "the index records",
+    condition: Sequence[str] = condition_option(
+        "condition to search under; may be repeated. Without --values it has the values that the "
+        "index records"
     )
     weight: Sequence[float] = option(
         (),

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcond.commands.base import RESUMES, REUSES_VECTORS, Command, as_function
 from llmcond.conditions import condition_json
 from llmcond.errors import UserError
+from llmcond.files import PAGE_SUFFIXES, check_figure
 from llmcond.options import option
-from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions
+from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions, condition_option
 from llmcond.workflows.options.texts import (
     AnnotateOptions,
     CheckConditionOptions,
     ClusterOptions,
     EmbedOptions,
-    ExplainOptions,
 )
 
 if TYPE_CHECKING:
@@ -64,8 +66,8 @@ class Similarity(ConditionOptions, EmbedderOptions, Command):
 
     sentence1: str = option(flag="", metavar="SENTENCE1", help="first sentence")
     sentence2: str = option(flag="", metavar="SENTENCE2", help="second sentence")
-    condition: Sequence[str] = option(
-        metavar="C", repeat=True, help="condition to compare the sentences under; may be repeated"
+    condition: Sequence[str] = condition_option(
+        "condition to compare the sentences under; may be repeated"
     )
 
     def execute(self) -> Similarities:
@@ -108,7 +110,7 @@ class Similarity(ConditionOptions, EmbedderOptions, Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(ExplainOptions, Command):
+class Explain(ConditionOptions, EmbedderOptions, Command):
     """Show which tokens of a sentence count under conditions.
 
     With a router, these are the weights that the embedding is computed with. With --to, they are
@@ -119,6 +121,24 @@ class Explain(ExplainOptions, Command):
 
     example = "llmcond explain 'A man rides a horse.' --condition 'the activity' --out tokens.html"
     formats = True
+
+    sentence: str = option(flag="", metavar="SENTENCE", help="sentence whose tokens are shown")
+    condition: Sequence[str] = condition_option(
+        "condition to embed the sentence under; may be repeated"
+    )
+    to: str | None = option(
+        None,
+        metavar="SENTENCE",
+        help="second sentence, whose similarity to the first one is explained (default: explain "
+        "the embedding)",
+    )
+    out: str | Path | None = option(
+        None,
+        metavar="FIGURE",
+        writes=partial(check_figure, pages=PAGE_SUFFIXES),
+        help="figure to write: .html, .svg, .png or .pdf; its numbers are written next to it, as "
+        "FIGURE-data.csv",
+    )
 
     def execute(self) -> Explanation:
         """Explain the embedding of the sentence, or its similarity to another sentence.
@@ -140,9 +160,16 @@ class Explain(ExplainOptions, Command):
             >>> max(explanation.rows(), key=lambda row: row["contribution"])["token"]
             'dog'
         """
-        from llmcond.workflows.explain import explain
+        from llmcond.report.explanations import write_explanation
+        from llmcond.runs import cross
 
-        return explain(self)
+        model = cross.load_similarity_model(
+            self.resolve_folder(), self.head, self.prompt, self.device
+        )
+        explanation = model.explain(self.sentence, self.conditions(), to=self.to)
+        if self.out is not None:
+            write_explanation(explanation, Path(self.out))
+        return explanation
 
     def show(self, result: Explanation, form: str) -> None:
         """Print a table of the tokens."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.files import check_new_folder
 from llmcond.options import option
-from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions
+from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions, condition_option
 from llmcond.workflows.options.training import (
     PushOptions,
     SweepLoraOptions,
@@ -218,11 +218,8 @@ class Export(ConditionOptions, EmbedderOptions, Command):
     format: Literal["sentence-transformers"] = option(
         "sentence-transformers", help="library that loads the model"
     )
-    condition: Sequence[str] = option(
-        (),
-        metavar="C",
-        repeat=True,
-        help="condition of the model; may be repeated (default: any condition)",
+    condition: Sequence[str] = condition_option(
+        "condition of the model; may be repeated (default: any condition)", ()
     )
 
     def execute(self) -> ExportResult:

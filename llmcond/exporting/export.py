@@ -535,8 +535,6 @@ def export_model(
         LlmcondError: the export computes other vectors; nothing is written then.
     """
     check_new_folder(out)
-    if not all(text.strip() for text in condition):
-        raise UserError("--condition is empty. Give a text.")
     conditions = list(dict.fromkeys(condition))
     embedder = load_embedder(run_folder, head, prompt=prompt, device=device)
     try:

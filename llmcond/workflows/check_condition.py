@@ -13,7 +13,7 @@ from llmcond.bundled import DEFAULT_MODEL
 from llmcond.conditions import condition_titles
 from llmcond.data.datasets import read_collection
 from llmcond.display import Displayed
-from llmcond.errors import UserError, shortened_repr
+from llmcond.errors import UserError
 from llmcond.evaluation.condition_checks import (
     CALIBRATION,
     Calibration,
@@ -82,13 +82,6 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
         LlmcondError: the encoder fails.
     """
     run_folder, conditions, seed = options.resolve_folder(), options.conditions(), options.seed
-    if any(not condition.strip() for condition in conditions):
-        raise UserError("--condition is empty; give a text.")
-    repeated = [condition for i, condition in enumerate(conditions) if condition in conditions[:i]]
-    if repeated:
-        raise UserError(
-            f"--condition {shortened_repr(str(repeated[0]))} is given more than once. Give it once."
-        )
     calibration = find_calibration(run_folder)
     if calibration is None:
         raise UserError(

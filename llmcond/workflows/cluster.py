@@ -172,8 +172,6 @@ def _check_options(
             "neither --condition nor --guide is given. Name what to compare the texts by, such as "
             "--condition 'the topic'."
         )
-    if any(not text.strip() for text in conditions):
-        raise UserError("--condition is empty; give a text.")
     repeated = [text for text, n in Counter(map(condition_text, conditions)).items() if n > 1]
     if repeated:
         raise UserError(

@@ -52,15 +52,13 @@ class IndexResult(Displayed):
     unchanged: int
     deleted: int
     conditions: Sequence[str]
-    guides: Mapping[Any, Guide] = field(default_factory=Guides)
+    guides: Mapping[Any, Guide] = field(default_factory=Guides, metadata={"json": ""})
     precision: IndexPrecision = "float16"
     truncate_dim: int | None = None
 
     @override
     def to_json(self) -> dict[str, Any]:
-        fields = super().to_json()
-        del fields["guides"]
-        return fields | guides_json(self.guides)
+        return super().to_json() | guides_json(self.guides)
 
 
 def index_texts(options: IndexOptions) -> IndexResult:

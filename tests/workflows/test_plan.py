@@ -19,7 +19,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.runs import open_any_run
 from llmcond.scale.extraction import estimate_commits
 from llmcond.scale.pool import RayCluster
-from llmcond.workflows.plan import _count_tokens, _estimate_seconds, _estimate_tokens
+from llmcond.workflows.extract import _count_tokens, _estimate_seconds, _estimate_tokens
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")

@@ -245,11 +245,6 @@ class HeadOptions(DeviceOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunHeadOptions(RunOption, HeadOptions):
-    """Options of commands that use a run's encoder and one of its heads."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EmbedderOptions(HeadOptions):
     """Options of commands that embed texts under conditions, by a run or a bundled model."""
 
@@ -325,6 +320,11 @@ class PrecisionOptions(TruncateOption, RangesOption):
             raise UserError(
                 f"--ranges is for --precision int8 and uint8, not {self.precision}. Leave it out."
             )
+
+
+def condition_option(text: str, *default: Any, metavar: str = "TEXT") -> Any:
+    """Return the option of several conditions with a help text; required without a default."""
+    return option(*default, metavar=metavar, repeat=True, help=text)
 
 
 @dataclass(frozen=True, kw_only=True)

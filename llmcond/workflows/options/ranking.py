@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from llmcond.options import Positive, Ties, option
-from llmcond.workflows.options.common import RunHeadOptions, TextInputOptions
+from llmcond.workflows.options.common import HeadOptions, RunOption, TextInputOptions
 
 _RANKING = "ranking (tasks kgc and dialogue)"
 _PLANNING = "planning in a dialogue (task dialogue)"
@@ -53,7 +53,7 @@ class TripleOptions(GraphOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompleteOptions(TripleOptions, RunHeadOptions):
+class CompleteOptions(TripleOptions, RunOption, HeadOptions):
     """Options of ``llmcond complete``: the triple, and the run and head that complete it."""
 
 
@@ -157,7 +157,7 @@ class DialogueOptions(TiesOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplyOptions(RunHeadOptions, TextInputOptions):
+class ReplyOptions(RunOption, HeadOptions, TextInputOptions):
     """Options of ``llmcond reply``: the dialogue so far, and the candidates for its next turn."""
 
     turns: Sequence[str] = option(

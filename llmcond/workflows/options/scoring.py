@@ -11,7 +11,7 @@ from annotated_types import Ge
 
 from llmcond.data.readers import FILES
 from llmcond.files import PAGE_SUFFIXES, check_folder, file_output
-from llmcond.options import Seed, option
+from llmcond.options import Options, Seed, option
 from llmcond.workflows.options.common import (
     DATA,
     ColumnOptions,
@@ -32,7 +32,20 @@ Analysis = Literal[RatedAnalysis, DialogueAnalysis]
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOption(Options):
+    """Options of commands that write a report of scores."""
+
+    report: str | Path | None = option(
+        None,
+        metavar="FILE.html",
+        writes=file_output(*PAGE_SUFFIXES),
+        help="HTML report to write, with charts, texts and settings",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(
+    ReportOption,
     RunOption,
     ColumnOptions,
     SplitOption,
@@ -60,12 +73,6 @@ class EvaluateOptions(
         writes=file_output(".csv"),
         help="file to write the prediction for each row to: its similarity, or the rank of its "
         "answer",
-    )
-    report: str | Path | None = option(
-        None,
-        metavar="FILE.html",
-        writes=file_output(*PAGE_SUFFIXES),
-        help="HTML report to write, with charts, texts and settings",
     )
 
 
@@ -129,15 +136,9 @@ class CompareOptions(SplitOption, MetricOption, TrialOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparePromptsOptions(CompareOptions, RunOptions, FigureOption):
+class ComparePromptsOptions(CompareOptions, ReportOption, RunOptions, FigureOption):
     """Options of ``llmcond compare-prompts``: the prompts, the encoder and the data."""
 
-    report: str | Path | None = option(
-        None,
-        metavar="FILE.html",
-        writes=file_output(*PAGE_SUFFIXES),
-        help="HTML report to write, with charts, texts and settings",
-    )
     figures: str | Path | None = option(
         None,
         metavar="DIR",
@@ -147,7 +148,7 @@ class ComparePromptsOptions(CompareOptions, RunOptions, FigureOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSystemsOptions(SplitOption, MetricOption, DeviceOption):
+class CompareSystemsOptions(ReportOption, SplitOption, MetricOption, DeviceOption):
     """Options of ``llmcond compare``: the systems, and the files to write."""
 
     systems: Sequence[str] = option(
@@ -161,10 +162,4 @@ class CompareSystemsOptions(SplitOption, MetricOption, DeviceOption):
         None,
         metavar="RUN[:HEAD]",
         help="system that the others are compared with, as it is named above (default: the first)",
-    )
-    report: str | Path | None = option(
-        None,
-        metavar="FILE.html",
-        writes=file_output(*PAGE_SUFFIXES),
-        help="HTML report to write, with charts, texts and settings",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +37,7 @@ from llmcond.workflows.options.common import (
     Split,
     TextInputOptions,
     TruncateOption,
+    condition_option,
 )
 
 _SERVER = "server"
@@ -72,13 +72,12 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
         "dataset, also by URI; if interrupted, the same command resumes a FOLDER",
     )
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
-    condition: Sequence[str] = option(
+    condition: Sequence[str] = condition_option(
+        "column of the conditions or, if there is no such column, one condition for every row; may "
+        "be repeated, which gives one column of vectors each, embedding (CONDITION) (default: the "
+        "column condition)",
         (),
         metavar="COL_OR_TEXT",
-        repeat=True,
-        help="column of the conditions or, if there is no such column, one condition for every "
-        "row; may be repeated, which gives one column of vectors each, embedding (CONDITION) "
-        "(default: the column condition)",
     )
     values: Sequence[str] = option(
         (),
@@ -150,11 +149,8 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
         help=".parquet or .csv file to write each text with its clusters to (default: only print "
         "the clusters)",
     )
-    condition: Sequence[str] = option(
-        (),
-        metavar="TEXT",
-        repeat=True,
-        help="condition that texts are compared under, such as 'the topic'; may be repeated",
+    condition: Sequence[str] = condition_option(
+        "condition that texts are compared under, such as 'the topic'; may be repeated", ()
     )
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     keep: Sequence[str] = option(
@@ -211,34 +207,9 @@ class CheckConditionOptions(ConditionOptions, EmbedderOptions, TextInputOptions)
         source=TEXT_FILES,
         help=f"texts to use: {TEXT_FILES}; {IN_PYTHON}",
     )
-    condition: Sequence[str] = option(
-        metavar="TEXT", repeat=True, help="condition to check; may be repeated"
-    )
+    condition: Sequence[str] = condition_option("condition to check; may be repeated")
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     seed: Seed = option(0, metavar="S", help="random seed of the sample of texts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExplainOptions(ConditionOptions, EmbedderOptions):
-    """Options of ``llmcond explain``: the sentence, and what its similarity is explained to."""
-
-    sentence: str = option(flag="", metavar="SENTENCE", help="sentence whose tokens are shown")
-    condition: Sequence[str] = option(
-        metavar="C", repeat=True, help="condition to embed the sentence under; may be repeated"
-    )
-    to: str | None = option(
-        None,
-        metavar="SENTENCE",
-        help="second sentence, whose similarity to the first one is explained (default: explain "
-        "the embedding)",
-    )
-    out: str | Path | None = option(
-        None,
-        metavar="FIGURE",
-        writes=partial(check_figure, pages=PAGE_SUFFIXES),
-        help="figure to write: .html, .svg, .png or .pdf; its numbers are written next to it, as "
-        "FIGURE-data.csv",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,13 +231,11 @@ class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption, TextInputO
     keep: Sequence[str] = option(
         (), metavar="COL", help="other columns to store, for filters and search results"
     )
-    condition: Sequence[str] = option(
-        (),
-        metavar="C",
-        repeat=True,
-        help="condition to embed all texts under now; may be repeated. Later searches under it are "
+    condition: Sequence[str] = condition_option(
+        "condition to embed all texts under now; may be repeated. Later searches under it are "
         "faster if the model encodes each text together with the condition. The index records its "
         "--values",
+        (),
     )
     guide: Any = option(
         None,
