@@ -45,7 +45,8 @@ from llmcond.runs.embedder import Embedder
 from llmcond.serving.batching import Row
 from llmcond.serving.model import ServedModel
 from llmcond.serving.model_server import ModelServer
-from llmcond.serving.server import ServerSettings, bind_socket
+from llmcond.serving.server import bind_socket
+from llmcond.serving.settings import ServerSettings
 
 #: Accepted growth of the memory in bytes, for buffers and memory that Python does not release.
 GROWTH = 32 * 2**20

@@ -13,7 +13,7 @@ from llmcond.data.readers import FILES
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.options import Positive, check_source, option
-from llmcond.serving.server import ServedSource, ServerSettings
+from llmcond.serving.settings import ServedSource, ServerSettings
 from llmcond.workflows.options.common import (
     CHECK_HELP,
     VALUES_HELP,

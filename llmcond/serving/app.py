@@ -59,7 +59,7 @@ from llmcond.serving.requests import (
     invalid_value_error,
     read_request,
 )
-from llmcond.serving.server import ServerSettings
+from llmcond.serving.settings import ServerSettings
 from llmcond.version import __version__
 
 if TYPE_CHECKING:

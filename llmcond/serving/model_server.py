@@ -37,7 +37,7 @@ from llmcond.serving.app import Endpoints, Metrics
 from llmcond.serving.batching import Batcher, ClosedError
 from llmcond.serving.model import ServedModel
 from llmcond.serving.requests import CLIENT_CLOSED, RequestError, to_request_error
-from llmcond.serving.server import ServedSource, ServerSettings
+from llmcond.serving.settings import ServedSource, ServerSettings
 
 if TYPE_CHECKING:
     from llmcond.search import Index

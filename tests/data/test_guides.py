@@ -13,7 +13,7 @@ import llmcond
 from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
 from llmcond.serving.model_server import load_model
-from llmcond.serving.server import ServedSource
+from llmcond.serving.settings import ServedSource
 
 LOCATION, MOOD = "the place", "the mood"
 WHO = ("two men", "three women", "children", "two dogs")

@@ -28,7 +28,7 @@ from llmcond.finetune.settings import TuneSettings
 from llmcond.heads.dense import RegressionSettings
 from llmcond.metrics import METRICS
 from llmcond.serving.model_server import load_model
-from llmcond.serving.server import ServedSource
+from llmcond.serving.settings import ServedSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,8 @@ from jsonschema import Draft202012Validator
 from helpers.waiting import PATIENCE
 from llmcond.serving.model import ServedModel
 from llmcond.serving.model_server import ModelServer
-from llmcond.serving.server import ServerSettings, bind_socket
+from llmcond.serving.server import bind_socket
+from llmcond.serving.settings import ServerSettings
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from llmcond.errors import UserError
 from llmcond.search import Index
 from llmcond.search.table import TextTable
 from llmcond.serving.model_server import load_model
-from llmcond.serving.server import ServedSource
+from llmcond.serving.settings import ServedSource
 
 PLACE = "the place"
 TEXTS = [f"{who} play {where}" for who in ("two men", "children") for where in ("at night", "now")]

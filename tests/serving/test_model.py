@@ -13,7 +13,7 @@ from llmcond.errors import UserError
 from llmcond.search import Index
 from llmcond.serving.model import ServedModel
 from llmcond.serving.model_server import load_model
-from llmcond.serving.server import ServedSource
+from llmcond.serving.settings import ServedSource
 
 REQUEST = {"input": ["two men play", "children sit", "dogs"], "condition": "the place"}
 TEXTS, CONDITION = REQUEST["input"], REQUEST["condition"]

@@ -27,7 +27,7 @@ from llmcond.files import digest_file
 from llmcond.runs import dev_score, open_run
 from llmcond.runs.portable import _PATH
 from llmcond.serving.model_server import load_model
-from llmcond.serving.server import ServedSource
+from llmcond.serving.settings import ServedSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
