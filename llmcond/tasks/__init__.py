@@ -11,15 +11,17 @@ by ``--task my_task.py:Answers``. A new kind of task is a subclass of ``AnyTask`
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from llmcond import plugins
 from llmcond.data.datasets import DataOptions
-from llmcond.errors import UserError
+from llmcond.errors import UserError, first_line
+from llmcond.files import replace_atomically
 from llmcond.lazy import lazy_getattr
 from llmcond.metrics import Metric, choose_metrics
 
@@ -60,6 +62,86 @@ class Data(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the dataset into a run's folder, where ``AnyTask.load`` reads it again."""
+
+
+class SplitData(ABC):
+    """A dataset in splits, stored as Parquet tables with a digest that ``load`` checks.
+
+    Attributes:
+        tables: the names of its tables in a run's folder.
+        options: the attributes with the options that it was read with.
+        source: what the user named as the data, or ``sample``.
+        splits: the examples of each split.
+        notes: remarks on the data and on how it was read, for the user, each a sentence.
+        digest: a digest of texts, examples and splits, independent of the format of the files.
+    """
+
+    tables: ClassVar[Sequence[str]]
+    options: ClassVar[Sequence[str]] = ()
+
+    source: str
+    splits: Any
+    notes: tuple[str, ...]
+    digest: Any
+
+    @abstractmethod
+    def to_tables(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the columns of each table."""
+
+    @classmethod
+    @abstractmethod
+    def from_tables(cls, tables: Mapping[str, Any], about: Mapping[str, Any]) -> Self:
+        """Return the dataset of Arrow tables; ``about`` has ``source``, ``notes`` and options."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of a run's manifest: source, digest, notes, options and counts."""
+        return {
+            **{name: getattr(self, name) for name in ("source", "digest", *self.options)},
+            "notes": list(self.notes),
+            "rows": {name: len(examples) for name, examples in self.splits.items()},
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the tables, each atomically."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        metadata = {"llmcond": json.dumps(SplitData.to_json(self))}
+        for name, columns in self.to_tables().items():
+            table = pa.table(columns).replace_schema_metadata(metadata)
+            with replace_atomically(folder / f"{name}.parquet") as path:
+                # The path is absolute because Arrow reads a colon in a relative path as the end of
+                # a URI scheme.
+                pq.write_table(table, path.absolute())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read a dataset that ``save`` wrote.
+
+        Raises:
+            UserError: A file is missing or damaged, or the files are of different datasets.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            tables = {
+                name: pq.read_table((folder / f"{name}.parquet").absolute()) for name in cls.tables
+            }
+            about = json.loads(tables[cls.tables[-1]].schema.metadata[b"llmcond"])
+            data = cls.from_tables(tables, about)
+            intact = data.digest == about["digest"]
+        except (OSError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
+            raise UserError(
+                f"the data in {folder} cannot be read: {first_line(error)}. Extract into a new "
+                "--run."
+            ) from error
+        if not intact:
+            raise UserError(
+                f"the data in {folder} have changed since they were written: their digest "
+                "differs. Extract into a new --run."
+            )
+        return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from typing_extensions import override
 
 from llmcond.arrays import Positions
 from llmcond.data.datasets import DEV_FRACTION, FRACTIONS, SPLITS, Problems
@@ -26,11 +27,11 @@ from llmcond.data.readers import (
     source_name,
 )
 from llmcond.data.rows import split_keys
-from llmcond.errors import UserError, first_line, shortened_repr
-from llmcond.files import digest_bytes, digest_text, replace_atomically
+from llmcond.errors import UserError, shortened_repr
+from llmcond.files import digest_bytes, digest_text
 from llmcond.log import log
 from llmcond.progress import ProgressBar
-from llmcond.tasks import OTHER_SPLIT
+from llmcond.tasks import OTHER_SPLIT, SplitData
 
 #: Separator of the turns of a line in DailyDialog's .txt files.
 END_OF_UTTERANCE = "__eou__"
@@ -99,7 +100,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Dialogues:
+class Dialogues(SplitData):
     """A dataset of dialogues.
 
     Attributes:
@@ -110,6 +111,9 @@ class Dialogues:
         split_seed: option with which it was read; see ``read_dialogues``.
         drop_leaks: option with which it was read; see ``read_dialogues``.
     """
+
+    tables = ("dialogues",)
+    options = ("split_seed", "drop_leaks")
 
     source: str
     texts: Sequence[str]
@@ -139,79 +143,39 @@ class Dialogues:
             raise UserError(f"{self.source} has no {split} dialogues; it has {split_names}.")
         return self.splits[split]
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a run's manifest: source, digest and counts."""
-        return {
-            "source": self.source,
-            "digest": self.digest,
-            "rows": {name: len(turns) for name, turns in self.splits.items()},
-            "utterances": {name: len(turns.utterances) for name, turns in self.splits.items()},
-            "texts": len(self.texts),
-            "split_seed": self.split_seed,
-            "drop_leaks": self.drop_leaks,
-            "notes": list(self.notes),
-        }
+        utterances = {name: len(turns.utterances) for name, turns in self.splits.items()}
+        return {**super().to_json(), "utterances": utterances, "texts": len(self.texts)}
 
-    def save(self, folder: Path) -> None:
-        """Write ``dialogues.parquet`` atomically, with a row for each utterance."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        keys = ("source", "digest", "split_seed", "drop_leaks", "notes")
-        about = {key: self.to_json()[key] for key in keys}
+    @override
+    def to_tables(self) -> Mapping[str, Mapping[str, Any]]:
         splits = self.splits.values()
-        names = np.repeat(list(self.splits), [len(turns.utterances) for turns in splits])
-        flat = np.concatenate([turns.utterances for turns in splits])
-        table = pa.table(
-            {
-                "split": names.tolist(),
-                "dialogue": np.concatenate([turns.dialogue for turns in splits]),
-                "id": [turns.ids[i] for turns in splits for i in turns.dialogue.tolist()],
-                "text": [self.texts[i] for i in flat.tolist()],
-            }
-        ).replace_schema_metadata({"llmcond": json.dumps(about)})
-        with replace_atomically(folder / "dialogues.parquet") as path:
-            # The path is absolute because Arrow reads a colon in a relative path as the end of a
-            # URI scheme.
-            pq.write_table(table, path.absolute())
+        positions = [i for turns in splits for i in turns.utterances.tolist()]
+        columns = {
+            "split": [name for name, turns in self.splits.items() for _ in turns.utterances],
+            "dialogue": np.concatenate([turns.dialogue for turns in splits]),
+            "id": [turns.ids[i] for turns in splits for i in turns.dialogue.tolist()],
+            "text": [self.texts[i] for i in positions],
+        }
+        return {"dialogues": columns}
 
+    @override
     @classmethod
-    def load(cls, folder: Path) -> Dialogues:
-        """Read a dataset that ``save`` wrote.
-
-        Raises:
-            UserError: The file is missing or damaged.
-        """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        path = folder / "dialogues.parquet"
-        try:
-            table = pq.read_table(path.absolute())
-            about = json.loads(table.schema.metadata[b"llmcond"])
-            splits: dict[str, list[_Dialogue]] = {}
-            last = None
-            columns = (table[name].to_pylist() for name in ("split", "dialogue", "id", "text"))
-            for split, dialogue, key, text in zip(*columns, strict=True):
-                dialogues = splits.setdefault(split, [])
-                if (split, dialogue) != last:
-                    dialogues.append(_Dialogue(key, []))
-                    last = split, dialogue
-                dialogues[-1].texts.append(text)
-            options = {key: about[key] for key in ("split_seed", "drop_leaks")}
-            data = replace(_build_dialogues(about["source"], splits, about["notes"]), **options)
-            intact = data.digest == about["digest"]
-        except (OSError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
-            raise UserError(
-                f"the dialogues in {path} cannot be read: {first_line(error)}. Extract into a new "
-                "--run."
-            ) from error
-        if not intact:
-            raise UserError(
-                f"{path} has changed since it was written: its digest differs. Extract into a new "
-                "--run."
-            )
-        return data
+    def from_tables(cls, tables: Mapping[str, Any], about: Mapping[str, Any]) -> Self:
+        splits: dict[str, list[_Dialogue]] = {}
+        last = None
+        names = ("split", "dialogue", "id", "text")
+        columns = (tables["dialogues"][name].to_pylist() for name in names)
+        for split, dialogue, key, text in zip(*columns, strict=True):
+            dialogues = splits.setdefault(split, [])
+            if (split, dialogue) != last:
+                dialogues.append(_Dialogue(key, []))
+                last = split, dialogue
+            dialogues[-1].texts.append(text)
+        texts, turns = _index_dialogues(splits)
+        options = {key: about[key] for key in cls.options}
+        return cls(about["source"], texts, turns, tuple(about["notes"]), **options)
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -284,8 +248,8 @@ def read_dialogues(
         splits = _remove_leaks(splits, notes)
     else:
         notes += _count_leaks(splits)
-    data = _build_dialogues(source_name(source, opened.name), splits, notes)
-    return replace(data, split_seed=split_seed, drop_leaks=drop_leaks)
+    name = source_name(source, opened.name)
+    return Dialogues(name, *_index_dialogues(splits), tuple(notes), split_seed, drop_leaks)
 
 
 def add_external_split(
@@ -351,13 +315,13 @@ class _Dialogue:
         return tuple(re.sub(r"\W+", "", text.lower()) for text in self.texts)
 
 
-def _build_dialogues(
-    source: str, splits: Mapping[str, Sequence[_Dialogue]], notes: Iterable[str]
-) -> Dialogues:
-    """Create a dataset of the dialogues of each split."""
+def _index_dialogues(
+    splits: Mapping[str, Sequence[_Dialogue]],
+) -> tuple[tuple[str, ...], dict[str, Turns]]:
+    """Return the distinct utterances of all splits, and the turns of each split."""
     index_of_text: dict[str, int] = {}
     turns = {name: _index_turns(splits[name], index_of_text) for name in SPLITS if name in splits}
-    return Dialogues(source, tuple(index_of_text), turns, tuple(notes))
+    return tuple(index_of_text), turns
 
 
 def _index_turns(dialogues: Sequence[_Dialogue], index_of_text: dict[str, int]) -> Turns:

@@ -14,19 +14,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.arrays import Positions
 from llmcond.data.datasets import SPLITS, Problems
 from llmcond.data.readers import source_name
 from llmcond.decoding import read_text_file
-from llmcond.errors import UserError, first_line, format_list
-from llmcond.files import digest_bytes, digest_text, replace_atomically
+from llmcond.errors import UserError, format_list
+from llmcond.files import digest_bytes, digest_text
 from llmcond.log import log
-from llmcond.tasks import OTHER_SPLIT
+from llmcond.tasks import OTHER_SPLIT, SplitData
 
 Triples = NDArray[np.int32]
 IndexArray = NDArray[np.integer[Any]]
@@ -88,7 +89,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Graph:
+class Graph(SplitData):
     """A knowledge graph in splits.
 
     Attributes:
@@ -99,6 +100,8 @@ class Graph:
             ``test`` may be missing.
         notes: remarks on the data for the user, each a sentence.
     """
+
+    tables = ("entities", "relations", "triples")
 
     source: str
     entities: Texts
@@ -142,85 +145,40 @@ class Graph:
             raise UserError(f"{self.source} has no {split} triples; it has {split_names}.")
         return both_directions(self.splits[split], self.n_relations)
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a run's manifest: source, digest and counts."""
+        counts = {"entities": self.n_entities, "relations": self.n_relations}
+        return {**super().to_json(), **counts}
+
+    @override
+    def to_tables(self) -> Mapping[str, Mapping[str, Any]]:
+        names = [name for name, triples in self.splits.items() for _ in triples]
+        columns = np.concatenate([triples.T for triples in self.splits.values()], axis=1)
         return {
-            "source": self.source,
-            "digest": self.digest,
-            "entities": self.n_entities,
-            "relations": self.n_relations,
-            "rows": {name: len(triples) for name, triples in self.splits.items()},
-            "notes": list(self.notes),
-        }
-
-    def save(self, folder: Path) -> None:
-        """Write the graph as three Parquet files, each atomically."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        about = {"digest": self.digest, "source": self.source, "notes": list(self.notes)}
-        names = np.repeat(
-            list(self.splits), [len(split_triples) for split_triples in self.splits.values()]
-        )
-        flat = np.concatenate([split_triples.T for split_triples in self.splits.values()], axis=1)
-        tables = {
             "entities": _text_columns(self.entities),
             "relations": {**_text_columns(self.relations), "inverse": list(self.relations.inverse)},
             "triples": {
-                "split": names.tolist(),
-                **dict(zip(("head", "relation", "tail"), flat, strict=True)),
+                "split": names,
+                **dict(zip(("head", "relation", "tail"), columns, strict=True)),
             },
         }
-        for name, columns in tables.items():
-            table = pa.table(columns).replace_schema_metadata({"llmcond": json.dumps(about)})
-            with replace_atomically(folder / f"{name}.parquet") as path:
-                # The path is absolute because Arrow reads a colon in a relative path as the end of
-                # a URI scheme.
-                pq.write_table(table, path.absolute())
 
+    @override
     @classmethod
-    def load(cls, folder: Path) -> Graph:
-        """Read a graph that ``save`` wrote.
-
-        Raises:
-            UserError: A file is missing or damaged, or the files are of different graphs.
-        """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            tables = {
-                name: pq.read_table((folder / f"{name}.parquet").absolute())
-                for name in ("entities", "relations", "triples")
-            }
-            about = json.loads(tables["triples"].schema.metadata[b"llmcond"])
-            triples = tables["triples"]
-            flat = np.stack(
-                [triples[key].to_numpy() for key in ("head", "relation", "tail")], axis=1
-            )
-            split = np.array(triples["split"].to_pylist())
-            graph = cls(
-                about["source"],
-                _texts_from_table(tables["entities"]),
-                _texts_from_table(tables["relations"]),
-                {
-                    name: np.ascontiguousarray(flat[split == name], dtype=np.int32)
-                    for name in dict.fromkeys(split.tolist())
-                },
-                tuple(about["notes"]),
-            )
-            intact = graph.digest == about["digest"]
-        except (OSError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
-            raise UserError(
-                f"the graph in {folder} cannot be read: {first_line(error)}. Extract into a new "
-                "--run."
-            ) from error
-        if not intact:
-            raise UserError(
-                f"the files of the graph in {folder} have changed since they were written: their "
-                "digest differs. Extract into a new --run."
-            )
-        return graph
+    def from_tables(cls, tables: Mapping[str, Any], about: Mapping[str, Any]) -> Self:
+        triples = tables["triples"]
+        flat = np.stack([triples[key].to_numpy() for key in ("head", "relation", "tail")], axis=1)
+        split = np.array(triples["split"].to_pylist())
+        return cls(
+            about["source"],
+            _texts_from_table(tables["entities"]),
+            _texts_from_table(tables["relations"]),
+            {
+                name: np.ascontiguousarray(flat[split == name], dtype=np.int32)
+                for name in dict.fromkeys(split.tolist())
+            },
+            tuple(about["notes"]),
+        )
 
 
 def both_directions(triples: IndexArray, n_relations: int) -> Triples:
