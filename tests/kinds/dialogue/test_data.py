@@ -269,7 +269,7 @@ def test_changed_file_is_rejected(folder: Path, tmp_path: Path):
     path = tmp_path / "dialogues.parquet"
     table = pq.read_table(path)
     pq.write_table(table.slice(1).replace_schema_metadata(table.schema.metadata), path)
-    with pytest.raises(UserError, match="its digest differs"):
+    with pytest.raises(UserError, match="their digest differs"):
         Dialogues.load(tmp_path)
     path.write_bytes(b"PAR1")
     with pytest.raises(UserError, match="cannot be read"):
