@@ -215,10 +215,10 @@ def load_fitted_heads(
     return [head for head in heads if not head.head.is_identity and head.name not in with_dev]
 
 
-def resolve_heads_and_prompts(
+def resolve_predictors(
     run: Run, names: Sequence[str], split: str | None = None
-) -> tuple[list[RunHead[Any]], list[Prompt]]:
-    """Return the fitted heads to score, and the prompts to score zero-shot with.
+) -> tuple[list[AnyPredictor], list[Prompt]]:
+    """Return the systems to score, zero-shot first, and the prompts of zero-shot.
 
     Raises:
         UserError: As ``load_fitted_heads``, or the run has no features.
@@ -229,7 +229,10 @@ def resolve_heads_and_prompts(
         prompts = list(run.prompts().values())
     if not prompts:
         raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
-    return fitted, prompts
+    return [
+        *(zero for prompt in prompts for zero in zero_shot_heads(run, prompt)),
+        *fitted,
+    ], prompts
 
 
 def check_scorable(
@@ -237,7 +240,7 @@ def check_scorable(
     run: Run,
     is_other_data: bool,
     predictions: bool = False,
-    heads: Sequence[RunHead[Any]] = (),
+    heads: Sequence[AnyPredictor] = (),
 ) -> None:
     """Check that rows have ratings, and warn of sentence pairs that were trained on.
 

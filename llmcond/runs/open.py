@@ -259,22 +259,16 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
 _FOLDERS: dict[tuple[str, str], TemporaryDirectory[str]] = {}
 
 
-class _NoData:
-    """The data of a run that has none."""
-
-    digest = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record of the data for run.json."""
-        return {
-            "source": NO_DATA,
-            "digest": self.digest,
-            "columns": asdict(Columns()),
-            "scale": asdict(RatingScale()),
-            "split_seed": 0,
-            "rows": {},
-            "unrated": {},
-        }
+#: The record of the data of a run that has none.
+_NO_DATA_RECORD = {
+    "source": NO_DATA,
+    "digest": "",
+    "columns": asdict(Columns()),
+    "scale": asdict(RatingScale()),
+    "split_seed": 0,
+    "rows": {},
+    "unrated": {},
+}
 
 
 def find_encoder_run(model: str, revision: str | None = None) -> Path:
@@ -304,7 +298,7 @@ def find_encoder_run(model: str, revision: str | None = None) -> Path:
 
 
 def _manifest(name: str, resolved: ResolvedEncoder) -> dict[str, Any]:
-    manifest = create_manifest(name, resolved, _NoData(), "float16", find_task())
+    manifest = create_manifest(name, resolved, _NO_DATA_RECORD, "float16", find_task())
     prompts = map(load_prompt, bundled_names("prompts"))
     usable = [prompt for prompt in prompts if not prompt.obstacle(resolved.identity)]
     return {**manifest, "prompts": {prompt.name: {"prompt": prompt.to_json()} for prompt in usable}}

@@ -41,12 +41,11 @@ from llmcond.runs.examples import (
     RowFeatures,
     check_scorable,
     predict,
-    resolve_heads_and_prompts,
+    resolve_predictors,
     score_predictors,
-    zero_shot_heads,
 )
 from llmcond.runs.extraction import extract_other_data
-from llmcond.runs.run import Run, RunFittedHead, RunHead, zero_shot_head
+from llmcond.runs.run import Run, RunHead, zero_shot_head
 
 
 class RatedExamples(Examples):
@@ -305,7 +304,7 @@ class DevFit:
 
 
 def collect_training_sentences(
-    run: Run, heads: Sequence[RunFittedHead], split: str | None
+    run: Run, heads: Sequence[AnyPredictor], split: str | None
 ) -> set[str]:
     """Return the folded sentences of the rated rows that the encoder or a head was trained on.
 
@@ -373,16 +372,15 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
         raise UserError(
             f"{run.folder} holds a cross-encoder, which has no separate heads. Leave out --head."
         )
-    fitted: list[RunFittedHead] = []
+    own_split = None if has_other_data else split
+    heads: list[AnyPredictor] = []
     prompts: list[Prompt] = []
     if not run.cross:
-        fitted, prompts = resolve_heads_and_prompts(
-            run, options.head, None if has_other_data else split
-        )
+        heads, prompts = resolve_predictors(run, options.head, own_split)
     check_scorable(
-        rows, run, has_other_data, predictions=options.predictions is not None, heads=fitted
+        rows, run, has_other_data, predictions=options.predictions is not None, heads=heads
     )
-    predictors: list[AnyPredictor | CrossEncoder]
+    predictors: list[AnyPredictor | CrossEncoder] = [*heads]
     if run.cross:
         cross = load_cross_encoder(run.folder, device=options.device)
         predictors, predictions = [cross], [cross.predict(rows)]
@@ -391,16 +389,10 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
         if has_other_data:
             inputs = partial(SplitInputs, [rows])
             store = extract_other_data(run, prompts, inputs, options.device)
-        compared: list[AnyPredictor]
-        compared = [
-            *(predictor for prompt in prompts for predictor in zero_shot_heads(run, prompt)),
-            *fitted,
-        ]
         features = RowFeatures(rows, store)
-        predictions = [predict(predictor, features.pairs(predictor.view)) for predictor in compared]
-        predictors = [*compared]
+        predictions = [predict(head, features.pairs(head.view)) for head in heads]
     results = score_predictors(predictors, predictions, rows, split, metrics, task=run.task.name)
-    known_sentences = collect_training_sentences(run, fitted, None if has_other_data else split)
+    known_sentences = collect_training_sentences(run, heads, own_split)
     single_seed = [values[None] for values in predictions]
     results = Results(
         tuple(add_new_sentences(results, single_seed, rows, known_sentences, metrics))

@@ -163,11 +163,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def create_manifest(
     model: str,
     resolved: ResolvedEncoder,
-    data: Any,
+    data: Mapping[str, Any],
     store_dtype: StoreDtype,
     task: AnyTask[Any],
 ) -> dict[str, Any]:
-    """Return the content of run.json of a new run, without prompts."""
+    """Return the content of run.json of a new run, without prompts; ``data`` is its record."""
     identity = resolved.identity
     return {
         "format": FORMAT,
@@ -188,10 +188,10 @@ def create_manifest(
         # The encoder was trained in another folder, on the same data.
         **(
             {"trained_on": ["train", "dev"]}
-            if resolved.checkpoint.dev_digest == data.digest
+            if resolved.checkpoint.dev_digest == data["digest"]
             else {}
         ),
-        "data": data.to_json(),
+        "data": data,
         "prompts": {},
         **provenance(),
     }
@@ -902,7 +902,7 @@ def create_run(
         UserError: The folder cannot be written, or the disk is full.
     """
     name = portable_model_name(model, resolved)
-    manifest = create_manifest(name, resolved, data, store_dtype, task)
+    manifest = create_manifest(name, resolved, data.to_json(), store_dtype, task)
     if store is not None:
         manifest["store"] = store
     try:
@@ -931,7 +931,7 @@ def complete_run(
     ``cross`` is the sentence order of a cross-encoder; None: the encoder is not a cross-encoder.
     ``trained_on`` names the splits whose rows the encoder was trained on.
     """
-    manifest = create_manifest(IN_RUN_FOLDER, resolved, data, "float16", task)
+    manifest = create_manifest(IN_RUN_FOLDER, resolved, data.to_json(), "float16", task)
     if cross is not None:
         manifest["cross_encoder"] = {"orders": cross}
     manifest["trained_on"] = list(dict.fromkeys([*trained_on, *manifest.get("trained_on", ())]))

@@ -56,9 +56,8 @@ from llmcond.runs.examples import (
     AnyPredictor,
     Evaluation,
     read_ranked_data,
-    resolve_heads_and_prompts,
+    resolve_predictors,
     result_without_metrics,
-    zero_shot_heads,
 )
 from llmcond.runs.extraction import extract_other_data
 from llmcond.runs.run import Run
@@ -230,9 +229,7 @@ class _EvaluationSetup:
     def __init__(self, run: Run, options: EvaluateOptions) -> None:
         """Resolve the options; raise a UserError if heads or dialogues do not exist."""
         self._run, self._device = run, options.device
-        fitted, self.prompts = resolve_heads_and_prompts(run, options.head)
-        zero_shot = [zero for prompt in self.prompts for zero in zero_shot_heads(run, prompt)]
-        self.predictors: list[AnyPredictor] = [*zero_shot, *fitted]
+        self.predictors, self.prompts = resolve_predictors(run, options.head)
         self.ties: Ties = options.ties or "realistic"
         self.data, self.split_key, self.split = read_ranked_data(run, options)
 
@@ -515,11 +512,7 @@ def analyse_dialogues(run: Run, options: AnalyseOptions, analyses: Sequence[str]
             analysis is for other tasks.
     """
     split = run.scored_split(options.split)
-    fitted, prompts = resolve_heads_and_prompts(run, options.head)
-    predictors: list[AnyPredictor] = [
-        *(zero for prompt in prompts for zero in zero_shot_heads(run, prompt)),
-        *fitted,
-    ]
+    predictors, _ = resolve_predictors(run, options.head)
     # Without a second text, a query has no other candidates.
     queries = [
         subset for subset in next_queries(run.data, split) if len(np.unique(subset.candidates)) > 1

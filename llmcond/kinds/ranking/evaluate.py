@@ -30,9 +30,8 @@ from llmcond.runs.examples import (
     AnyPredictor,
     Evaluation,
     read_ranked_data,
-    resolve_heads_and_prompts,
+    resolve_predictors,
     result_without_metrics,
-    zero_shot_heads,
 )
 from llmcond.runs.extraction import extract_other_data
 from llmcond.runs.run import Run
@@ -48,7 +47,7 @@ def evaluate_ranking(run: Run, options: EvaluateOptions) -> Evaluation:
     Options and errors are those of ``AnyTask.evaluate``.
     """
     computed = choose_metrics(run.task.metrics, options.metric)
-    fitted, prompts = resolve_heads_and_prompts(run, options.head)
+    predictors, prompts = resolve_predictors(run, options.head)
     # With --data, results name a split that differs from the key of the split in the data.
     data, split_key, split = read_ranked_data(run, options)
     store = run.store()
@@ -57,8 +56,6 @@ def evaluate_ranking(run: Run, options: EvaluateOptions) -> Evaluation:
         store = extract_other_data(run, prompts, inputs, options.device)
     examples = QueryExamples(run, data, store)
     rows = examples.scored_rows(split_key)
-    zero_shot = [zero for prompt in prompts for zero in zero_shot_heads(run, prompt)]
-    predictors: list[AnyPredictor] = [*zero_shot, *fitted]
     terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)
     ties = options.ties or "realistic"
     log.info(f"ranking {len(rows.pair):,} queries of {split} by {len(predictors)} systems")
@@ -72,17 +69,15 @@ def evaluate_ranking(run: Run, options: EvaluateOptions) -> Evaluation:
         )
     if terms.train_graph is not None:
         # The rule follows the zero-shot predictors: neither is trained.
-        results.insert(len(zero_shot), _reverse_rule_result(run, split, ties))
+        n_zero_shot = sum(not predictor.is_fitted for predictor in predictors)
+        results.insert(n_zero_shot, _reverse_rule_result(run, split, ties))
         by_rule = rank_rule(terms.train_graph, data.queries(split_key), examples.known)
-        systems.insert(len(zero_shot), by_rule)
-    results_with_counts = [replace(result, counts=RowCounts.of(rows)) for result in results]
+        systems.insert(n_zero_shot, by_rule)
+    results = [replace(result, counts=RowCounts.of(rows)) for result in results]
     ranks = [system_ranks.resolve_ties(ties) for system_ranks in systems]
     graph = data if isinstance(data, Graph) else None
-    by_relation = options.by_relation
-    results_with_figures = _add_figures(
-        results_with_counts, ranks, rows, graph, split_key, computed, by_relation
-    )
-    return Evaluation(Results(tuple(results_with_figures)), ranks, examples.rows(split_key))
+    results = _add_figures(results, ranks, rows, graph, split_key, computed, options.by_relation)
+    return Evaluation(Results(tuple(results)), ranks, examples.rows(split_key))
 
 
 def _reverse_rule_result(run: Run, split: str, ties: Ties) -> Result:
