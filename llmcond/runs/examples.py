@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from llmcond.heads.fitted import FittedModule
     from llmcond.heads.pairs import HeldOut, OnEpoch
     from llmcond.heads.recipes import Recipe
-    from llmcond.runs.rated import DevFit
 
 # -- features of rows --------------------------------------------------------------------------
 
@@ -447,25 +446,6 @@ class Examples(ABC):
         unchanged if examples are not pairs of sentences.
         """
         return results
-
-    def with_dev(
-        self,
-        recipe: Recipe,
-        view: FeatureView,
-        seed: int,
-        device: str,
-        weight: int,
-        on_epoch: OnEpoch,
-    ) -> DevFit:
-        """Return the fit of a head on train and dev. The arguments are those of ``DevFit``.
-
-        Raises:
-            UserError: The examples have no ratings, or as for ``DevFit``.
-        """
-        raise UserError(
-            f"--with dev is for rated pairs, whose dev rows are rated by people, and "
-            f"{self.run.folder} is a run of the task {self.run.task.name}. Leave it out."
-        )
 
 
 def load_examples(run: Run) -> Examples:

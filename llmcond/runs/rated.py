@@ -178,18 +178,6 @@ class RatedExamples(Examples):
         known = collect_training_sentences(self.run, (), split)
         return add_new_sentences(results, similarity, self.run.rows(split), known, metrics)
 
-    @override
-    def with_dev(
-        self,
-        recipe: Recipe,
-        view: FeatureView,
-        seed: int,
-        device: str,
-        weight: int,
-        on_epoch: OnEpoch,
-    ) -> DevFit:
-        return DevFit(self.run, recipe, view, seed, device, weight, on_epoch)
-
 
 def log_rows(dataset: Dataset) -> None:
     """Log the number of unrated rows, and of dev and test rows that overlap with train."""
@@ -243,9 +231,14 @@ class DevFit:
         """Check that the recipe can be fitted on dev.
 
         Raises:
-            UserError: The head does not learn from ratings, dev has no rated rows, or the inputs of
-                a prompt depend on the other rows of the split.
+            UserError: The run has no ratings, the head does not learn from them, dev has no rated
+                rows, or the inputs of a prompt depend on the other rows of the split.
         """
+        if not self.run.is_rated:
+            raise UserError(
+                f"--with dev is for rated pairs, whose dev rows are rated by people, and "
+                f"{self.run.folder} is a run of the task {self.run.task.name}. Leave it out."
+            )
         if not self.recipe.family.supervised:
             raise UserError(
                 f"the head {self.recipe.name} does not learn from ratings, so dev has no effect on "

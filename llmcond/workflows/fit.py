@@ -201,7 +201,7 @@ def fit_and_save(
             start_head = () if start is None else (start.head,)
             fitted = examples.fit(recipe, view, seed, on_epoch, device, *start_head)
         else:
-            with_dev = examples.with_dev(recipe, view, seed, device, dev_options.weight, on_epoch)
+            with_dev = DevFit(run, recipe, view, seed, device, dev_options.weight, on_epoch)
             fitted = _fit_with_dev(with_dev, dev_options.folds)
         seconds, record = time.monotonic() - began, fitted.fit.record
         dev_score = math.nan if dev_options else examples.score_on_dev(fitted, view)

@@ -511,13 +511,11 @@ def _read_fields(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _is_header(fields: Sequence[str]) -> bool:
     """Return whether a line has common names of the columns of triples, or of a table of ids."""
     words = [re.sub("[ -]", "_", field.casefold()) for field in fields]
-    is_triples = len(words) == 3 and all(map(str.__contains__, _TRIPLE_HEADER, _padded(words)))
+    is_triples = len(words) == 3 and all(
+        f" {word} " in names for word, names in zip(words, _TRIPLE_HEADER, strict=True)
+    )
     is_table = words[0] in _ID_NAMES and len(words) > 1 and set(words[1:]) <= _TEXT_NAMES
     return is_triples or is_table
-
-
-def _padded(words: Iterable[str]) -> list[str]:
-    return [f" {word} " for word in words]
 
 
 def _read_triples(path: Path) -> list[tuple[str, ...]]:
