@@ -365,11 +365,11 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
         raise UserError(
             f"{run.folder} holds a cross-encoder, which has no separate heads. Leave out --head."
         )
-    own_split = None if has_other_data else split
+    run_split = None if has_other_data else split
     heads: list[AnyPredictor] = []
     prompts: list[Prompt] = []
     if not run.cross:
-        heads, prompts = resolve_predictors(run, options.head, own_split)
+        heads, prompts = resolve_predictors(run, options.head, run_split)
     check_scorable(
         rows, run, has_other_data, predictions=options.predictions is not None, heads=heads
     )
@@ -385,7 +385,7 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
         features = RowFeatures(rows, store)
         predictions = [predict(head, features.pairs(head.view)) for head in heads]
     results = score_predictors(predictors, predictions, rows, split, metrics, task=run.task.name)
-    known_sentences = collect_training_sentences(run, heads, own_split)
+    known_sentences = collect_training_sentences(run, heads, run_split)
     single_seed = [values[None] for values in predictions]
     results = Results(
         tuple(add_new_sentences(results, single_seed, rows, known_sentences, metrics))
