@@ -31,6 +31,7 @@ from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.finetune.settings import AspectSettings
 from llmcond.heads import FittedHead, PairArrays, Recipe, SharedRows
 from llmcond.heads.dense import Regression, RegressionSettings
+from llmcond.heads.fit import load_start
 from llmcond.heads.fitted import FittedModule, fitted_class
 from llmcond.heads.module import Batch, HeadModule, seeded
 from llmcond.heads.objectives import (
@@ -340,22 +341,14 @@ class BiEncoderModel(RatedModel[RatedInputs]):
         """Add a head to an engine; ``dims`` are the sizes of sentence and condition features.
 
         Raises:
-            UserError: the head cannot read features of these sizes.
+            UserError: the head, or the one to start from, cannot read features of these sizes.
         """
         recipe = plan.recipe
         (head, objective), _ = seeded(
             lambda: (recipe.family(recipe.settings, *dims), Objective(plan.objective)), plan.seed
         )
         if plan.start is not None:
-            start = plan.start.module.state_dict()
-            shapes = {name: value.shape for name, value in head.state_dict().items()}
-            if shapes != {name: value.shape for name, value in start.items()}:
-                raise UserError(
-                    "the head to start from was fitted on features of another size: this encoder "
-                    f"and prompt give {dims[0]} dimensions. Start from a head of the same encoder "
-                    "and prompt."
-                )
-            head.load_state_dict(start)
+            load_start(head, plan.start.module)
         super().__init__(engine, head, recipe.kind, plan.seed, plan.metric)
         self.objective = objective.to(engine.output_device)
         self.plan = plan

@@ -256,7 +256,7 @@ def fit_members(
     for number, (member_seed, start_module) in enumerate(zip(seeds, starts, strict=True)):
         trainer = fitting(member_seed)
         if start_module is not None:
-            _load_start(trainer.module, start_module)
+            load_start(trainer.module, start_module)
         in_member = on_epoch if members == 1 else in_stage(on_epoch, f"member-{number}")
         fitted.append(trainer.run(in_member))
     module, fit = fitted[0]
@@ -267,7 +267,7 @@ def fit_members(
     return ensemble, FitReport({**fit.record, "members": curves}, fit.notes)
 
 
-def _load_start(module: HeadModule, start: HeadModule) -> None:
+def load_start(module: HeadModule, start: HeadModule) -> None:
     """Copy the parameters of a fitted module into a new one.
 
     Raises:
@@ -283,7 +283,7 @@ def _load_start(module: HeadModule, start: HeadModule) -> None:
             raise UserError(
                 f"the head to start from has other parameters than the new head: of {name}, it has "
                 f"{shapes[0]}, and the new head has {shapes[1]}. Give both heads the same "
-                "settings, such as dim, or start from another head."
+                "settings, such as dim, and features of the same size, or start from another head."
             )
     module.load_state_dict(state)
 

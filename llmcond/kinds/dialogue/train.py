@@ -26,6 +26,7 @@ from llmcond.errors import UserError
 from llmcond.evaluation.ranking import ranks_among
 from llmcond.finetune.model import DistributedCompute, TrainedModel
 from llmcond.heads import Recipe
+from llmcond.heads.fit import load_start
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.kinds.dialogue.data import Dialogues, Turns
@@ -113,12 +114,7 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoleHead]):
         head, _ = seeded(lambda: family(recipe.settings, engine.dim), seed)
         head.start_at_identity()
         if start is not None:
-            if start.dim_in != engine.dim:
-                raise UserError(
-                    f"the encoder has {engine.dim} dimensions, but this {start.kind} head was "
-                    f"fitted on {start.dim_in}."
-                )
-            head.load_state_dict(start.module.state_dict())
+            load_start(head, start.module)
         super().__init__(engine, head, recipe.kind, seed, metric)
 
     def forward(self, inputs: DialogueInputs, rows: Positions, seed: list[int]) -> Tensor:

@@ -335,6 +335,39 @@ def contrastive(
     return total
 
 
+def replace_relations(
+    triples: Positions, count: int, settings: ContrastSettings, rng: np.random.Generator
+) -> list[Positions]:
+    """Return triples, (m, 3), with other relations below ``count``, for each relation negative."""
+    head, relation, tail = triples.T
+    others = [
+        (relation + rng.integers(1, count, size=len(relation))) % count
+        for _ in range(settings.relation_negatives)
+    ]
+    return [np.stack([head, other, tail], axis=1) for other in others]
+
+
+def contrast_relations(
+    embed: Callable[[Positions], Tensor],
+    others: Sequence[Positions],
+    targets: Tensor,
+    known: KnownTriples,
+) -> MaskedScores | None:
+    """Return the scores (m, r) of tails with their heads under other relations, and a mask.
+
+    Args:
+        embed: function that embeds the queries of triples.
+        others: triples with other relations, as ``replace_relations`` returns them.
+        targets: embeddings of the tails, (m, k).
+        known: known triples, which are masked.
+    """
+    if not others:
+        return None
+    scores = torch.stack([(embed(triples) * targets).sum(dim=1) for triples in others], dim=1)
+    mask = np.stack([known.contains(triples) for triples in others], axis=1)
+    return scores, torch.from_numpy(mask).to(targets.device)
+
+
 class Queue:
     """Candidates of previous batches, detached: SimKGC's pre-batch negatives.
 
@@ -793,13 +826,14 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
         mask = self._to_device(known.mask(head, relation, entities))
         further_negatives = self._score_other_candidates(triples, queries)
         self._queue.add(entities, candidates)
-        loss: Tensor = module.contrast(
-            module.product(queries, candidates),
-            target,
-            mask,
-            further_negatives,
-            self._score_other_relations(triples, head_features, candidates.index_select(0, target)),
+        relations = contrast_relations(
+            lambda other: self._embed_queries(head_features, other[:, 1]),
+            replace_relations(triples, 2 * self.data.arrays.n_relations, settings, self._rng),
+            candidates.index_select(0, target),
+            known,
         )
+        scores = module.product(queries, candidates)
+        loss: Tensor = module.contrast(scores, target, mask, further_negatives, relations)
         return loss
 
     def _score_other_candidates(self, triples: Positions, queries: Tensor) -> list[MaskedScores]:
@@ -854,21 +888,6 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
             None if relations is None else relations.to(self.device),
             self._to_device(relation),
         )
-
-    def _score_other_relations(
-        self, triples: Positions, head_features: Tensor, target_vectors: Tensor
-    ) -> MaskedScores | None:
-        """Return the scores (m, r) of tails with their heads under other relations, and a mask."""
-        count, n = self.settings.relation_negatives, 2 * self.data.arrays.n_relations
-        if not count:
-            return None
-        scores, masks = [], []
-        head, relation, tail = triples.T
-        for _ in range(count):
-            other = (relation + self._rng.integers(1, n, size=len(relation))) % n
-            scores.append((self._embed_queries(head_features, other) * target_vectors).sum(dim=1))
-            masks.append(self.data.arrays.known.contains(np.stack([head, other, tail], axis=1)))
-        return torch.stack(scores, dim=1), self._to_device(np.stack(masks, axis=1))
 
     def _to_device(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,16 +25,18 @@ from llmcond.errors import UserError
 from llmcond.evaluation.ranking import rank
 from llmcond.finetune.model import DistributedCompute, TokenizedInputs, TrainedModel
 from llmcond.heads import Recipe
+from llmcond.heads.fit import load_start
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.kinds.ranking.graph import Graph, KnownTriples, Triples, both_directions
 from llmcond.kinds.ranking.heads import (
     FittedQueryHead,
-    MaskedScores,
     QueryArrays,
     QueryHead,
     check_queries,
+    contrast_relations,
     joint_keys,
+    replace_relations,
 )
 from llmcond.kinds.ranking.task import QueryInputs, RankingTask
 from llmcond.metrics import METRICS, Metric
@@ -124,7 +126,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
         head, _ = seeded(lambda: family(recipe.settings, *dims), seed)
         if start is not None:
             start.check_sizes(dims)
-            head.load_state_dict(start.module.state_dict())
+            load_start(head, start.module)
         super().__init__(engine, head, recipe.kind, seed, metric)
         if start is None:
             # The relations are encoded before any training step, so a resumed training starts from
@@ -142,53 +144,26 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
         rng = np.random.Generator(np.random.SFC64(seed))
         triples = inputs.queries(rows)
         head, relation, tail = triples.T
-        count = 2 * inputs.n_relations
-        other_relations = [
-            (relation + rng.integers(1, count, size=len(relation))) % count
-            for _ in range(settings.relation_negatives)
-        ]
+        others = replace_relations(triples, 2 * inputs.n_relations, settings, rng)
         # All heads are candidates: each is the tail of the inverse query.
         random_entities = rng.integers(inputs.n_entities, size=settings.random_candidates)
-        encoded = _EncodedTexts.of(
-            self.head,
-            inputs,
-            triples,
-            np.concatenate([relation, *other_relations]),
-            random_entities,
-        )
+        relations = np.concatenate([relation, *(other[:, 1] for other in others)])
+        encoded = _EncodedTexts.of(self.head, inputs, triples, relations, random_entities)
         vectors = inputs.texts.embed(self.engine, encoded.texts)
         with torch.autocast(vectors.device.type, enabled=False):
             parts = torch.split(normalize(vectors.float()), encoded.sizes)
-            queries = self._embed_queries(inputs, encoded, parts, triples)
+            embed = partial(self._embed_queries, inputs, encoded, parts)
+            queries = embed(triples)
             candidates = self.head.candidate(parts[0])
             target = torch.from_numpy(np.searchsorted(encoded.entities, tail)).to(candidates.device)
             mask = inputs.known.mask(head, relation, encoded.entities)
             if not settings.self_negatives:
                 mask |= encoded.entities == head[:, None]
-            contrast: MaskedScores | None = None
-            if other_relations:
-                target_vectors = candidates.index_select(0, target)
-                other_queries = [np.stack([head, other, tail], axis=1) for other in other_relations]
-                scores = [
-                    self._embed_queries(inputs, encoded, parts, queries_of_relation)
-                    * target_vectors
-                    for queries_of_relation in other_queries
-                ]
-                known = np.stack(
-                    [
-                        inputs.known.contains(queries_of_relation)
-                        for queries_of_relation in other_queries
-                    ],
-                    axis=1,
-                )
-                known_mask = torch.from_numpy(known).to(target_vectors.device)
-                contrast = torch.stack(scores, dim=1).sum(dim=2), known_mask
-            loss: Tensor = self.head.contrast(
-                queries @ candidates.T,
-                target,
-                torch.from_numpy(mask).to(target.device),
-                relations=contrast,
-            )
+            targets = candidates.index_select(0, target)
+            contrast = contrast_relations(embed, others, targets, inputs.known)
+            known = torch.from_numpy(mask).to(target.device)
+            scores = queries @ candidates.T
+            loss: Tensor = self.head.contrast(scores, target, known, relations=contrast)
             return loss
 
     def _embed_queries(
@@ -200,23 +175,16 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
     ) -> Tensor:
         """Return the embeddings of queries, from the vectors of the encoded texts."""
         head, relation, _ = triples.T
-        entities, relations, joint = parts
+        vectors, relations, joint = parts
         positions = np.searchsorted(encoded.entities, head)
         if self.head.reads_joint:
-            positions = np.searchsorted(encoded.joint, inputs.keys(triples))
-        relation_positions = (
-            np.searchsorted(encoded.relations, relation) if len(relations) else relation
-        )
+            vectors, positions = joint, np.searchsorted(encoded.joint, inputs.keys(triples))
+        if len(relations):
+            relation = np.searchsorted(encoded.relations, relation)
+        which = torch.from_numpy(np.ascontiguousarray(relation)).to(vectors.device)
         # index_select, because indexing (vectors[positions]) adds gradients in arbitrary order.
-        head_features = (joint if self.head.reads_joint else entities).index_select(
-            0, torch.from_numpy(positions).to(entities.device)
-        )
-        relation_indices = torch.from_numpy(np.ascontiguousarray(relation_positions)).to(
-            entities.device
-        )
-        return self.head.query(
-            head_features, relations if len(relations) else None, relation_indices
-        )
+        features = vectors.index_select(0, torch.from_numpy(positions).to(vectors.device))
+        return self.head.query(features, relations if len(relations) else None, which)
 
     @override
     def score(self, inputs: GraphInputs, shared: DistributedCompute) -> float | None:
