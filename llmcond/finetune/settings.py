@@ -11,8 +11,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from llmcond.config import STRICT
 from llmcond.errors import UserError
+from llmcond.heads.settings import learning_rate_factor
 from llmcond.options import option
-from llmcond.schedules import learning_rate_factor
 
 #: Upper limit of settings, larger than any useful value.
 _LARGEST = 1_000_000

@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, RegressorMixin, TransformerMixin
 from sklearn.utils import assert_all_finite, check_array, check_random_state
+from sklearn.utils._param_validation import Interval
 from sklearn.utils.validation import (
     _check_feature_names_in,
     check_consistent_length,
@@ -100,6 +101,14 @@ class Head(RegressorMixin, TransformerMixin, BaseEstimator):  # type: ignore[mis
         (1.0, 5.0)
     """
 
+    _parameter_constraints: ClassVar[Mapping[str, Any]] = {
+        "recipe": [str, os.PathLike],
+        "settings": [Mapping, None],
+        "n_condition": [Interval(Integral, 0, None, closed="left")],
+        "validation_fraction": [Interval(Real, 0, 1, closed="left")],
+        "random_state": ["random_state"],
+    }
+
     def __init__(
         self,
         recipe: str = "mlp",
@@ -167,20 +176,16 @@ class Head(RegressorMixin, TransformerMixin, BaseEstimator):  # type: ignore[mis
             The estimator itself.
 
         Raises:
-            HeadError: a parameter, column or rating is invalid.
+            ValueError: a parameter is invalid.
+            HeadError: a setting, column or rating is invalid.
         """
+        self._validate_params()
         with _raise_value_errors():
             recipe = self._load_recipe()
             seed = self._resolve_seed()
-            fraction: Any = self.validation_fraction
-            if not isinstance(fraction, Real) or not 0 <= float(fraction) < 1:
-                raise HeadError(
-                    f"validation_fraction is {fraction!r}; it must be at least 0 and below 1."
-                )
             pairs, rating_range = self._validate_pairs(X, y, pair, recipe)
-            pairs, dev = _split_rows(
-                pairs, float(fraction) if recipe.family.supervised else 0.0, seed
-            )
+            fraction = float(self.validation_fraction) if recipe.family.supervised else 0.0
+            pairs, dev = _split_rows(pairs, fraction, seed)
             recipe = self._lower_sizes(recipe, pairs.dim)
             head = fit_recipe(recipe, pairs, dev, seed, lambda *_: None, self.device)
         for note in head.fit.notes:
@@ -293,7 +298,7 @@ class Head(RegressorMixin, TransformerMixin, BaseEstimator):  # type: ignore[mis
         tags = super().__sklearn_tags__()
         try:
             tags.target_tags.required = self._load_recipe().family.supervised
-        except UserError:
+        except (AttributeError, TypeError, UserError):
             # `fit` reports invalid parameters; tags are also read without fitting.
             tags.target_tags.required = False
         tags.transformer_tags.preserves_dtype = ["float32"]
@@ -304,15 +309,6 @@ class Head(RegressorMixin, TransformerMixin, BaseEstimator):  # type: ignore[mis
 
     def _load_recipe(self) -> Recipe:
         """Return the recipe with the given settings, before its sizes are lowered."""
-        if not isinstance(self.recipe, str | os.PathLike):
-            raise HeadError(
-                f"recipe is {self.recipe!r}; it must be a recipe's name or the path of a file."
-            )
-        if not isinstance(self.settings, Mapping | None):
-            raise HeadError(
-                f"settings is {self.settings!r}; it must be a dict such as "
-                '{"epochs": 5}, or None.'
-            )
         recipe = load_recipe(str(self.recipe))
         changes = {name: _to_python_number(value) for name, value in (self.settings or {}).items()}
         if "dim" in changes:
@@ -340,21 +336,14 @@ class Head(RegressorMixin, TransformerMixin, BaseEstimator):  # type: ignore[mis
 
     def _resolve_seed(self) -> int:
         """Return the seed; it is sampled from a generator, so that two fits with it differ."""
-        if not isinstance(self.random_state, Integral):
-            return int(check_random_state(self.random_state).randint(2**31 - 1))
-        seed = int(self.random_state)
-        if not 0 <= seed < 2**32:
-            raise HeadError(f"random_state is {seed}; it must be at least 0 and below 2^32.")
-        return seed
+        if isinstance(self.random_state, Integral):
+            return int(self.random_state)
+        return int(check_random_state(self.random_state).randint(2**31 - 1))
 
     def _validate_pairs(
         self, X: Any, y: Any, pair: Any, recipe: Recipe
     ) -> tuple[PairArrays, tuple[float, float] | None]:
         """Return the training pairs, and the ratings that became 0 and 1 (None if not used)."""
-        if not isinstance(self.n_condition, Integral) or self.n_condition < 0:
-            raise HeadError(
-                f"n_condition is {self.n_condition!r}; it must be a number of columns, 0 or more."
-            )
         minimum = {"ensure_min_samples": 2, "ensure_min_features": 2 + int(self.n_condition)}
         rating_range = None
         if not recipe.family.supervised:

@@ -1,7 +1,8 @@
-"""The settings of recipes and the sizes of heads, without an import of torch."""
+"""The settings of recipes, the sizes of heads, and learning rates, without an import of torch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,6 +11,24 @@ from annotated_types import Ge, Gt, Le, Lt
 from llmcond import plugins
 from llmcond.config import STRICT
 from llmcond.records import RECORD
+
+
+def learning_rate_factor(step: int, steps: int, warmup: float, schedule: str = "linear") -> float:
+    """Return the factor of the learning rate at a step.
+
+    Args:
+        step: the step, from 0.
+        steps: total number of steps.
+        warmup: share of the steps in which the factor rises linearly from 0.
+        schedule: course after the warm-up: ``linear`` decay to 0, or ``constant``.
+    """
+    warmup_steps = math.ceil(warmup * steps)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    return 1 - (step - warmup_steps) / max(1, steps - warmup_steps)
+
 
 #: Upper limit of settings: larger than any useful value, and too small to overflow. Its inverse is
 #: the lowest temperature.

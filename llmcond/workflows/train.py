@@ -263,22 +263,6 @@ def _read_ratings(path: Path) -> list[float]:
     return ratings
 
 
-def find_rated_task(name: str | None) -> Any:
-    """Return a task of rated pairs by its name.
-
-    Raises:
-        UserError: there is no such task, or it has no rated pairs.
-    """
-    task = find_task(name)
-    if not task.has_columns:
-        raise UserError(
-            f"the task {task.name} ranks candidates, but a cross-encoder is trained on rated pairs "
-            "of sentences. Leave out --task, or train an encoder of single texts: llmcond "
-            "train-lora."
-        )
-    return task
-
-
 def read_rated_dataset(task: Any, options: DataOptions, read: DataReader | None = None) -> Dataset:
     """Read a dataset whose train split has rated rows, by ``read`` or by ``read_data``.
 
@@ -461,7 +445,7 @@ def train_lora(options: TrainLoraOptions) -> TrainingResult:
         UserError: the input is invalid, the run holds something else, or the loss became NaN.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    task = find_task(options.task)
+    task: Any = find_task(options.task)
     return plan_training(options, task).run()
 
 
@@ -691,7 +675,13 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
         RegressionSettings, dict(options.set or {}), "--set", "a cross-encoder"
     )
     head_settings = build(RegressionSettings, changes, "--set")
-    task = find_rated_task(options.task)
+    task: Any = find_task(options.task)
+    if not task.has_columns:
+        raise UserError(
+            f"the task {task.name} ranks candidates, but a cross-encoder is trained on rated pairs "
+            "of sentences. Leave out --task, or train an encoder of single texts: llmcond "
+            "train-lora."
+        )
     first, second = task.conditioned
     if first != second and options.orders == "both":
         raise UserError(

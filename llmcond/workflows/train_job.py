@@ -69,21 +69,6 @@ F = TypeVar("F", bound=FittedModule)
 DataReader = Callable[[AnyTask[Any], DataOptions], Any]
 
 
-def check_rated_options(options: TrainLoraOptions, task: AnyTask[Any]) -> None:
-    """Raise a UserError for options that only training on rated pairs supports."""
-    is_set_by_option = {
-        f"--then {options.then}": options.then is not None,
-        f"--aspects {options.aspects}": options.aspects is not None,
-        "--ensemble": options.ensemble != 1,
-        "--teacher": options.select(TeacherOptions) != TeacherOptions(),
-    }
-    for option, is_set in is_set_by_option.items():
-        if is_set:
-            raise UserError(
-                f"{option} is for rated pairs, and the task {task.name} has none. Leave it out."
-            )
-
-
 def build_tune_settings(options: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
     """Return the training settings from the options, then a recipe, and then the defaults."""
     defaults: dict[str, Any] = {}
@@ -136,42 +121,6 @@ def load_named_head(
         settings=start.settings,
     )
     return recipe, prompts, start, record
-
-
-def choose_head(
-    choice: HeadTrainingOptions,
-    task: AnyTask[Any],
-) -> tuple[Recipe, tuple[Prompt, ...], FittedModule | None]:
-    """Return the head to train for a task without rated pairs.
-
-    Args:
-        choice: the options for the head.
-        task: the task whose recipes can be named.
-
-    Returns:
-        The recipe, the prompts that were named or that the head to start from was fitted on, and
-        the head to start from or None.
-
-    Raises:
-        UserError: no head is named, or two; several prompts are named; or features are to be
-            subtracted.
-    """
-    if choice.subtract:
-        raise UserError(
-            f"nothing can be subtracted in the task {task.name}, because its candidates have no "
-            "conditions. Leave out --subtract."
-        )
-    recipe, prompts, start, _ = load_named_head(choice, task.recipes, task.load_head)
-    if choice.set:
-        recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
-    if choice.dim is not None:
-        recipe = size_recipe(recipe, choice.dim, choice.dim)
-    if len(prompts) > 1:
-        raise UserError(
-            f"in the task {task.name}, an encoder is trained with one prompt, but {len(prompts)} "
-            "are named. Give one --prompt."
-        )
-    return recipe, prompts, start
 
 
 def resolve_trainable(
@@ -333,11 +282,35 @@ class RankingJob(TrainingJob):
             read: a function that reads the data; None: ``read_data``.
 
         Raises:
-            UserError: the input is invalid, or the head cannot be trained (see ``choose_head``).
+            UserError: the input is invalid: no head is named, or two; the head cannot be trained;
+                several prompts are named; or features are to be subtracted.
             LlmcondError: the encoder cannot be loaded.
         """
-        check_rated_options(options, task)
-        recipe, prompts, start = choose_head(options, task)
+        only_for_pairs = {
+            f"--then {options.then}": options.then is not None,
+            f"--aspects {options.aspects}": options.aspects is not None,
+            "--ensemble": options.ensemble != 1,
+            "--teacher": options.select(TeacherOptions) != TeacherOptions(),
+        }
+        for option in [name for name, is_set in only_for_pairs.items() if is_set]:
+            raise UserError(
+                f"{option} is for rated pairs, and the task {task.name} has none. Leave it out."
+            )
+        if options.subtract:
+            raise UserError(
+                f"nothing can be subtracted in the task {task.name}, because its candidates have "
+                "no conditions. Leave out --subtract."
+            )
+        recipe, prompts, start, _ = load_named_head(options, task.recipes, task.load_head)
+        if options.set:
+            recipe = recipe.with_settings(recipe.parse_changes(dict(options.set), "--set"), "--set")
+        if options.dim is not None:
+            recipe = size_recipe(recipe, options.dim, options.dim)
+        if len(prompts) > 1:
+            raise UserError(
+                f"in the task {task.name}, an encoder is trained with one prompt, but "
+                f"{len(prompts)} are named. Give one --prompt."
+            )
         settings = build_tune_settings(options.tune_settings(), recipe)
         dataset = (read or read_data)(task, options.data_options())
         task.check_training(recipe, dataset)

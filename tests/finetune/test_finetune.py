@@ -30,9 +30,9 @@ from llmcond.finetune.loop import BEST, STATE, BatchSchedule, TrainingState
 from llmcond.finetune.settings import TuneSettings, describe_differences
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import contrast_groups
+from llmcond.heads.settings import learning_rate_factor
 from llmcond.prompts import load_prompt
 from llmcond.run_log import TRAINING, log_path, read_log
-from llmcond.schedules import learning_rate_factor
 from llmcond.workflows.extract import _choose_default_prompt
 from llmcond.workflows.train_job import build_tune_settings
 

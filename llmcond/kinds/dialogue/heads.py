@@ -29,9 +29,8 @@ from llmcond.heads.fitted import FittedModule, UnitRows
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.heads.recipes import Recipe
-from llmcond.heads.settings import GradientSettings, SizeOrNone
+from llmcond.heads.settings import GradientSettings, SizeOrNone, learning_rate_factor
 from llmcond.heads.storage import read_head, restore_head
-from llmcond.schedules import learning_rate_factor
 from llmcond.system import choose_device
 
 #: Number of utterances that are mapped at once.

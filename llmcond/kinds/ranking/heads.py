@@ -43,10 +43,10 @@ from llmcond.heads.settings import (
     Sizes,
     TrainingSettings,
     Weight,
+    learning_rate_factor,
 )
 from llmcond.heads.storage import read_head, restore_head
 from llmcond.kinds.ranking.graph import KnownTriples, adjacency, both_directions
-from llmcond.schedules import learning_rate_factor
 from llmcond.system import choose_device
 
 
