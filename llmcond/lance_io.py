@@ -1,9 +1,4 @@
-"""Reading, writing, committing and cleaning Lance datasets without losing or duplicating rows.
-
-Lance lets two concurrent appends both succeed. Our commits prevent that: each also
-updates the first fragment without a change, and Lance rejects one of two concurrent commits that
-update the same fragment.
-"""
+"""Reading, writing, committing and cleaning Lance datasets without losing rows."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -133,107 +128,109 @@ class PreemptedError(Exception):
     """Another process has committed since the version that a commit was based on."""
 
 
-class DatasetTarget(NamedTuple):
-    """A dataset to write to.
+def write_rows(
+    uri: str, options: dict[str, str] | None, dataset: Any, rows: Any
+) -> list[FragmentMetadata]:
+    """Write rows, a table or batches, into files that belong to no version yet.
 
-    Attributes:
+    Args:
         uri: folder or URI of the dataset.
         options: Lance's storage options.
         dataset: newest known version; None if there is none.
+        rows: one or more rows.
+
+    Raises:
+        OSError: the disk is full.
     """
+    from lance.fragment import LanceFragment, write_fragments
 
-    uri: str
-    options: dict[str, str] | None
-    dataset: Any = None
+    if dataset is None:
+        fragments = [LanceFragment.create(uri, rows, storage_options=options)]
+    else:
+        fragments = write_fragments(rows, dataset, mode="append", storage_options=options)
+    if not is_remote(uri):
+        # Lance does not notice that the end of a file could not be written.
+        for file in (file for fragment in fragments for file in fragment.files):
+            if Path(uri, "data", file.path).stat().st_size != file.file_size_bytes:
+                raise disk_full_error()
+    return fragments
 
-    def write(self, rows: pa.Table) -> FragmentMetadata:
-        """Write one or more rows into a fragment that belongs to no version yet.
 
-        Raises:
-            OSError: the disk is full.
-        """
-        from lance.fragment import LanceFragment
+def commit_first(
+    uri: str,
+    options: dict[str, str] | None,
+    schema: pa.Schema,
+    fragments: Sequence[FragmentMetadata],
+) -> Any:
+    """Commit fragments as the first version of a dataset, and return it.
 
-        if self.dataset is not None:
-            return self._append(rows)[0]
-        fragment = LanceFragment.create(self.uri, rows, storage_options=self.options)
-        return self._complete([fragment])[0]
+    Raises:
+        PreemptedError: the dataset has a version already.
+    """
+    import lance
 
-    def _append(self, rows: Any) -> list[FragmentMetadata]:
-        from lance.fragment import write_fragments
-
-        return self._complete(
-            write_fragments(rows, self.dataset, mode="append", storage_options=self.options)
-        )
-
-    def _complete(self, fragments: list[FragmentMetadata]) -> list[FragmentMetadata]:
-        """Check that the files of fragments are complete, and return the fragments.
-
-        Lance does not notice that the end of a file could not be written.
-        """
-        if not is_remote(self.uri):
-            for file in (file for fragment in fragments for file in fragment.files):
-                if Path(self.uri, "data", file.path).stat().st_size != file.file_size_bytes:
-                    raise disk_full_error()
-        return fragments
-
-    def create(self, schema: pa.Schema, fragments: Sequence[FragmentMetadata]) -> Any:
-        """Commit fragments as the first version, and return it.
-
-        Raises:
-            PreemptedError: the dataset has a version already.
-        """
-        import lance
-
-        try:
-            return self._commit(self.uri, lance.LanceOperation.Overwrite(schema, fragments), None)
-        except OSError as error:  # Another process may have committed in the meantime.
-            if any(text in str(error) for text in ("already exists", "_versions/0.manifest")):
-                raise PreemptedError from error
-            raise
-
-    def commit(self, fragments: Sequence[FragmentMetadata], removed: Sequence[int] = ()) -> Any:
-        """Append and remove fragments, and return the new version.
-
-        Args:
-            fragments: fragments to append.
-            removed: ids of fragments to remove.
-
-        Raises:
-            PreemptedError: ``dataset`` is not the newest version.
-        """
-        import lance
-
-        first = self.dataset.get_fragments()[:1]
-        updated = [fragment.metadata for fragment in first if fragment.fragment_id not in removed]
-        operation = lance.LanceOperation.Update(
-            removed_fragment_ids=list(removed), updated_fragments=updated, new_fragments=fragments
-        )
-        return self._commit(self.dataset, operation, self.dataset.version)
-
-    def _commit(self, base: Any, operation: Any, version: int | None) -> Any:
-        from lance import LanceDataset
-        from lance.commit import CommitConflictError
-
-        try:
-            return LanceDataset.commit(
-                base, operation, version, storage_options=self.options, max_retries=0
-            )
-        except CommitConflictError as error:
+    try:
+        return _commit(uri, lance.LanceOperation.Overwrite(schema, fragments), options, None)
+    except OSError as error:  # Another process may have committed in the meantime.
+        if any(text in str(error) for text in ("already exists", "_versions/0.manifest")):
             raise PreemptedError from error
+        raise
 
-    def merge_last(self, count: int) -> Any:
-        """Merge the last ``count`` fragments into one, and return the new version.
 
-        The order of the rows does not change.
+def commit_rows(
+    dataset: Any,
+    options: dict[str, str] | None,
+    fragments: Sequence[FragmentMetadata],
+    removed: Sequence[int] = (),
+) -> Any:
+    """Append and remove fragments of a dataset, and return the new version.
 
-        Raises:
-            PreemptedError: ``dataset`` is not the newest version.
-        """
-        last = self.dataset.get_fragments()[-count:]
-        rows = self.dataset.scanner(fragments=last, batch_size=_MERGE_BATCH, batch_readahead=4)
-        merged = self._append(rows.to_reader())
-        return self.commit(merged, [fragment.fragment_id for fragment in last])
+    Lance would let two concurrent commits both succeed, and then the order of rows could change. So
+    each commit also updates the first fragment without a change, and Lance rejects one of two
+    concurrent commits that update the same fragment.
+
+    Args:
+        dataset: newest known version.
+        options: Lance's storage options.
+        fragments: fragments to append.
+        removed: ids of fragments to remove.
+
+    Raises:
+        PreemptedError: ``dataset`` is not the newest version.
+    """
+    import lance
+
+    first = dataset.get_fragments()[:1]
+    updated = [fragment.metadata for fragment in first if fragment.fragment_id not in removed]
+    operation = lance.LanceOperation.Update(
+        removed_fragment_ids=list(removed), updated_fragments=updated, new_fragments=fragments
+    )
+    return _commit(dataset, operation, options, dataset.version)
+
+
+def _commit(base: Any, operation: Any, options: dict[str, str] | None, version: int | None) -> Any:
+    from lance import LanceDataset
+    from lance.commit import CommitConflictError
+
+    try:
+        return LanceDataset.commit(base, operation, version, storage_options=options, max_retries=0)
+    except CommitConflictError as error:
+        raise PreemptedError from error
+
+
+def merge_last(uri: str, options: dict[str, str] | None, dataset: Any, count: int) -> Any:
+    """Merge the last ``count`` fragments into one, and return the new version.
+
+    The order of the rows does not change, unlike with Lance's own compaction if another process
+    appends meanwhile.
+
+    Raises:
+        PreemptedError: ``dataset`` is not the newest version.
+    """
+    last = dataset.get_fragments()[-count:]
+    rows = dataset.scanner(fragments=last, batch_size=_MERGE_BATCH, batch_readahead=4)
+    merged = write_rows(uri, options, dataset, rows.to_reader())
+    return commit_rows(dataset, options, merged, [fragment.fragment_id for fragment in last])
 
 
 def clean_up(uri: str, dataset: Any, *, alone: bool) -> None:

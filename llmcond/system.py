@@ -298,17 +298,18 @@ def cpu_threads() -> int:
     return max(1, min(cores, allowed))
 
 
-def compute_on_one_thread() -> None:
-    """Limit this process to one CPU thread, without importing PyTorch."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # ``cpu_threads`` and a later import of PyTorch read it.
-    _limit_torch()
+def limit_cpu_threads(count: int) -> None:
+    """Limit the CPU threads of this process, without importing PyTorch."""
+    # ``cpu_threads`` and a later import of PyTorch read it.
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    _limit_torch(count)
 
 
-def _limit_torch() -> None:
+def _limit_torch(count: int = 1) -> None:
     if "torch" in sys.modules:
         import torch
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(count)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

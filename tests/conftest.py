@@ -4,6 +4,7 @@ import csv
 import gc
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -478,7 +479,9 @@ def actors_import_helpers() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray(actors_import_helpers: None) -> Iterator[Any]:
     """The Ray cluster that all tests of a process share."""
-    from llmcond.scale.pool import RayCluster, connect_ray
+    import ray
 
-    with connect_ray(RayCluster(actors=3)) as ray:
-        yield ray
+    os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray.init(num_cpus=3, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    yield ray
+    ray.shutdown()

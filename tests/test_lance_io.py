@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from llmcond.errors import UserError
-from llmcond.lance_io import DatasetTarget, check_lance_column_names, open_newest
+from llmcond.lance_io import check_lance_column_names, commit_first, open_newest, write_rows
 
 ROWS = pa.table({"x": list(range(1000))})
 
@@ -16,12 +16,12 @@ WRITE_WITH_SIZE_LIMIT = """
 import resource, signal, sys
 import pyarrow as pa
 from llmcond.errors import is_disk_full
-from llmcond.lance_io import DatasetTarget, open_newest
+from llmcond.lance_io import open_newest, write_rows
 uri, size = sys.argv[1], int(sys.argv[2])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 try:
-    DatasetTarget(uri, None, open_newest(uri)).write(pa.table({"x": list(range(1000))}))
+    write_rows(uri, None, open_newest(uri), pa.table({"x": list(range(1000))}))
 except OSError as error:
     print(is_disk_full(error))
 """
@@ -33,7 +33,7 @@ def test_truncated_file_is_reported_as_full_disk(tmp_path, exists, missing):
     """A limit on the size of files stands in for a full disk."""
     if exists:
         lance.write_dataset(ROWS, tmp_path / "cut.lance")
-    fragment = DatasetTarget(str(tmp_path / "whole.lance"), None).write(ROWS)
+    (fragment,) = write_rows(str(tmp_path / "whole.lance"), None, None, ROWS)
     limit = fragment.files[0].file_size_bytes - missing
     code = [sys.executable, "-c", WRITE_WITH_SIZE_LIMIT, str(tmp_path / "cut.lance"), str(limit)]
     process = subprocess.run(code, capture_output=True, text=True, check=True)
@@ -43,10 +43,10 @@ def test_truncated_file_is_reported_as_full_disk(tmp_path, exists, missing):
 def test_folder_without_version_contains_no_dataset(tmp_path):
     uri = str(tmp_path / "x.lance")
     assert open_newest(uri) is None
-    fragment = DatasetTarget(uri, None).write(ROWS)
+    fragments = write_rows(uri, None, None, ROWS)
     (tmp_path / "x.lance" / "_versions").mkdir()
     assert open_newest(uri) is None
-    DatasetTarget(uri, None).create(ROWS.schema, [fragment])
+    commit_first(uri, None, ROWS.schema, fragments)
     assert open_newest(uri).count_rows() == 1000
 
 
@@ -83,5 +83,5 @@ def test_lance_holds_all_other_column_names(tmp_path):
     check_lance_column_names(names)
     uri = str(tmp_path / "names.lance")
     rows = pa.table([pa.array([name]) for name in names], names=names)
-    dataset = DatasetTarget(uri, None).create(rows.schema, [DatasetTarget(uri, None).write(rows)])
+    dataset = commit_first(uri, None, rows.schema, write_rows(uri, None, None, rows))
     assert dataset.to_table(columns=names).to_pylist() == rows.to_pylist()

@@ -223,7 +223,7 @@ class Embed(EmbedOptions, Command):
         if self.scale is not None:
             raise UserError(
                 f"--scale needs --out FOLDER, and {self.out} is a file. Name a folder or a .lance "
-                "dataset, or leave out --scale."
+                "dataset, or leave out --scale. --workers N shares the work on this machine."
             )
         from llmcond.workflows.embed import embed_file
 

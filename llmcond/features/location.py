@@ -81,10 +81,6 @@ class LocalLocation:
         """Return whether the disk has ``n_bytes`` of free space."""
         return shutil.disk_usage(self.folder).free >= n_bytes
 
-    def has_file(self, path: str) -> bool:
-        """Return whether a file of the dataset, such as data/NAME.lance, exists."""
-        return Path(self.uri, path).exists()
-
     def check_writable(self) -> None:
         """Raise a UserError if the folder cannot be written."""
         check_writable(self.folder / "store.json")
@@ -176,10 +172,6 @@ class BucketLocation:
     def has_room(self, n_bytes: int) -> bool:
         """Return True, because a bucket has no limit."""
         return True
-
-    def has_file(self, path: str) -> bool:
-        """Return whether a file of the dataset exists."""
-        return bool(LanceFileSession(self.uri, self.options).contains(path))
 
     def check_writable(self) -> None:
         """Raise a UserError if the prefix cannot be written."""

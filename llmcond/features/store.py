@@ -2,8 +2,8 @@
 
 There is one folder for each encoder fingerprint and number type. Rows are added in chunks that
 commit atomically, so a store never holds half a chunk. Commits run under a lock, which the
-operating system releases when a process ends in any way, so two processes never add the same input
-twice.
+operating system releases when a process ends in any way, so two processes of a machine never add
+the same input twice. Of inputs that several machines have added, the first row counts.
 
 The position of a row among all rows never changes: rows are only appended, and merging small files
 keeps their order.
@@ -11,27 +11,22 @@ keeps their order.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from lance.file import LanceFileReader
-from lance.fragment import FragmentMetadata
 from numpy.typing import NDArray
 
 from llmcond.arrays import SharedRows
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import LlmcondError, UserError, disk_full_error, is_disk_full
-from llmcond.features.fragments import Fragment, mergeable, row_bytes, rows_schema, rows_table
 from llmcond.features.keys import KEY_BYTES, KeyIndex, StoreDtype
 from llmcond.features.location import (
     SPARE_BYTES,
@@ -42,13 +37,19 @@ from llmcond.features.location import (
     remove_abandoned_claims,
 )
 from llmcond.files import check_format
-from llmcond.lance_io import READ_ERRORS, DatasetTarget, PreemptedError, clean_up, convert_panics
-from llmcond.log import log
+from llmcond.lance_io import (
+    READ_ERRORS,
+    PreemptedError,
+    clean_up,
+    commit_first,
+    commit_rows,
+    convert_panics,
+    merge_last,
+    write_rows,
+)
 
 if TYPE_CHECKING:
     from llmcond.encoders.spec import Encoded
-
-__all__ = ["FeatureStore", "Fragment", "StoreDtype"]
 
 FORMAT = 1
 
@@ -60,8 +61,19 @@ _READ_ROWS = 65_536
 #: The size of a table of vectors above which it is a memory map instead of an array.
 _MAX_TABLE_BYTES = 2**30
 
-#: The prefix of the claims of processes that write fragments.
-_WRITING_PREFIX = "writing-"
+
+_KEY = pa.binary(KEY_BYTES)
+_ARROW = {"float16": pa.float16(), "float32": pa.float32()}
+
+#: The number of fragments that are merged into one. Every commit adds a fragment, and many
+#: fragments slow down later commits.
+_MERGED_FRAGMENTS = 32
+#: Fragments are merged only if the largest holds at most this fraction (1 / 8) of their rows, so
+#: that a row is rewritten rarely.
+_LARGEST_PART = 8
+#: A fragment of this many rows or bytes is not merged again: rewriting it would take the committing
+#: process longer than many encoding processes need to write such fragments.
+_FULL_ROWS, _FULL_BYTES = 32_768, 2**25
 
 
 class FeatureStore:
@@ -80,8 +92,8 @@ class FeatureStore:
     ) -> None:
         """Open the store below ``root``, or start an empty one. Nothing is written yet.
 
-        ``root`` is a folder, or a URI such as s3://bucket/path. With ``only_write`` only
-        ``write_fragment`` can be used, and no keys are read.
+        ``root`` is a folder, or a URI such as s3://bucket/path. With ``only_write`` no keys are
+        read: only ``append`` can be used, with inputs that the store lacks.
 
         Raises:
             UserError: The kind of storage is unknown, or the bucket does not exist or cannot be
@@ -102,7 +114,7 @@ class FeatureStore:
         self._dataset: Any = None
         self._index = KeyIndex()
         self._truncated = np.zeros(0, dtype=np.bool_)
-        self._is_only_writer = True
+        self._only_write = only_write
         # There may be claims of processes that were killed earlier.
         self._has_abandoned_claims = True
         newest = self._read_safely(self._location.newest)
@@ -188,139 +200,61 @@ class FeatureStore:
         return positions
 
     def append(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> int:
-        """Add n distinct inputs in one commit, and return how many were new.
+        """Add n distinct inputs, at least one, in one commit, and return how many were new.
 
-        Inputs that the store already holds are skipped. The vectors, (n, dim), must be finite in
-        the store's type.
-
-        Raises:
-            DiskFullError: The disk is full. Rows that were already stored are kept.
-        """
-        with self._raising_storage_errors(), self._committing():
-            self._catch_up()
-            fresh = self.missing(inputs)
-            if not fresh:
-                return 0
-            return self._add([self._write([inputs[i] for i in fresh], encoded.take(fresh))])
-
-    def write_fragment(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> Fragment:
-        """Write n distinct inputs, at least one, into a file for ``add_fragments``.
-
-        Call this only while this or another process is inside ``fragment_writer_claim``. Arguments
-        and errors are those of ``append``.
-        """
-        with self._raising_storage_errors():
-            return self._write(inputs, encoded)
-
-    def _write(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> Fragment:
-        rows = rows_table(inputs, replace(encoded, vectors=self.cast(encoded.vectors)))
-        self._check_room(rows)
-        metadata = self._target().write(rows)
-        keys = b"".join(rows["key"].to_pylist())
-        return Fragment(json.dumps(metadata.to_json()), keys, encoded.vectors.shape[1])
-
-    def _target(self) -> DatasetTarget:
-        return DatasetTarget(self._location.uri, self._location.options, self._dataset)
-
-    def add_fragments(self, fragments: Sequence[Fragment]) -> int:
-        """Add the rows of fragments in one commit, and return how many were new.
+        Inputs that the store already holds are skipped. If another machine adds an input at the
+        same time, it is stored twice, and the first vector is read. The vectors, (n, dim), must be
+        finite in the store's type.
 
         Raises:
             DiskFullError: The disk is full. Rows that were already stored are kept.
         """
         with self._raising_storage_errors(), self._committing():
-            self._catch_up()
-            return self._add(fragments, by_others=True)
-
-    def _add(self, fragments: Sequence[Fragment], *, by_others: bool = False) -> int:
-        """Commit the new rows of fragments. The caller holds the commit lock."""
-        while True:
-            metadata_list, tables, added = [], [], KeyIndex()
-            for fragment in fragments:
-                fresh = (self._index.find(fragment.keys) < 0) & (added.find(fragment.keys) < 0)
-                if not fresh.any():
-                    continue
-                metadata = FragmentMetadata.from_json(fragment.metadata)
-                path = f"data/{metadata.files[0].path}"
-                if by_others and not self._location.has_file(path):
-                    raise UserError(
-                        f"another machine wrote {self._location.uri}/{path}, which does not exist "
-                        "on this machine. All machines must mount the same folder, or use the same "
-                        "storage server."
-                    )
-                if fresh.all():
-                    metadata_list.append(metadata)
-                else:
-                    options = self._location.options
-                    reader = LanceFileReader(f"{self._location.uri}/{path}", options)
-                    tables.append(reader.read_all().to_table().filter(pa.array(fresh)))
-                keys = np.frombuffer(fragment.keys, dtype=f"V{KEY_BYTES}")
-                added.add(keys[fresh].tobytes())
-            if tables:
-                rows = pa.concat_tables(tables)
-                self._check_room(rows)
-                metadata_list.append(self._target().write(rows))
-            if not metadata_list:
-                return 0
-            try:
-                self._commit(metadata_list, fragments[0].dim)
-            except PreemptedError:
-                if not self._is_committed(metadata_list):
-                    continue
-            self._merge_small_fragments()
-            return len(added)
-
-    def _is_committed(self, fragments: Sequence[FragmentMetadata]) -> bool:
-        """Return whether a rejected commit was in fact made, and only its response was lost.
-
-        Otherwise another machine committed first, since this process holds the lock.
-        """
-        known_version = self._dataset and self._dataset.version
-        self._catch_up()
-        if (self._dataset and self._dataset.version) == known_version:
-            raise LlmcondError(
-                f"{self._location.name}: the storage rejects conditional writes (a PUT with "
-                "If-None-Match), which commits need. Use another storage."
-            ) from None
-        last = self._dataset.get_fragments()[-len(fragments) :]
-        if [fragment.metadata.files for fragment in last] == [
-            fragment.files for fragment in fragments
-        ]:
-            return True
-        if self._is_only_writer:
-            log.warning(
-                f"other machines are writing to {self._location.name}; no vector is stored twice, "
-                "but some are encoded twice"
-            )
-        self._is_only_writer = False
-        return False
-
-    @contextmanager
-    def fragment_writer_claim(self) -> Iterator[None]:
-        """Allow this and other processes to write fragments until the block ends.
-
-        Until then, no process removes files that no version refers to. Such files of killed
-        processes are removed first, unless another process is writing fragments.
-        """
-        with ExitStack() as stack:
-            with self._raising_storage_errors(), self._committing():
+            if not self._only_write:
                 self._catch_up()
-                if self._dataset is not None:
-                    self._remove_old_files(self._location.newest())
-                stack.enter_context(self.claim(f"{_WRITING_PREFIX}{uuid.uuid4().hex}"))
-            yield
+                fresh = self.missing(inputs)
+                if not fresh:
+                    return 0
+                inputs, encoded = [inputs[i] for i in fresh], encoded.take(fresh)
+            rows = rows_table(inputs, replace(encoded, vectors=self.cast(encoded.vectors)))
+            # Lance commits a file even if its last bytes could not be written, so check before.
+            if not self._location.has_room(2 * rows.nbytes + SPARE_BYTES):
+                raise disk_full_error()
+            dataset = self._commit(rows)
+            if self._only_write:
+                self._dataset = dataset
+            else:
+                self._switch_to(dataset)
+                self._merge_small_fragments(alone=not self._location.shared)
+        return len(inputs)
 
-    def _remove_old_files(self, dataset: Any) -> None:
-        """Remove old versions, and unreferenced files if no other process can be writing them."""
-        # Where locks do not hold for all processes, Lance removes unreferenced files only when
-        # they are days old.
-        is_only_writer = not self._location.shared
-        for path in (
-            (self.folder / "claims").glob(f"{_WRITING_PREFIX}*.lock") if is_only_writer else ()
-        ):
-            with self.claim(path.stem) as is_abandoned:  # true if the claim's process was killed
-                is_only_writer = is_only_writer and is_abandoned
-        clean_up(self._location.uri, dataset, alone=is_only_writer)
+    def _commit(self, rows: pa.Table) -> Any:
+        """Commit rows, and return the new version. The caller holds the commit lock."""
+        uri, options, dataset = self._location.uri, self._location.options, self._dataset
+        fragments = write_rows(uri, options, dataset, rows)
+        while True:
+            with suppress(PreemptedError):
+                if dataset is not None:
+                    return commit_rows(dataset, options, fragments)
+                identity = self.identity.to_json()
+                description = {"format": FORMAT, "dtype": self.dtype, "encoder": identity}
+                schema = self._location.write_description(rows.schema, description)
+                return commit_first(uri, options, schema, fragments)
+            # Another machine has committed, because this process holds the lock of this machine.
+            newest = self._location.newest()
+            if newest is None or (dataset is not None and newest.version == dataset.version):
+                raise LlmcondError(
+                    f"{self._location.name}: the storage rejects conditional writes (a PUT with "
+                    "If-None-Match), which commits need. Use another storage."
+                ) from None
+            dataset = newest
+
+    def merge(self) -> None:
+        """Read the rows that workers have added, and merge their small files."""
+        with self._raising_storage_errors(), self._committing():
+            self._catch_up()
+            if self._dataset is not None:
+                self._merge_small_fragments(alone=False)
 
     @contextmanager
     def _raising_storage_errors(self) -> Iterator[None]:
@@ -332,35 +266,24 @@ class FeatureStore:
             self._location.raise_unwritable(error, len(self))
             raise
 
-    def _check_room(self, rows: pa.Table) -> None:
-        # Lance commits a file even if its last bytes could not be written, so check before.
-        if not self._location.has_room(2 * rows.nbytes + SPARE_BYTES):
-            raise disk_full_error()
+    def _merge_small_fragments(self, *, alone: bool) -> None:
+        """Merge small fragments, if there are many. The caller holds the commit lock.
 
-    def _commit(self, fragments: Sequence[FragmentMetadata], dim: int) -> None:
-        if self._dataset is None:
-            identity = self.identity.to_json()
-            description = {"format": FORMAT, "dtype": self.dtype, "encoder": identity}
-            schema = self._location.write_description(rows_schema(dim, self.dtype), description)
-            self._switch_to(self._target().create(schema, fragments))
-        else:
-            self._switch_to(self._target().commit(fragments))
-
-    def _merge_small_fragments(self) -> None:
-        """Merge small fragments, if there are many. The caller holds the commit lock."""
+        ``alone`` is as in ``clean_up``: files of killed processes can be removed because all others
+        write under the lock.
+        """
         rows = [fragment.physical_rows for fragment in self._dataset.get_fragments()]
         bytes_per_row = row_bytes(self._dataset.schema.field("vector").type.list_size, self.dtype)
         count = mergeable(rows, bytes_per_row)
         if not count:
             return
-        self._remove_old_files(self._location.newest())
+        uri, options = self._location.uri, self._location.options
+        clean_up(uri, self._location.newest(), alone=alone)
         if self._location.has_room(2 * math.ceil(sum(rows[-count:]) * bytes_per_row)):
-            try:
-                self._target().merge_last(count)
-            except PreemptedError:
-                return  # the next commit will merge
-            # A new handle starts with empty caches.
-            self._switch_to(self._location.newest())
+            with suppress(PreemptedError):  # the next commit will merge
+                merge_last(uri, options, self._dataset, count)
+                # A new handle starts with empty caches.
+                self._switch_to(self._location.newest())
 
     def check_writable(self) -> None:
         """Raise a UserError if rows cannot be added."""
@@ -434,3 +357,40 @@ class FeatureStore:
 
 def _key_bytes(keys: Any) -> Any:
     return keys.buffers()[1].slice(keys.offset * KEY_BYTES, len(keys) * KEY_BYTES)
+
+
+def row_bytes(dim: int, dtype: StoreDtype) -> float:
+    """Return the bytes of a row: its vector, key, number of tokens, and a bit for truncation."""
+    return dim * np.dtype(dtype).itemsize + KEY_BYTES + 4 + 1 / 8
+
+
+def rows_schema(dim: int, dtype: str) -> pa.Schema:
+    """Return the schema of a Lance dataset of vectors."""
+    vector = pa.list_(_ARROW[dtype], dim)
+    columns = {"key": _KEY, "vector": vector, "n_tokens": pa.int32(), "truncated": pa.bool_()}
+    return pa.schema(columns)
+
+
+def rows_table(inputs: Sequence[EncoderInput], encoded: Encoded) -> pa.Table:
+    """Return the rows of inputs and their vectors, which already have the stored type."""
+    vectors = encoded.vectors
+    columns = [
+        pa.array([item.key for item in inputs], _KEY),
+        pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1]),
+        pa.array(encoded.n_tokens, pa.int32()),
+        pa.array(encoded.truncated, pa.bool_()),
+    ]
+    return pa.table(columns, rows_schema(vectors.shape[1], vectors.dtype.name))
+
+
+def mergeable(rows: Sequence[int], row_bytes: float) -> int:
+    """Return how many of the last fragments to merge, given the rows of each; 0: none."""
+    best = total = largest = 0
+    for count, size in enumerate(reversed(rows), start=1):
+        if size >= _FULL_ROWS or size * row_bytes >= _FULL_BYTES:
+            break
+        total += size
+        largest = max(largest, size)
+        if count >= _MERGED_FRAGMENTS and largest * _LARGEST_PART <= total:
+            best = count
+    return best

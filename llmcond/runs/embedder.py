@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
     from llmcond.heads.fitted import ConditionCache
     from llmcond.runs.explanation import Explanation
+    from llmcond.scale.pool import Workers
 
 #: The number of rows whose vectors are in memory at a time.
 _BLOCK = 8_192
@@ -852,6 +854,20 @@ class EmbeddingModel:
             vectors = vectors[:, : check_truncate_dim(self.truncate_dim, vectors.shape[1])]
             vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
             yield normalise_vectors(vectors, head) if normalize else vectors
+
+    @contextmanager
+    def shared(self, workers: Workers | None) -> Iterator[None]:
+        """Let workers encode during the block."""
+        if workers is None:
+            yield
+            return
+        from llmcond.scale.extraction import share_extraction
+
+        resolved = self.encoder.resolved
+        with share_extraction(workers, self.encoder.name, resolved, self.store) as execution:
+            self.encoder.execute = execution
+            yield
+        self.encoder.execute = None
 
     def embed(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
         """Return the (n, k) embeddings of rows, with unit L2 norm.

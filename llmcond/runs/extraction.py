@@ -22,31 +22,22 @@ if TYPE_CHECKING:
 
 
 class LazyEncoder:
-    """An encoder that is loaded at the first call. ``before_load`` is called just before loading.
+    """An encoder that is loaded at the first call.
 
-    With ``execute``, inputs are encoded elsewhere, by encoders of the same identity. ``processes``
-    is the number of processes, including this one, that extract the same inputs.
+    With ``execute``, inputs are encoded elsewhere, by encoders of the same identity.
     ``reported_truncation`` says whether the log has a line about long inputs, as one is enough for
     a command that encodes texts under several conditions.
     """
 
     reported_truncation = False
 
-    def __init__(
-        self,
-        resolved: ResolvedEncoder,
-        before_load: Callable[[], None] = lambda: None,
-        execute: PlanExecutor | None = None,
-        processes: int = 1,
-    ) -> None:
-        self.resolved, self.execute, self._before = resolved, execute, before_load
-        self.processes = processes
+    def __init__(self, resolved: ResolvedEncoder, execute: PlanExecutor | None = None) -> None:
+        self.resolved, self.execute = resolved, execute
 
     @cached_property
     def _encoder(self) -> Encoder:
         from llmcond.encoders.encoder import Encoder
 
-        self._before()
         return Encoder(self.resolved)
 
     def __call__(self) -> Encoder:
@@ -104,25 +95,18 @@ def extract_inputs(
     missing: MissingCount | None = None,
 ) -> Extraction:
     """Extract inputs with a progress bar, and log a summary that begins with ``name``."""
-    resolved, processes, before = encoder.resolved, encoder.processes, len(store)
-
-    def stored() -> int:
-        return len(store) - before
-
-    with ExtractionBar(processes=processes, stored=stored if processes > 1 else None) as bar:
+    resolved = encoder.resolved
+    with ExtractionBar() as bar:
         chunking = Chunking(by_prefix=resolved.shares_prefixes)
         extraction = extract(
             inputs, store, encoder, bar, chunking, missing=missing, execute=encoder.execute
         )
     summary = "nothing to encode, the vectors of all inputs are already stored"
     if extraction.n_computed:
-        n_encoded = stored() if processes > 1 else extraction.n_computed
         summary = (
-            f"{n_encoded:,} of {extraction.n_inputs:,} inputs encoded in {extraction.seconds:.1f} s"
+            f"{extraction.n_computed:,} of {extraction.n_inputs:,} inputs encoded in "
+            f"{extraction.seconds:.1f} s, {extraction.n_tokens / extraction.seconds:,.0f} tokens/s"
         )
-        if processes > 1:
-            summary += f" by {processes} processes ({extraction.n_computed:,} by this one)"
-        summary += f", {extraction.n_tokens / extraction.seconds:,.0f} tokens/s"
     log.info(f"{name}: {summary}")
     if extraction.n_truncated and not encoder.reported_truncation:
         limit = f"{resolved.identity.max_length} tokens"

@@ -1,8 +1,8 @@
-"""Extraction with Ray actors: they encode and write fragments, and this process commits them.
+"""Extraction by workers: they encode parts of the inputs, and add the vectors to the store.
 
-Fragments become part of the store only when this process commits them, and only keys and metadata
-of fragments are sent to it. So whatever is lost with an actor was never visible in the store, and
-uncommitted work of a killed process is repeated by the next extraction.
+Each commit of a worker is complete, so a killed process loses only what it has not committed, and
+the next extraction repeats that. Workers do not know what the others have stored: this process
+gives each input to one of them.
 """
 
 from __future__ import annotations
@@ -31,70 +31,73 @@ from llmcond.features.extract import (
     PartEncoder,
     check_storable,
 )
-from llmcond.features.store import FeatureStore, Fragment, StoreDtype
+from llmcond.features.keys import StoreDtype
+from llmcond.features.store import FeatureStore
 from llmcond.log import log
-from llmcond.scale.pool import ActorPool, RayCluster, actor_pool
-from llmcond.system import compute_on_one_thread
+from llmcond.scale.pool import WorkerPool, Workers, worker_pool
 
 if TYPE_CHECKING:
     from llmcond.encoders.spec import Encoded
 
-#: A commit takes place after this number of fragments, or of seconds.
-_COMMIT_FRAGMENTS, _COMMIT_SECONDS = 16, 10.0
-#: An actor gets parts for about this number of seconds at a time, and at most this number of parts:
-#: a fragment has up to 65,536 rows, or half of that from a GPU.
-_ITEM_SECONDS, _MAX_PARTS = 10.0, 64
+#: A worker gets parts for about this number of seconds at a time, and more if there are more than
+#: this number of workers, because each item is a commit. It gets at most this number of parts: a
+#: commit has up to 65,536 rows, or half of that from a GPU.
+_ITEM_SECONDS, _FEW_WORKERS, _MAX_PARTS = 10.0, 16, 64
+#: Small files of the store are merged after this number of items.
+_ITEMS_PER_MERGE = 16
 
 
 @dataclass(frozen=True)
-class ActorEncoderSpec:
-    """Everything that an actor needs to create its encoder and its side of the store.
+class EncoderSpec:
+    """Everything that a worker needs to create its encoder and its side of the store.
 
     Attributes:
-        model: name or path that finds the model on every machine.
+        model: name or path that finds the model on every machine; on this machine, the resolved
+            encoder itself.
         options: all settings that affect vectors, and the device.
         fingerprint: expected fingerprint of the encoder.
         store_root: root of the store, without the encoder's own folder: a folder or a URI.
         dtype: data type of the stored vectors.
     """
 
-    model: str
+    model: str | ResolvedEncoder
     options: EncoderOptions
     fingerprint: str
     store_root: str
     dtype: StoreDtype
 
 
-class WrittenFragment(NamedTuple):
-    """The result of an actor for some parts.
+class StoredItem(NamedTuple):
+    """The result of a worker for some parts.
 
     Attributes:
-        fragment: fragment of the rows that could be encoded; None: there were none.
-        counts: counts of the inputs that are finished; nothing has been added to the store yet.
-        cpu_seconds: CPU time of all threads of the actor.
+        counts: counts of the inputs that are finished.
+        cpu_seconds: CPU time of all threads of the worker.
         failure: the first input without a vector, with the reason.
     """
 
-    fragment: Fragment | None
     counts: CommittedCounts
     cpu_seconds: float
     failure: tuple[EncoderInput, str] | None
 
 
-class FragmentWriter:
-    """An actor's encoder, which writes fragments that do not belong to the store yet."""
+class ExtractionWorker:
+    """A worker's encoder, which adds vectors to a store."""
 
-    def __init__(self, spec: ActorEncoderSpec) -> None:
+    def __init__(self, spec: EncoderSpec) -> None:
         """Load the encoder.
 
         Raises:
-            UserError: if this machine does not have the encoder, or has another version of it.
+            UserError: if this machine does not have the encoder, or has another version of it, or
+                does not see the store.
         """
         from llmcond.encoders.encoder import Encoder, WorkerThreads
 
-        if spec.options.device == "cpu":
-            compute_on_one_thread()
-        resolved = resolve(spec.model, spec.options)
+        resolved = spec.model
+        if isinstance(resolved, str):
+            resolved = resolve(resolved, spec.options)
+        elif resolved.device != "cpu":  # the worker sees only its own GPU
+            resolved = replace(resolved, device="cuda:0")
         if resolved.identity.fingerprint != spec.fingerprint:
             import socket
 
@@ -108,8 +111,8 @@ class FragmentWriter:
         self._threads = WorkerThreads(encoder.concurrency)
         self._store = FeatureStore(spec.store_root, resolved.identity, spec.dtype, only_write=True)
 
-    def work(self, item: list[EncodingPart]) -> WrittenFragment:
-        """Encode parts, and write vectors that are finite in the store's type to one fragment.
+    def work(self, item: list[EncodingPart]) -> StoredItem:
+        """Encode parts, and store the vectors that are finite in the store's type.
 
         Parts after an input that cannot be encoded are skipped.
 
@@ -123,13 +126,13 @@ class FragmentWriter:
         parts: list[Encoded] = []
         inputs: list[EncoderInput] = []
         failed: InputError | None = None
+        n_added = 0
         try:
             for part, vectors in zip(item, self._threads.map(self._encode, item), strict=True):
                 parts.append(vectors)
                 inputs += part.inputs
         except InputError as error:
             failed = error
-        fragment = None
         if parts:
             encoded = Encoded(
                 np.concatenate([part.vectors for part in parts]),
@@ -139,45 +142,43 @@ class FragmentWriter:
             stored = self._store.cast(encoded.vectors)
             good = np.flatnonzero(np.isfinite(stored).all(axis=1)).tolist()
             if good:
-                good_inputs = [inputs[i] for i in good]
-                fragment = self._store.write_fragment(good_inputs, encoded.take(good))
+                n_added = self._store.append([inputs[i] for i in good], encoded.take(good))
             try:
                 check_storable(stored, inputs)
             except InputError as error:
                 failed = error
         characters = sum(text.size for text in inputs)
         n_tokens = sum(int(part.n_tokens.sum()) for part in parts)
-        done = CommittedCounts(len(inputs), 0, characters, n_tokens, time.monotonic() - start_time)
+        seconds = time.monotonic() - start_time
+        counts = CommittedCounts(len(inputs), n_added, characters, n_tokens, seconds)
         failure = None if failed is None else (failed.item, str(failed))
-        return WrittenFragment(fragment, done, time.process_time() - start_cpu, failure)
+        return StoredItem(counts, time.process_time() - start_cpu, failure)
 
 
-class RayExecution(ExitStack):
-    """Executes extraction plans with actors, which start with the first plan that lacks vectors.
+class SharedExecution(ExitStack):
+    """Executes extraction plans with workers, which start with the first plan that lacks vectors.
 
     It is passed as ``execute`` to ``llmcond.features.extract.extract``, within a ``with`` block
-    that ends the actors.
+    that ends the workers.
 
     Attributes:
-        cpu_seconds: CPU time in which actors have encoded and written.
+        cpu_seconds: CPU time in which workers have encoded and written.
     """
 
-    #: Creates an actor's worker from an ``ActorEncoderSpec``.
-    worker: Callable[[ActorEncoderSpec], Any] = FragmentWriter
+    #: Creates a worker from an ``EncoderSpec``.
+    worker: Callable[[EncoderSpec], Any] = ExtractionWorker
 
-    def __init__(self, cluster: RayCluster, spec: ActorEncoderSpec) -> None:
+    def __init__(self, workers: Workers, spec: EncoderSpec) -> None:
         super().__init__()
-        self._cluster, self._spec = cluster, spec
+        self._workers, self._spec = workers, spec
         self.cpu_seconds = 0.0
 
     @cached_property
-    def _pool(self) -> ActorPool[list[EncodingPart], WrittenFragment]:
-        start_time = time.monotonic()
-        manager = actor_pool(self._cluster, self.worker, self._spec)
-        pool: ActorPool[list[EncodingPart], WrittenFragment] = self.enter_context(manager)
-        where = "this machine" if self._cluster.address is None else "the cluster"
-        seconds = time.monotonic() - start_time
-        log.info(f"Ray on {where}: {pool.size} actors, connected in {seconds:.1f} s")
+    def _pool(self) -> WorkerPool[list[EncodingPart], StoredItem]:
+        manager = worker_pool(self._workers, self.worker, self._spec)
+        pool: WorkerPool[list[EncodingPart], StoredItem] = self.enter_context(manager)
+        where = "this machine" if self._workers.is_local else "the cluster"
+        log.info(f"{pool.size} workers on {where}")
         return pool
 
     def __call__(
@@ -188,9 +189,9 @@ class RayExecution(ExitStack):
         Raises:
             InputError: if an input cannot be encoded, or its vector has NaN or infinity. All
                 vectors that were finished before are stored.
-            LlmcondError: for the reasons of ``Pool.map`` and ``FragmentWriter.work``.
+            LlmcondError: for the reasons of ``WorkerPool.map`` and ``ExtractionWorker.work``.
         """
-        parts_per_chunk = _parts_per_chunk(self._cluster)
+        parts_per_chunk = _parts_per_chunk(self._workers)
         parts = (part.missing_from(plan.store) for part in plan.parts(lambda: parts_per_chunk))
         first, tally, parts_per_item = next(parts, None), ExtractionTally(progress), 1
         if first is None:
@@ -203,83 +204,74 @@ class RayExecution(ExitStack):
             while item := list(islice(remaining, parts_per_item)):
                 yield item
 
-        with plan.store.fragment_writer_claim(), _Committer(plan.store) as committer:
-            for item, written in pool.map(items()):
-                parts_per_item = _parts_per_item(written.counts.seconds, len(item))
-                committer.add(written)
-                self.cpu_seconds += written.cpu_seconds
-                tally.add(written.counts, at_once=pool.size)
-                if written.failure is not None:
-                    raise InputError(*written.failure)
-        tally.n_added = committer.n_added
+        pending: list[EncodingPart] = []
+        try:
+            for number, (item, stored) in enumerate(pool.map(items()), 1):
+                parts_per_item = _parts_per_item(stored.counts.seconds, len(item), pool.size)
+                self.cpu_seconds += stored.cpu_seconds
+                tally.add(stored.counts, at_once=pool.size)
+                if stored.failure is not None:
+                    raise InputError(*stored.failure)
+                pending += item
+                if number % _ITEMS_PER_MERGE == 0:
+                    _merge(plan.store, pending)
+        except BaseException:
+            plan.store.merge()
+            raise
+        _merge(plan.store, pending)
         return tally
 
 
-def estimate_commits(rows: int, seconds: float, cluster: RayCluster, count: int) -> tuple[int, int]:
-    """Estimate the numbers of fragments and commits of ``count`` actors within some seconds.
+def _merge(store: FeatureStore, pending: list[EncodingPart]) -> None:
+    """Merge small files, and check that the vectors of parts that workers have stored are there.
 
-    Small fragments are merged afterwards.
+    Raises:
+        UserError: a worker has another store on its machine.
     """
-    parts = math.ceil(rows * _parts_per_chunk(cluster) / CHUNK)
+    store.merge()
+    if any(store.missing(part.inputs) for part in pending):
+        raise UserError(
+            f"another machine has stored vectors in {store.root} that do not exist on this "
+            "machine. All machines must mount the same folder, or use the same storage server."
+        )
+    pending.clear()
+
+
+def estimate_commits(rows: int, seconds: float, workers: Workers, count: int) -> int:
+    """Estimate the number of commits, each of one file, of ``count`` workers within some seconds.
+
+    Small files are merged afterwards.
+    """
+    parts = math.ceil(rows * _parts_per_chunk(workers) / CHUNK)
     first = min(parts, 2 * count)  # one part each, because the speed is not known yet
-    later = (parts - first) / _parts_per_item(seconds * count, max(parts, 1))
-    fragments = first + math.ceil(later)
-    commits = max(
-        math.ceil(fragments / _COMMIT_FRAGMENTS), min(fragments, int(seconds / _COMMIT_SECONDS))
-    )
-    return fragments, commits
+    later = (parts - first) / _parts_per_item(seconds * count, max(parts, 1), count)
+    return first + math.ceil(later)
 
 
-def _parts_per_chunk(cluster: RayCluster) -> int:
+def _parts_per_chunk(workers: Workers) -> int:
     """Return the number of parts that a chunk is split into, as an encoder's threads would."""
     # On a GPU, one thread prepares a part while the other computes.
-    return 2 if cluster.gpus_per_actor else 1
+    return 2 if workers.gpus_each else 1
 
 
-def _parts_per_item(seconds: float, count: int) -> int:
-    """Return how many parts an item should have, if ``count`` parts took some seconds."""
-    return max(1, min(_MAX_PARTS, int(_ITEM_SECONDS * count / max(seconds, 1e-3))))
+def _parts_per_item(seconds: float, n_parts: int, n_workers: int) -> int:
+    """Return how many parts an item should have, if ``n_parts`` parts took some seconds."""
+    seconds_per_item = _ITEM_SECONDS * max(1, n_workers / _FEW_WORKERS)
+    return max(1, min(_MAX_PARTS, int(seconds_per_item * n_parts / max(seconds, 1e-3))))
 
 
-class _Committer:
-    """Adds fragments to a store, several per commit; the rest when its block ends."""
+def share_extraction(
+    workers: Workers, model: str, resolved: ResolvedEncoder, store: FeatureStore
+) -> SharedExecution:
+    """Return an executor that encodes with workers, into a store of the encoder's vectors.
 
-    def __init__(self, store: FeatureStore) -> None:
-        self._store, self._waiting = store, list[Fragment]()
-        self._since = time.monotonic()
-        self.n_added = 0
-
-    def __enter__(self) -> _Committer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._commit()
-
-    def add(self, written: WrittenFragment) -> None:
-        if written.fragment is not None:
-            self._waiting.append(written.fragment)
-        late = time.monotonic() - self._since > _COMMIT_SECONDS
-        if len(self._waiting) >= _COMMIT_FRAGMENTS or (self._waiting and late):
-            self._commit()
-
-    def _commit(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            self.n_added += self._store.add_fragments(waiting)
-        self._since = time.monotonic()
-
-
-def make_ray_execution(
-    cluster: RayCluster, model: str, resolved: ResolvedEncoder, store: FeatureStore
-) -> RayExecution:
-    """Return an executor that encodes with actors, into a store of the resolved encoder's vectors.
-
-    ``model`` finds the encoder on every machine.
+    ``model`` finds the encoder on other machines.
     """
-    device = "cuda" if cluster.gpus_per_actor else "cpu"
+    device = "cuda" if workers.gpus_each else "cpu"
     # Automatic settings are resolved in this process, so that they are equal on every machine.
     options = replace(resolved.options, dtype=resolved.identity.dtype, device=device)
     fingerprint = resolved.identity.fingerprint
-    return RayExecution(
-        cluster, ActorEncoderSpec(model, options, fingerprint, store.root, store.dtype)
+    source = resolved if workers.is_local else model
+    return SharedExecution(
+        workers, EncoderSpec(source, options, fingerprint, store.root, store.dtype)
     )

@@ -27,11 +27,13 @@ from llmcond.errors import LlmcondError, UserError, raise_disk_error
 from llmcond.files import check_free_space, replace_atomically, suffix, write_json
 from llmcond.lance_io import (
     READ_ERRORS,
-    DatasetTarget,
     PreemptedError,
     clean_up,
+    commit_first,
+    commit_rows,
     convert_panics,
     open_newest,
+    write_rows,
 )
 from llmcond.object_stores import describe_failure, is_remote, lance_options, open_filesystem
 
@@ -335,21 +337,17 @@ class LanceOutput(Output):
 
     def __init__(self, name: str, patient: bool) -> None:
         super().__init__(name, patient)
+        # Requests are repeated, because reading the record has shown that the store exists.
+        self._options = lance_options(name, patient=True)
         self._dataset: Any = None
         self._waiting: dict[int, str] = {}
         self._ready: list[dict[str, Any]] = []
         self._next = self._rows = self._new_rows = self._commits = 0
         self._committed = time.monotonic()
 
-    @property
-    def _target(self) -> DatasetTarget:
-        # Requests are repeated (`patient`), because reading the record has shown that the store
-        # exists.
-        return DatasetTarget(self.uri, lance_options(self.name, patient=True), self._dataset)
-
     def _latest(self) -> Any:
         """Return the newest version; None if there is none yet."""
-        return open_newest(self.uri, self._target.options)
+        return open_newest(self.uri, self._options)
 
     def find_finished(self, units: Sequence[WorkUnit]) -> set[int]:
         """Return the numbers of the units whose rows exist; these are the first ones."""
@@ -385,7 +383,7 @@ class LanceOutput(Output):
             self._check_room(2 * rows.nbytes)
             if self._dataset is None:
                 self._dataset = self._latest()
-            fragment = self._target.write(rows)
+            (fragment,) = write_rows(self.uri, self._options, self._dataset, rows)
         return json.dumps(fragment.to_json())
 
     def add_unit(self, unit: WorkUnit, written: str, schema: pa.Schema) -> None:
@@ -413,12 +411,11 @@ class LanceOutput(Output):
         rows = self._rows + sum(int(record["physical_rows"]) for record in self._ready)
         with self._convert_errors():
             self._check_room(0)
-            target = self._target
             try:
                 self._dataset = (
-                    target.commit(fragments)
+                    commit_rows(self._dataset, self._options, fragments)
                     if self._dataset
-                    else target.create(self._schema, fragments)
+                    else commit_first(self.uri, self._options, self._schema, fragments)
                 )
             except PreemptedError:
                 # If the response to a commit was lost, the commit exists, and a repetition fails.

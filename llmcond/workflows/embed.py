@@ -41,6 +41,7 @@ from llmcond.quantization import Quantizer, measure_ranges, read_ranges
 from llmcond.report.tables import head_text
 from llmcond.runs.embedder import EmbeddingModel, guides_json
 from llmcond.runs.languages import report_foreign_texts
+from llmcond.scale.pool import assign_devices
 from llmcond.text import condition_key
 from llmcond.version import __version__
 from llmcond.workflows.options.texts import EmbedOptions, ranges_path
@@ -205,7 +206,9 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         # A wrong size is reported before all texts are encoded.
         dim = embeddings.embed(rows[0][:1], texts.file).shape[1]
         ranges = None if options.ranges is None else read_ranges(options.ranges, dim)
-    embeddings.extract(list(chain.from_iterable(rows)), texts.file, n)
+    workers = assign_devices(options.find_workers(), embeddings.encoder.resolved)
+    with embeddings.shared(workers):
+        embeddings.extract(list(chain.from_iterable(rows)), texts.file, n)
 
     def read_blocks() -> Iterator[Blocks]:
         return zip(*(embeddings.read_blocks(part, options.normalize) for part in rows), strict=True)

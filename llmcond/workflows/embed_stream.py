@@ -1,4 +1,4 @@
-"""Embedding of texts that do not fit in memory, by work units in this process or by Ray actors."""
+"""Embedding of texts that do not fit in memory, in work units, which workers may share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from llmcond.runs.embedder import (
 )
 from llmcond.runs.languages import report_foreign_texts
 from llmcond.scale.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit, open_output
-from llmcond.scale.pool import RayCluster, actor_pool
+from llmcond.scale.pool import Workers, assign_devices, worker_pool
 from llmcond.version import __version__
 from llmcond.workflows.embed import (
     EmbedResult,
@@ -222,7 +222,7 @@ class EmbeddingJob:
 
 
 class UnitEmbedder:
-    """A worker that embeds and writes units; ``llmcond.scale.pool.actors`` makes actors of it."""
+    """A worker that embeds and writes units; ``llmcond.scale.pool`` runs it elsewhere."""
 
     def __init__(self, job: EmbeddingJob) -> None:
         model = job.model
@@ -305,8 +305,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         DiskFullError: the disk is full; the units written so far are kept.
     """
     out, guide, text = str(options.out), options.guide, options.text
-    keep, cluster = options.keep, options.cluster()
-    model = _find_model(options)
+    keep, model = options.keep, _find_model(options)
+    workers = assign_devices(options.find_workers(), model.encoder.resolved)
     reading = options.read_options()
     texts, output = open_texts(options.texts, read=reading, column=text), open_output(out)
     sentence_column = text_column(texts, text)
@@ -365,7 +365,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             report_foreign_texts(
                 table[sentence_column].to_pylist(), model.encoder.resolved.checkpoint
             )
-        dim = _embed_units(job, output, todo, cluster)
+        dim = _embed_units(job, output, todo, workers)
         if not dim:
             packed = job.quantizer.precision.endswith("binary")
             dim = (model.truncate_dim or 8 * output.dim) if packed else output.dim
@@ -561,7 +561,7 @@ def _split_units(parts: Sequence[SourcePart], size: int) -> list[WorkUnit]:
 
 
 def _embed_units(
-    job: EmbeddingJob, output: Output, units: Sequence[WorkUnit], cluster: RayCluster | None
+    job: EmbeddingJob, output: Output, units: Sequence[WorkUnit], workers: Workers | None
 ) -> int:
     """Embed and write units; return the size of the embeddings, or 0 if there are no units."""
     total = sum(unit.rows for unit in units)
@@ -569,7 +569,7 @@ def _embed_units(
     if not units:
         return dim
     with (
-        _open_executor(job, cluster) as (execute, processes),
+        _open_executor(job, workers) as (execute, processes),
         ExtractionBar(processes=processes, name="embedding", noun="rows") as bar,
     ):
         bar.start(total, total)
@@ -591,12 +591,14 @@ def _embed_units(
 
 @contextmanager
 def _open_executor(
-    job: EmbeddingJob, cluster: RayCluster | None
+    job: EmbeddingJob, workers: Workers | None
 ) -> Iterator[tuple[Callable[[Iterable[WorkUnit]], Iterator[tuple[WorkUnit, UnitResult]]], int]]:
-    """Yield a function that embeds units, here or by actors on a cluster, and its parallelism."""
-    if cluster is None:
+    """Yield a function that embeds units, here or by workers, and its parallelism."""
+    if workers is None:
         worker = UnitEmbedder(job)
         yield lambda units: ((unit, worker.work(unit)) for unit in units), 1
         return
-    with actor_pool(cluster, UnitEmbedder, job) as pool:
+    if workers.gpus_each:  # a worker sees only its own GPU
+        job = replace(job, model=replace(job.model, device="cuda"))
+    with worker_pool(workers, UnitEmbedder, job) as pool:
         yield pool.map, pool.size

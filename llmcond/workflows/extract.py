@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import tempfile
 import time
@@ -29,11 +28,10 @@ from llmcond.encoders.loading.loading import load_config, load_dense, load_token
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import CHUNK, COUNTED_FIRST, WINDOW, Extraction
-from llmcond.features.fragments import row_bytes
-from llmcond.features.keys import KeyIndex
+from llmcond.features.keys import KeyIndex, StoreDtype
 from llmcond.features.location import resolve_store_uri
 from llmcond.features.missing import MissingCount, count_missing, merge_counts
-from llmcond.features.store import FeatureStore, StoreDtype
+from llmcond.features.store import FeatureStore, row_bytes
 from llmcond.log import log
 from llmcond.metrics import Estimate
 from llmcond.progress import format_duration
@@ -48,9 +46,8 @@ from llmcond.runs import (
     run_exists,
 )
 from llmcond.runs.extraction import LazyEncoder, extract_run
-from llmcond.runs.processes import check_workers, worker_processes
-from llmcond.scale.extraction import estimate_commits, make_ray_execution
-from llmcond.scale.pool import RayCluster
+from llmcond.scale.extraction import estimate_commits, share_extraction
+from llmcond.scale.pool import Workers, assign_devices
 from llmcond.tasks import AnyTask, Data, find_task
 from llmcond.workflows.options.encoding import ExtractOptions
 from llmcond.workflows.training_record import read_trained_prompts
@@ -113,14 +110,12 @@ def extract(options: ExtractOptions) -> ExtractResult:
         UserError: the options are invalid, or the run exists with another encoder or other data.
         LlmcondError: the encoder cannot be loaded or fails.
     """
-    model, run_folder, encoder_options = options.model, Path(options.run), options.encoder_options()
-    workers, cluster = options.workers, options.cluster()
+    model, run_folder = options.model, Path(options.run)
     prepared = prepare_extraction(options)
     existing, resolved, prompts = prepared.existing, prepared.resolved, prepared.prompts
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
-    if cluster is None:
-        check_workers(workers, resolved)
+    workers = assign_devices(options.find_workers(), resolved)
     created = None
     if prepared.dataset is not None:
         dtype: StoreDtype = options.store_dtype or "float16"
@@ -143,17 +138,11 @@ def extract(options: ExtractOptions) -> ExtractResult:
     )
     try:
         with ExitStack() as stack:
-            if cluster is None:
-                processes = worker_processes(
-                    workers, model, encoder_options, resolved, run_folder, prompts
-                )
-                before_encoding = stack.enter_context(processes)
-                encoder = LazyEncoder(resolved, before_load=before_encoding, processes=workers)
-            else:
-                actors = make_ray_execution(
-                    cluster, portable_model_name(model, resolved), resolved, run.store()
-                )
-                encoder = LazyEncoder(resolved, execute=stack.enter_context(actors))
+            encoder = LazyEncoder(resolved)
+            if workers is not None:
+                name = portable_model_name(model, resolved)
+                execution = share_extraction(workers, name, resolved, run.store())
+                encoder.execute = stack.enter_context(execution)
             missing = _count_missing(run, prompts)
             return _extract_prompts(run, encoder, prompts, missing)
     except LlmcondError:
@@ -192,7 +181,11 @@ def prepare_extraction(options: ExtractOptions) -> PreparedExtraction:
         UserError: the options, the data or a prompt are invalid.
         LlmcondError: the hub cannot be reached.
     """
-    model, encoder_options, cluster = options.model, options.encoder_options(), options.cluster()
+    model, encoder_options, workers = (
+        options.model,
+        options.encoder_options(),
+        options.find_workers(),
+    )
     run_folder, data = Path(options.run), options.data_options()
     store_uri = None if options.store is None else resolve_store_uri(options.store)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
@@ -204,8 +197,8 @@ def prepare_extraction(options: ExtractOptions) -> PreparedExtraction:
     dataset = None if existing else read_data(task, replace(data, extra=list_fields(named_prompts)))
     resolved = (
         resolve(model, encoder_options)
-        if cluster is None
-        else _resolve_for_actors(model, encoder_options, cluster)
+        if workers is None or workers.is_local
+        else _resolve_for_actors(model, encoder_options, workers)
     )
     routes = resolved.identity.routes_inside and task.has_conditions
     default = None if routes else task.prompt
@@ -237,15 +230,15 @@ def _choose_default_prompt(resolved: ResolvedEncoder) -> Prompt:
 
 
 def _resolve_for_actors(
-    model: str, encoder_options: EncoderOptions, cluster: RayCluster
+    model: str, encoder_options: EncoderOptions, workers: Workers
 ) -> ResolvedEncoder:
     """Resolve the encoder for actors on a cluster, even if this machine has no GPU."""
-    if encoder_options.device not in ("auto", "cuda" if cluster.gpus_per_actor else "cpu"):
+    if encoder_options.device not in ("auto", "cuda" if workers.gpus_each else "cpu"):
         raise UserError(
             f"device is {encoder_options.device!r}, but with --scale ray, actors compute on the "
             "GPUs from --gpus-per-actor, or otherwise on CPUs. Leave out --device."
         )
-    if not cluster.gpus_per_actor:
+    if not workers.gpus_each:
         return resolve(model, replace(encoder_options, device="cpu"))
     import torch
 
@@ -547,7 +540,7 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
     Raises:
         UserError: as ``extract``, or the record has no speed of the encoder.
     """
-    model, cluster, price = options.model, options.cluster(), options.price
+    model, workers, price = options.model, options.find_workers(), options.price
     prepared = prepare_extraction(options)
     resolved = prepared.resolved
     with tempfile.TemporaryDirectory() as scratch:
@@ -571,16 +564,16 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
             length = tokens.value / missing.n_missing
             rate, rate_of = _read_rate(model, resolved, length, Path(options.bench))
         else:
-            rate, rate_of, loading = _measure_rate(resolved, missing, tokens.value, cluster)
-    count = _count_parallel(cluster, options.workers, resolved.device)
+            rate, rate_of, loading = _measure_rate(resolved, missing, tokens.value, workers)
+    count = _count_parallel(workers, resolved.device)
     encoding = tokens.times(1 / rate / 3600) if rate else None
     hours = encoding and _add(encoding, count * (loading or 0) / 3600)
-    if cluster is not None:
+    if workers is not None:
         seconds = 3600 * encoding.value / count if encoding else 0.0
-        fragments, commits = estimate_commits(missing.n_missing, seconds, cluster, count)
+        commits = estimate_commits(missing.n_missing, seconds, workers, workers.count or count)
     else:
         threads = Concurrency.for_encoder(resolved).threads
-        fragments = commits = math.ceil(missing.n_missing / (CHUNK // threads))
+        commits = math.ceil(missing.n_missing / (CHUNK // threads))
     return ExtractionPlan(
         encoder=run.encoder_name,
         n_inputs={
@@ -599,7 +592,7 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         hours=hours,
         wall_hours=hours and hours.times(1 / count),
         cost=hours.times(price) if hours and price is not None else None,
-        fragments=fragments,
+        fragments=commits,
         commits=commits,
     )
 
@@ -640,16 +633,15 @@ def _read_dim(resolved: ResolvedEncoder) -> int:
     return len(members) * load_dense(members[0], width)[1]
 
 
-def _count_parallel(cluster: RayCluster | None, workers: int, device: str) -> int:
-    """Return how many processes or actors each encode at the speed of the one that was measured."""
-    if cluster is None:
-        return workers if device != "cpu" else 1  # on a CPU, processes share its cores
-    is_local = cluster.address is None and not cluster.gpus_per_actor
-    return cluster.actors or ((os.cpu_count() or 1) if is_local else 1)
+def _count_parallel(workers: Workers | None, device: str) -> int:
+    """Return how many workers each encode at the speed of the one that was measured."""
+    if workers is None or (workers.is_local and device == "cpu"):
+        return 1  # on a CPU, processes share its cores
+    return workers.count or 1
 
 
 def _measure_rate(
-    resolved: ResolvedEncoder, missing: MissingCount, tokens: float, cluster: RayCluster | None
+    resolved: ResolvedEncoder, missing: MissingCount, tokens: float, workers: Workers | None
 ) -> tuple[float | None, str, float | None]:
     """Measure one process or actor.
 
@@ -666,14 +658,14 @@ def _measure_rate(
             "`llmcond bench --json` on a machine like those that will encode."
         )
     threads = torch.get_num_threads()
-    if cluster is not None:
+    if workers is not None and not workers.is_local:
         torch.set_num_threads(1)  # an actor has one thread on a CPU
     try:
         began = time.monotonic()
         encoder = LazyEncoder(resolved)()
         loading = time.monotonic() - began
-        with closing(WorkerThreads(encoder.concurrency)) as workers:
-            seconds = _estimate_seconds(missing, partial(_encode_once, encoder, workers))
+        with closing(WorkerThreads(encoder.concurrency)) as encoding_threads:
+            seconds = _estimate_seconds(missing, partial(_encode_once, encoder, encoding_threads))
     finally:
         torch.set_num_threads(threads)
     return tokens / seconds, f"a trial on {resolved.device} of this machine", loading

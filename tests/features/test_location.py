@@ -11,13 +11,12 @@ import pytest
 from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy, S3Server, s3_environment
 from helpers.identities import IDENTITY
 from helpers.processes import FORK_CONTEXT
-from helpers.stored import INPUTS, N_TOKENS, TRUNCATED, VECTORS, append
+from helpers.stored import INPUTS, TRUNCATED, VECTORS, append
 
 from llmcond import lance_io, object_stores
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.spec import Encoded
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features import fragments as fragments_module
 from llmcond.features import store as store_module
 from llmcond.features.location import BucketLocation, resolve_store_uri
 from llmcond.features.store import FeatureStore
@@ -60,16 +59,21 @@ def open_dataset(store):
     return lance.dataset(location.uri, storage_options=dict(location.options))
 
 
-def check_contents(store, indices):
-    """Check that the store holds exactly these of the many inputs, once, at the right positions."""
+def check_contents(store, indices, *, once=True):
+    """Check that the store holds exactly these of the many inputs, at the right positions.
+
+    With ``once``, each has a single row.
+    """
     indices = sorted(indices)
     inputs = [MANY[i] for i in indices]
     assert sorted(set(range(len(MANY))) - set(store.missing(MANY))) == indices
     np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[indices])
     rows = open_dataset(store).to_table(columns=["key", "n_tokens"])
-    assert sorted(rows["n_tokens"].to_pylist()) == indices
+    assert sorted(set(rows["n_tokens"].to_pylist())) == indices
     assert rows["n_tokens"].take(store.positions(inputs)).to_pylist() == indices
-    assert len(set(rows["key"].to_pylist())) == len(store) == len(indices)
+    assert len(set(rows["key"].to_pylist())) == len(indices)
+    assert len(rows) == len(store)
+    assert len(rows) == len(indices) or not once
 
 
 def test_vectors_are_read_back_from_a_bucket(bucket, store):
@@ -84,25 +88,15 @@ def test_vectors_are_read_back_from_a_bucket(bucket, store):
     reopened.check_writable()
 
 
-def test_fragments_of_other_processes_are_committed(bucket, store):
-    actor = FeatureStore(bucket, IDENTITY, "float32", only_write=True)
-
-    def write_fragment_rows(indices):
-        indices = list(indices)
-        encoded = Encoded(VECTORS[indices], N_TOKENS[indices], TRUNCATED[indices])
-        return actor.write_fragment([INPUTS[i] for i in indices], encoded)
-
-    with store.fragment_writer_claim():
-        first, overlapping, contained = (
-            write_fragment_rows(indices) for indices in (range(8), range(4, 12), range(2, 6))
-        )
-        assert store.add_fragments([first, overlapping, contained]) == 12
-        assert store.add_fragments([first, overlapping, contained]) == 0
-        late = FeatureStore(bucket, IDENTITY, "float32", only_write=True)
-        actor = late  # It was opened when the dataset existed already.
-        assert store.add_fragments([write_fragment_rows(range(10, 20))]) == 8
+def test_rows_of_workers_are_read_once(bucket, store):
+    """Workers do not look whether the store has an input already."""
+    workers = [FeatureStore(bucket, IDENTITY, "float32", only_write=True) for _ in range(2)]
+    assert [append(worker, range(n)) for worker, n in zip(workers, (12, 8), strict=True)] == [12, 8]
+    assert append(workers[0], range(10, 20), VECTORS) == 10
+    store.merge()
+    assert append(store) == 0
     np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
-    assert sorted(open_dataset(store).to_table()["n_tokens"].to_pylist()) == list(range(20))
+    assert len(open_dataset(store).to_table()) == len(store) == 30
 
 
 def test_bucket_contains_the_description_of_the_store(bucket, store, monkeypatch):
@@ -117,16 +111,15 @@ def test_bucket_contains_the_description_of_the_store(bucket, store, monkeypatch
         FeatureStore(bucket, IDENTITY, "float32")
 
 
-def test_two_machines_store_no_duplicates(store, other_machine, monkeypatch, caplog):
-    monkeypatch.setattr(fragments_module, "_MERGED_FRAGMENTS", 4)
-    monkeypatch.setattr(fragments_module, "_LARGEST_PART", 2)
+def test_two_machines_lose_no_rows(store, other_machine, monkeypatch):
+    monkeypatch.setattr(store_module, "_MERGED_FRAGMENTS", 4)
+    monkeypatch.setattr(store_module, "_LARGEST_PART", 2)
     assert store.folder != other_machine.folder
-    n_added = []
 
     def add_in_random_order(handle, seed):
         order = np.random.default_rng(seed).permutation(len(MANY))
         for start in range(0, len(order), 20):
-            n_added.append(add_rows(handle, order[start : start + 20]))
+            add_rows(handle, order[start : start + 20])
 
     with ThreadPoolExecutor(2) as pool:
         for task in [
@@ -134,68 +127,44 @@ def test_two_machines_store_no_duplicates(store, other_machine, monkeypatch, cap
             for seed, handle in enumerate((store, other_machine))
         ]:
             task.result()
-    assert sum(n_added) == len(MANY)
     for handle in (store, other_machine):
         handle.refresh()
-        check_contents(handle, range(len(MANY)))
-    warnings = [
-        record for record in caplog.messages if "other machines are writing to s3://" in record
-    ]
-    assert len(warnings) <= 2
+        check_contents(handle, range(len(MANY)), once=False)
 
 
-def test_commit_on_an_outdated_version_is_repeated(store, other_machine, caplog):
+def test_commit_on_an_outdated_version_is_repeated(store, other_machine, monkeypatch):
     add_rows(store, range(10))
     other_machine.refresh()
-    commit, n_added_by_other = lance_io.DatasetTarget.commit, []
+    commit, n_added_by_other = lance_io.commit_rows, []
 
-    def commit_after_other(target, fragments, removed=()):
-        if not n_added_by_other:
-            n_added_by_other.append(add_rows(other_machine, range(5, 20)))
-        return commit(target, fragments, removed)
+    def commit_after_other(*arguments):
+        monkeypatch.setattr(store_module, "commit_rows", commit)
+        n_added_by_other.append(add_rows(other_machine, range(5, 20)))
+        return commit(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lance_io.DatasetTarget, "commit", commit_after_other)
-        patch.setattr(other_machine, "_target", lambda: UnchallengedTarget(other_machine, commit))
-        assert add_rows(store, range(30)) == 10
+    monkeypatch.setattr(store_module, "commit_rows", commit_after_other)
+    assert add_rows(store, range(30)) == 20
     assert n_added_by_other == [10]
-    check_contents(store, range(30))
-    assert sum("other machines are writing to s3://" in record for record in caplog.messages) == 1
+    check_contents(store, range(30), once=False)
 
 
-class UnchallengedTarget:
-    """A target whose commits are not preceded by those of another machine."""
+def test_dataset_is_created_only_once(store, other_machine, monkeypatch):
+    create, n_added_by_other = lance_io.commit_first, []
 
-    def __init__(self, store, commit):
-        self._target, self._commit = FeatureStore._target(store), commit
+    def create_after_other(*arguments):
+        monkeypatch.setattr(store_module, "commit_first", create)
+        n_added_by_other.append(add_rows(other_machine, range(5)))
+        return create(*arguments)
 
-    def write(self, rows):
-        return self._target.write(rows)
-
-    def commit(self, fragments):
-        return self._commit(self._target, fragments)
-
-
-def test_dataset_is_created_only_once(store, other_machine):
-    create = lance_io.DatasetTarget.create
-    calls = []
-
-    def create_after_other(target, schema, fragments):
-        if not calls:
-            calls.append(True)
-            calls.append(add_rows(other_machine, range(5)))
-        return create(target, schema, fragments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lance_io.DatasetTarget, "create", create_after_other)
-        assert add_rows(store, range(8)) == 3
-    assert calls == [True, 5]
-    check_contents(store, range(8))
+    monkeypatch.setattr(store_module, "commit_first", create_after_other)
+    assert add_rows(store, range(8)) == 8
+    assert n_added_by_other == [5]
+    check_contents(store, range(8), once=False)
 
 
 def test_merging_preserves_row_positions(bucket, store, monkeypatch):
     for name, value in (("_MERGED_FRAGMENTS", 4), ("_LARGEST_PART", 2), ("_FULL_ROWS", 60)):
-        monkeypatch.setattr(fragments_module, name, value)
+        monkeypatch.setattr(store_module, name, value)
     monkeypatch.setattr(lance_io, "_RETAINED_VERSIONS", 2)
     order = np.random.default_rng(2).permutation(100).tolist()
     add_rows(store, order[:5])
@@ -324,7 +293,7 @@ def test_requests_to_a_busy_server_are_repeated(bucket, store, proxy):
     check_contents(proxied, range(30))
 
 
-def test_commit_with_lost_response_stores_no_duplicates(bucket, store, proxy, caplog):
+def test_commit_with_lost_response_is_repeated(bucket, store, proxy):
     """The server has written the version, so the client's second request finds that it exists."""
     proxied = FeatureStore(bucket, IDENTITY, "float32")
     add_rows(proxied, range(10))
@@ -332,8 +301,7 @@ def test_commit_with_lost_response_stores_no_duplicates(bucket, store, proxy, ca
     proxy.most = 1
     assert add_rows(proxied, range(30)) == 20
     assert proxy.refused == 1
-    check_contents(proxied, range(30))
-    assert not caplog.messages
+    check_contents(proxied, range(30), once=False)
 
 
 def test_storage_without_conditional_writes_is_reported(bucket, store, proxy):

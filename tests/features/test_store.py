@@ -22,11 +22,9 @@ from llmcond import lance_io
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.spec import Encoded
 from llmcond.errors import DiskFullError, LlmcondError, UserError
-from llmcond.features import fragments as fragments_module
 from llmcond.features import location as location_module
 from llmcond.features import store as store_module
 from llmcond.features.store import FeatureStore
-from llmcond.lance_io import DatasetTarget
 
 SPAWNING = multiprocessing.get_context("spawn")
 
@@ -212,7 +210,7 @@ EAGER = {"_MERGED_FRAGMENTS": 4, "_LARGEST_PART": 2, "_FULL_ROWS": 60, "_RETAINE
 
 def merge_eagerly(set_attribute):
     for name, value in EAGER.items():
-        set_attribute(lance_io if hasattr(lance_io, name) else fragments_module, name, value)
+        set_attribute(lance_io if hasattr(lance_io, name) else store_module, name, value)
 
 
 @pytest.fixture
@@ -331,8 +329,8 @@ def test_append_raises_on_a_full_disk(store, monkeypatch):
 
 
 def test_only_the_last_fragments_are_mergeable():
-    many, full = fragments_module._MERGED_FRAGMENTS, fragments_module._FULL_ROWS
-    mergeable = partial(fragments_module.mergeable, row_bytes=788)
+    many, full = store_module._MERGED_FRAGMENTS, store_module._FULL_ROWS
+    mergeable = partial(store_module.mergeable, row_bytes=788)
     assert mergeable([]) == 0
     assert mergeable([512] * (many - 1)) == 0
     assert mergeable([512] * many) == many
@@ -343,15 +341,15 @@ def test_only_the_last_fragments_are_mergeable():
     assert mergeable([512 * many] + [512] * (many - 1)) == 0
     assert mergeable([512 * many] * 7 + [512] * many) == many + 7
     # With 4,096 dimensions, these fragments have 84 MB and 8 MB each.
-    assert fragments_module.mergeable([10_240] * 100, row_bytes=8_212) == 0
-    assert fragments_module.mergeable([1_024] * many, row_bytes=8_212) == many
+    assert store_module.mergeable([10_240] * 100, row_bytes=8_212) == 0
+    assert store_module.mergeable([1_024] * many, row_bytes=8_212) == many
 
 
 def test_rows_are_rewritten_few_times():
     rows, rewritten = [], 0
     for _ in range(4_000):
         rows.append(512)
-        if count := fragments_module.mergeable(rows, row_bytes=788):
+        if count := store_module.mergeable(rows, row_bytes=788):
             rows[-count:] = [sum(rows[-count:])]
             rewritten += rows[-1]
         assert len(rows) < 60
@@ -495,14 +493,14 @@ def keep_adding(root, seed, connection, killed_in_merge):
     """Add the many inputs in a separate process, until it is killed."""
     merge_eagerly(setattr)
     if killed_in_merge:
-        commit = DatasetTarget.commit
+        commit = lance_io.commit_rows
 
-        def commit_or_die(target, fragments, removed=()):
+        def commit_or_die(dataset, options, fragments, removed=()):
             if removed:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return commit(target, fragments)
+            return commit(dataset, options, fragments)
 
-        DatasetTarget.commit = commit_or_die
+        lance_io.commit_rows = commit_or_die
     connection.send("ready")
     connection.recv()
     store = FeatureStore(root, IDENTITY, "float32")

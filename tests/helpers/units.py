@@ -7,6 +7,7 @@ from pathlib import Path
 import lance
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from llmcond.scale import outputs
 from llmcond.workflows import embed_stream
@@ -33,8 +34,9 @@ def embed_command(out, run_folder, *others, source="src"):
     return ("embed", source, "--out", out, "--run", run_folder, *columns, *others)
 
 
-def kill_at(point, count):
+def kill_at(point, count, threads=1):
     """Make the process kill itself when it reaches a point for the count-th time."""
+    torch.set_num_threads(threads)
     embed_stream.UNIT_ROWS = 40
     outputs._COMMIT_FRAGMENTS = 2
     visits = []

@@ -1,4 +1,4 @@
-"""Extraction by Ray actors: the same vectors as in one process, even if processes are killed."""
+"""Extraction by workers: the same vectors as in one process, even if processes are killed."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lance
@@ -25,7 +26,7 @@ from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
 from llmcond.runs import open_any_run
-from llmcond.scale.extraction import ActorEncoderSpec, FragmentWriter
+from llmcond.scale.extraction import EncoderSpec, ExtractionWorker
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")
@@ -109,11 +110,11 @@ def test_actors_store_same_vectors_as_one_process(ray, caplog, model, data, loca
         record, local_record = prompts[name]["extraction"], local_prompts[name]["extraction"]
         assert {**record, "created": None} == {**local_record, "created": None}
     assert result.prompts["routed"].n_computed == 4_000
-    assert "2 actors" in caplog.text
+    assert "2 workers on the cluster" in caplog.text
     caplog.clear()
     extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **TWO_ACTORS)
     assert "nothing is encoded" in caplog.text
-    assert "2 actors" not in caplog.text  # no actor is started
+    assert "2 workers" not in caplog.text  # no actor is started
 
 
 @pytest.mark.parametrize("task", ["dialogue", "kgc"])
@@ -156,7 +157,7 @@ def find_child_actors():
     actors = set()
     for pid in descendants:
         with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Actor"):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Worker"):
                 actors.add(pid)
     return actors
 
@@ -180,19 +181,21 @@ def test_killed_actors_lose_no_vectors(ray, caplog, model, data, local_run, tmp_
     finally:
         stopped.set()
         thread.join()
-    assert "an actor died and is replaced" in caplog.text
+    assert "a worker died and is replaced" in caplog.text
     assert_same_vectors(tmp_path, local_run)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_driver_resumes_from_last_commit(
-    ray, model, data, local_run, tmp_path, signal_number
-):
+def test_killed_driver_resumes_from_last_commit(model, data, local_run, tmp_path, signal_number):
     folder = tmp_path / "run"
     model_flags = ("--model", model, "--dtype", "float32", "--pooling", "mean", "--normalize")
-    data_flags = ("--data", data, "--prompt", *PROMPTS, "--scale", "ray", "--actors", "1")
-    command = Command(tmp_path / "out", ("extract", *model_flags, *data_flags, "--run", folder))
+    data_flags = ("--data", data, "--prompt", *PROMPTS, "--workers", "2")
+    command = Command(
+        tmp_path / "out",
+        ("extract", *model_flags, *data_flags, "--run", folder),
+        setup=partial(torch.set_num_threads, 2),
+    )
     versions = folder / "features"
     while command.process.is_alive() and not any(versions.glob("*/vectors.lance/_versions/*")):
         time.sleep(0.01)
@@ -202,9 +205,8 @@ def test_killed_driver_resumes_from_last_commit(
     if signal_number == signal.SIGTERM:
         assert status == 143, stderr
         assert stderr.splitlines()[-1].startswith("llmcond: error: terminated; stored results")
-        assert not [*Path("/tmp").glob(f"llmcond-ray-{command.process.pid}-*")]
     assert len(read_vectors(folder)) <= len(read_vectors(local_run))
-    extract(model=model, **vars(OPTIONS), run=folder, prompt=PROMPTS, **ONE_ACTOR)
+    extract(model=model, **vars(OPTIONS), run=folder, prompt=PROMPTS)
     assert_same_vectors(folder, local_run)
 
 
@@ -247,11 +249,11 @@ def test_input_that_gives_nan_is_named_in_error(ray, broken_model, tmp_path):
 
 def test_actor_rejects_different_encoder(model, tmp_path):
     resolved = resolve(model, OPTIONS)
-    other = ActorEncoderSpec(
+    other = EncoderSpec(
         model, replace(OPTIONS, pooling="cls"), resolved.identity.fingerprint, tmp_path, "float16"
     )
     with pytest.raises(UserError, match="is a different encoder on"):
-        FragmentWriter(other)
+        ExtractionWorker(other)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import lance
@@ -217,3 +218,14 @@ def test_column_that_lance_cannot_hold_is_reported_before_encoding(
         assert not (tmp_path / "v.lance").exists()
     run_json(capsys, *flags[:-1], "v", "--keep", name)
     assert pq.read_table("v").column_names[0] == name
+
+
+def test_workers_embed_a_file_as_one_process_does(
+    capsys, caplog, tiny_run, tmp_path, table, two_threads
+):
+    caplog.set_level("INFO", "llmcond")
+    for name, options in (("alone", ()), ("shared", ("--workers", "2"))):
+        run_folder = shutil.copytree(tiny_run, tmp_path / name)
+        embed_table(capsys, run_folder, f"{name}.npy", ["the size"], *options)
+    assert "2 workers on this machine" in caplog.text
+    np.testing.assert_allclose(np.load("shared.npy"), np.load("alone.npy"), rtol=0, atol=1e-5)

@@ -484,19 +484,22 @@ def test_nearly_full_disk_is_rejected_before_writing(capsys, fitted, source, out
     assert "the disk is full: " in run_rejected(capsys, *embed_command(out, fitted))
 
 
-# -- Ray actors --------------------------------------------------------------------------------
+# -- workers -----------------------------------------------------------------------------------
 
 ON_RAY = ("--scale", "ray", "--actors")
 
 
-@pytest.mark.parametrize("out", OUTPUTS)
-def test_actors_write_same_rows_even_if_one_dies(
-    capsys, caplog, fitted, source, ray, out, monkeypatch
+@pytest.mark.parametrize(
+    ("out", "workers"),
+    [("out", ("--workers", "2")), ("out.lance", ("--workers", "2")), ("out.lance", (*ON_RAY, "2"))],
+)
+def test_workers_write_same_rows_even_if_one_dies(
+    capsys, caplog, fitted, source, ray, two_threads, out, workers, monkeypatch
 ):
     run_json(capsys, *embed_command(f"local-{out}", fitted))
     monkeypatch.setattr(embed_stream, "UnitEmbedder", KilledOnce)
-    assert run_json(capsys, *embed_command(out, fitted, *ON_RAY, "2"))["rows"] == 250
-    assert "an actor died" in caplog.text
+    assert run_json(capsys, *embed_command(out, fitted, *workers))["rows"] == 250
+    assert "a worker died" in caplog.text
     assert read_output(out).equals(read_output(f"local-{out}"))
     if out.endswith(".lance"):
         assert len(list(Path(out, "data").iterdir())) == 7
@@ -518,10 +521,13 @@ def test_errors_of_actors_report_one_line(capsys, fitted, source, ray, monkeypat
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_output_of_killed_driver_is_finished_without_ray(capsys, fitted, source, tmp_path, out):
+def test_output_of_killed_driver_is_finished_without_workers(capsys, fitted, source, tmp_path, out):
     run_json(capsys, *embed_command(f"local-{out}", fitted))
-    first = partial(kill_at, "not committed" if out.endswith(".lance") else "written", 2)
-    command = Command(tmp_path / "killed", embed_command(out, fitted, *ON_RAY, "1"), setup=first)
+    point = "not committed" if out.endswith(".lance") else "written"
+    first = partial(kill_at, point, 2, threads=2)
+    command = Command(
+        tmp_path / "killed", embed_command(out, fitted, "--workers", "2"), setup=first
+    )
     assert command.finish()[0] == -signal.SIGKILL
     run_json(capsys, *embed_command(out, fitted))
     assert read_output(out).equals(read_output(f"local-{out}"))

@@ -13,12 +13,11 @@ from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import LlmcondError
-from llmcond.features.fragments import row_bytes
 from llmcond.features.missing import count_missing
-from llmcond.features.store import FeatureStore
+from llmcond.features.store import FeatureStore, row_bytes
 from llmcond.runs import open_any_run
 from llmcond.scale.extraction import estimate_commits
-from llmcond.scale.pool import RayCluster
+from llmcond.scale.pool import Workers
 from llmcond.workflows.extract import _count_tokens, _estimate_seconds, _estimate_tokens
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
@@ -176,14 +175,14 @@ def test_hours_follow_speed_of_benchmark(settings, tmp_path):
 @pytest.mark.parametrize(
     ("hours", "gpus", "expected"),
     [
-        (64 * 3.94, 1, (93_128, 5_821)),  # work units of 21 parts of 512 rows
-        (64 * 0.1, 0, (15_385, 962)),  # work units of 64 parts of 1,024 rows, except the first one
-        (10_000, 0, (976_563, 61_036)),  # a part takes longer than ten seconds
+        (64 * 3.94, 1, 30_644),  # items of 64 parts of 512 rows, except the first one
+        (64 * 0.1, 0, 15_385),  # items of 64 parts of 1,024 rows, except the first one
+        (10_000, 0, 976_563),  # a part takes longer than ten seconds
     ],
 )
-def test_actors_write_one_fragment_every_ten_seconds(hours, gpus, expected):
-    cluster = RayCluster(actors=64, gpus_per_actor=gpus)
-    assert estimate_commits(10**9, 3_600 * hours / 64, cluster, 64) == expected
+def test_sixty_four_actors_commit_every_forty_seconds(hours, gpus, expected):
+    workers = Workers(64, "auto", gpus)
+    assert estimate_commits(10**9, 3_600 * hours / 64, workers, 64) == expected
 
 
 def test_invalid_benchmark_is_rejected(settings, tmp_path):

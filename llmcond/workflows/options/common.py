@@ -23,7 +23,7 @@ from llmcond.system import check_device
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
-    from llmcond.scale.pool import RayCluster
+    from llmcond.scale.pool import Workers
 
 Split = Literal["train", "dev", "test"]
 
@@ -358,22 +358,33 @@ class GuideOption(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleOptions(Options):
-    """Options of work that can be distributed over Ray actors."""
+class WorkersOption(Options):
+    """Option of work that processes of this machine can share."""
+
+    workers: Positive = option(
+        1,
+        help="number of processes that share the work: one per GPU, or on a CPU each with an equal "
+        "share of its cores",
+        conflicts="--scale",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions(WorkersOption):
+    """Options of work that processes of this machine, or actors of a Ray cluster, can share."""
 
     option_group: ClassVar[str] = "work distributed with Ray (docs/scale.md)"
     option_needs: ClassVar[str] = "--scale ray"
 
     scale: Literal["ray"] | None = option(
         None,
-        help="ray: distribute the work over Ray actors. Starts Ray on this machine unless "
-        "--address names a cluster; needs the extra ray",
+        help="ray: distribute the work over actors of a Ray cluster; needs the extra ray",
     )
     address: str | None = option(
         None,
         metavar="ADDRESS",
-        help="address of the Ray cluster, HOST:PORT; auto: the cluster that this machine belongs "
-        "to",
+        help="address of the Ray cluster, HOST:PORT (default: auto, the cluster that this machine "
+        "belongs to)",
     )
     actors: Positive | None = option(
         None,
@@ -385,13 +396,15 @@ class ScaleOptions(Options):
         help="number of GPUs per actor, which can be a fraction (default: 0, use CPUs)",
     )
 
-    def cluster(self) -> RayCluster | None:
-        """Return the Ray cluster to use, or None if the work is not distributed."""
-        if self.scale is None:
+    def find_workers(self) -> Workers | None:
+        """Return the workers that share the work; None if this process does it alone."""
+        if self.scale is None and self.workers == 1:
             return None
-        from llmcond.scale.pool import RayCluster
+        from llmcond.scale.pool import Workers
 
-        return RayCluster(self.address, self.actors, self.gpus_per_actor or 0.0)
+        if self.scale is None:
+            return Workers(self.workers)
+        return Workers(self.actors, self.address or "auto", self.gpus_per_actor or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

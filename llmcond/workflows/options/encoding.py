@@ -11,7 +11,7 @@ from llmcond.benchmark.shapes import Level, Shape
 from llmcond.encoders import EncoderOptions, check_encoder
 from llmcond.encoders.spec import Quantize
 from llmcond.files import file_output
-from llmcond.options import Amount, Positive, option
+from llmcond.options import Amount, option
 from llmcond.system import require_libraries
 from llmcond.workflows.options.common import DeviceOption, RunOptions, ScaleOptions
 
@@ -34,13 +34,6 @@ class ExtractOptions(RunOptions, ScaleOptions):
         help="folder or URI that a new run stores its features in: s3://BUCKET/PATH, gs://... or "
         "az://..., with credentials from the environment (default: in the run's folder)",
     )
-    workers: Positive = option(
-        1,
-        help="number of processes that share the work: one per GPU, or on a CPU each with an equal "
-        "share of its cores",
-        conflicts="--scale",
-    )
-
     plan: bool = option(
         False,
         help="only report how much work there is (inputs, tokens, bytes and hours); nothing is "
