@@ -68,16 +68,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run every variant of tests marked matrix, not a fifth, and the tests of all scripts",
+        help="run also the tests marked slow, every variant of those marked matrix, and all scripts",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that protect little at this commit, unless the command line requests them.
 
-    These are four fifths of the variants of large matrices, and tests of scripts that have not
-    changed (``helpers/changes.py``). The names of the test and the variant decide which fifth
-    runs, so that all tests together still cover every architecture and every setting.
+    These are tests marked slow, four fifths of the variants of large matrices, and tests of scripts
+    that have not changed (``helpers/changes.py``). The names of the test and the variant decide
+    which fifth runs, so that all tests together still cover every architecture and every setting.
     """
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
@@ -91,6 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen.add(name)
         runs = in_fifth or not item.get_closest_marker("matrix")
         runs = runs and (scripts_requested or _script_may_have_changed(item))
+        runs = runs and not item.get_closest_marker("slow")
         (selected if runs else deselected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
