@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run also the tests marked slow, every variant of those marked matrix, and all scripts",
+        help="run also tests marked slow, every variant of those marked matrix, and all scripts",
     )
 
 
