@@ -45,7 +45,7 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
 from llmcond.files import check_figure
 from llmcond.heads import load_recipe
-from llmcond.kinds.dialogue.data import read_dialogues
+from llmcond.kinds.dialogue.data import UtteranceInputs, read_dialogues
 from llmcond.kinds.dialogue.examples import (
     DialogueExamples,
     NextQueries,
@@ -54,7 +54,7 @@ from llmcond.kinds.dialogue.examples import (
     next_queries,
     rank_next,
 )
-from llmcond.kinds.dialogue.task import DialogueTask, UtteranceInputs
+from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.log import log
 from llmcond.metrics import METRICS
 from llmcond.report.figures import Point, plot_curve

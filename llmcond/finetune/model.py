@@ -22,8 +22,8 @@ from llmcond.arrays import Positions
 from llmcond.conditions import Condition
 from llmcond.data.aspects import AspectSample, ConditionWordings
 from llmcond.data.rows import Rows
-from llmcond.encoders.engine.engine import Engine
-from llmcond.encoders.engine.interface import embed_routed, router_inputs
+from llmcond.encoders.engine.engine import Engine, embed_routed
+from llmcond.encoders.engine.interface import router_inputs
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import EncoderInput, Orders
 from llmcond.errors import UserError

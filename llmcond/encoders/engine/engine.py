@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,11 @@ from llmcond.encoders.engine.interface import (
     BatchVectors,
     OutOfMemoryError,
     check_token_ids,
+    group_routed_inputs,
+    list_routers,
+    make_routes,
     n_routes,
+    router_inputs,
 )
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.loading import (
@@ -56,7 +60,7 @@ from llmcond.encoders.loading.memory import (
 )
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.routers.csr import passes_class
-from llmcond.encoders.spec import get_pooling
+from llmcond.encoders.spec import EncoderInput, get_pooling
 from llmcond.errors import LlmcondError, first_line
 from llmcond.system import move_to_device
 
@@ -509,3 +513,52 @@ def is_out_of_memory(error: BaseException) -> bool:
     # cuBLAS allocates memory separately, and reports it with a different error.
     signs = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return any(sign in text for sign in signs)
+
+
+def embed_routed(
+    engine: Engine,
+    items: Sequence[EncoderInput],
+    tokens: Sequence[Tokens],
+    queries: Mapping[str, Tokens],
+) -> Tensor:
+    """Return the vectors of inputs, (n, dim) in float32, with gradients, also through the routers.
+
+    Args:
+        engine: The engine to run.
+        items: The inputs, with or without a router.
+        tokens: The tokens of each input.
+        queries: The tokens of each router by its text.
+
+    Raises:
+        UserError: As in ``Engine.embed``.
+        OutOfMemoryError: As in ``Engine.embed``.
+    """
+    parts, order = [], [position for position, item in enumerate(items) if item.router is None]
+    if order:
+        parts.append(engine.embed([tokens[position] for position in order]))
+    groups = group_routed_inputs(items)
+    if groups:
+        texts = list(router_inputs(items))
+        router_tokens = [queries[text] for text in texts]
+        states = None if engine.reads_routers else engine.embed(router_tokens, queries=True)
+        row_of = {text: row for row, text in enumerate(texts)}
+        rows: list[Tokens] = []
+        routes: list[Any] = []
+        for group in groups:
+            routers = list_routers([items[position] for position in group])
+            row_indices = [row_of[router.text] for router in routers]
+            if states is None:
+                group_queries: Any = [router_tokens[index] for index in row_indices]
+            else:
+                # The backward pass of states[...] would add up gradients in any order.
+                group_queries = states.index_select(
+                    0, move_to_device(torch.tensor(row_indices), states.device)
+                )
+            group_routes = make_routes(engine, group_queries, routers[0])
+            routes += group_routes
+            rows += [tokens[group[0]]] * len(group_routes)
+        parts.append(engine.embed(rows, routes=routes))
+        order += [position for group in groups for position in group]
+    return torch.cat(parts).index_select(
+        0, move_to_device(torch.tensor(order).argsort(), engine.output_device)
+    )

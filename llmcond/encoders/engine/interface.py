@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,12 +19,9 @@ from numpy.typing import NDArray
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.errors import LlmcondError, UserError
-from llmcond.system import move_to_device
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from llmcond.encoders.engine.engine import Engine
+    pass
 
 
 class OutOfMemoryError(LlmcondError):
@@ -225,54 +222,3 @@ def make_routes(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:
     if engine.routes_inside:
         return list(queries)
     return [Routes(queries, router)]
-
-
-def embed_routed(
-    engine: Engine,
-    items: Sequence[EncoderInput],
-    tokens: Sequence[Tokens],
-    queries: Mapping[str, Tokens],
-) -> Tensor:
-    """Return the vectors of inputs, (n, dim) in float32, with gradients, also through the routers.
-
-    Args:
-        engine: The engine to run.
-        items: The inputs, with or without a router.
-        tokens: The tokens of each input.
-        queries: The tokens of each router by its text.
-
-    Raises:
-        UserError: As in ``Engine.embed``.
-        OutOfMemoryError: As in ``Engine.embed``.
-    """
-    import torch
-
-    parts, order = [], [position for position, item in enumerate(items) if item.router is None]
-    if order:
-        parts.append(engine.embed([tokens[position] for position in order]))
-    groups = group_routed_inputs(items)
-    if groups:
-        texts = list(router_inputs(items))
-        router_tokens = [queries[text] for text in texts]
-        states = None if engine.reads_routers else engine.embed(router_tokens, queries=True)
-        row_of = {text: row for row, text in enumerate(texts)}
-        rows: list[Tokens] = []
-        routes: list[Any] = []
-        for group in groups:
-            routers = list_routers([items[position] for position in group])
-            row_indices = [row_of[router.text] for router in routers]
-            if states is None:
-                group_queries: Any = [router_tokens[index] for index in row_indices]
-            else:
-                # The backward pass of states[...] would add up gradients in any order.
-                group_queries = states.index_select(
-                    0, move_to_device(torch.tensor(row_indices), states.device)
-                )
-            group_routes = make_routes(engine, group_queries, routers[0])
-            routes += group_routes
-            rows += [tokens[group[0]]] * len(group_routes)
-        parts.append(engine.embed(rows, routes=routes))
-        order += [position for group in groups for position in group]
-    return torch.cat(parts).index_select(
-        0, move_to_device(torch.tensor(order).argsort(), engine.output_device)
-    )

@@ -22,7 +22,7 @@ from llmcond.errors import UserError, first_line
 from llmcond.evaluation.ranking import score_rankings
 from llmcond.evaluation.results import Result, Results, RowCounts
 from llmcond.files import digest_files, digest_text
-from llmcond.kinds.dialogue.data import Dialogues
+from llmcond.kinds.dialogue.data import Dialogues, UtteranceInputs
 from llmcond.kinds.dialogue.examples import (
     PLAN_DISTANCES,
     PLAN_HISTORIES,
@@ -47,7 +47,6 @@ from llmcond.kinds.dialogue.examples import (
     stack_queries,
 )
 from llmcond.kinds.dialogue.heads import ContextScore, inverse_lengths, query_vectors
-from llmcond.kinds.dialogue.task import UtteranceInputs
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics, estimates_json
 from llmcond.options import Ties

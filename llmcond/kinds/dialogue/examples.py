@@ -26,7 +26,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch, score_key
-from llmcond.kinds.dialogue.data import Dialogues, Turns
+from llmcond.kinds.dialogue.data import Dialogues, Turns, UtteranceInputs
 from llmcond.kinds.dialogue.heads import (
     FittedRoleHead,
     TurnArrays,
@@ -34,7 +34,6 @@ from llmcond.kinds.dialogue.heads import (
     plan_scores,
     turn_scores,
 )
-from llmcond.kinds.dialogue.task import UtteranceInputs
 from llmcond.metrics import METRICS, Floats, Metric, get_metric, mean_over_strata
 from llmcond.runs.examples import AnyPredictor, Examples
 from llmcond.runs.run import Run

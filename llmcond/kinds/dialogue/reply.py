@@ -19,9 +19,10 @@ from llmcond.data.datasets import read_candidates
 from llmcond.display import Displayed
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes, digest_text, replace_atomically
+from llmcond.kinds.dialogue.data import UtteranceInputs
 from llmcond.kinds.dialogue.examples import resolve_head
 from llmcond.kinds.dialogue.heads import ContextScore, ContextState, FittedRoleHead
-from llmcond.kinds.dialogue.task import DialogueTask, UtteranceInputs
+from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head, log_model

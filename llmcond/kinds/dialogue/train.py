@@ -29,7 +29,7 @@ from llmcond.heads import Recipe
 from llmcond.heads.fit import load_start
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import DEV_SCORE_KEY
-from llmcond.kinds.dialogue.data import Dialogues, Turns
+from llmcond.kinds.dialogue.data import Dialogues, Turns, UtteranceInputs
 from llmcond.kinds.dialogue.heads import (
     FittedRoleHead,
     RoleHead,
@@ -39,8 +39,8 @@ from llmcond.kinds.dialogue.heads import (
     turn_scores,
     windows,
 )
-from llmcond.kinds.dialogue.task import DialogueTask, UtteranceInputs
 from llmcond.metrics import METRICS, Metric
+from llmcond.tasks import AnyTask
 
 if TYPE_CHECKING:
     from llmcond.finetune.encoder import TrainableEncoder
@@ -174,7 +174,7 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoleHead]):
 
 
 def build_training_parts(
-    task: DialogueTask, job: Any, trainable: TrainableEncoder
+    task: AnyTask[Dialogues], job: Any, trainable: TrainableEncoder
 ) -> tuple[TurnModel, DialogueInputs, DialogueInputs | None]:
     """Return the model and the windows of train and dev; see ``AnyTask.training_parts``."""
     data: Dialogues = job.dataset

@@ -22,7 +22,7 @@ from llmcond.kinds.ranking.examples import (
     relation_subsets,
 )
 from llmcond.kinds.ranking.graph import Graph
-from llmcond.kinds.ranking.task import QueryInputs
+from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties

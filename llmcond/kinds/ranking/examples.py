@@ -31,7 +31,7 @@ from llmcond.kinds.ranking.graph import (
     both_directions,
 )
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryFeatures, fit_queries
-from llmcond.kinds.ranking.task import QueryData, QueryInputs, QueryTexts, RankingTask
+from llmcond.kinds.ranking.inputs import QueryData, QueryInputs, QueryTask, QueryTexts
 from llmcond.metrics import Floats, get_metric
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import AnyPredictor, Examples
@@ -54,7 +54,7 @@ class QueryExamples(Examples):
     """The queries and candidates of a run, with their features."""
 
     data: QueryData
-    task: RankingTask[Any]
+    task: QueryTask[Any]
 
     def __init__(
         self, run: Run, data: QueryData | None = None, store: FeatureStore | None = None

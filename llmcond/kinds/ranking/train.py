@@ -38,7 +38,7 @@ from llmcond.kinds.ranking.heads import (
     joint_keys,
     replace_relations,
 )
-from llmcond.kinds.ranking.task import QueryInputs, RankingTask
+from llmcond.kinds.ranking.inputs import QueryInputs, QueryTask
 from llmcond.metrics import METRICS, Metric
 from llmcond.runs.trials import size_recipe
 
@@ -299,7 +299,7 @@ def check_recipe(recipe: Recipe, dataset: Any = None) -> None:
 
 
 def build_training_parts(
-    task: RankingTask[Any], job: Any, trainable: TrainableEncoder
+    task: QueryTask[Any], job: Any, trainable: TrainableEncoder
 ) -> tuple[QueryModel, GraphInputs, GraphInputs | None]:
     """Return the model and the triples of train and dev; see ``AnyTask.training_parts``."""
     graph, (prompt,) = job.dataset, job.view.prompts

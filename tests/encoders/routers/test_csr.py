@@ -16,7 +16,8 @@ from transformers.masking_utils import sdpa_mask
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine.interface import embed_routed, router_inputs
+from llmcond.encoders.engine.engine import embed_routed
+from llmcond.encoders.engine.interface import router_inputs
 from llmcond.encoders.routers.csr import HeavyRouter
 from llmcond.encoders.settings import READING_MODES, RELEASED_MODES
 from llmcond.encoders.spec import Router

@@ -7,7 +7,7 @@ from helpers.graphs import write_graph
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
-from llmcond.kinds.ranking.task import QueryInputs, QueryTexts
+from llmcond.kinds.ranking.inputs import QueryInputs, QueryTexts
 from llmcond.prompts import load_prompt
 from llmcond.tasks import find_task
 
