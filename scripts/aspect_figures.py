@@ -10,7 +10,7 @@ import math
 import random
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,8 +30,6 @@ LEAST_TEXTS, LEAST_VALUES, MOST_VALUES = 8, 3, 10
 MOST_TEXTS, MOST_CONDITIONS = 240, 6
 #: K-means runs of each condition, with one initialisation each.
 RUNS = 3
-#: Minimum number of texts without a label, to measure the gain from labels on.
-LEAST_SCORED = 20
 
 #: Cosines that differ by no more than this, which is the rounding of float32, are ties.
 _TIE = 1e-7
@@ -391,115 +389,3 @@ def _mean_v_measure(clusters: Sequence[Clustering], n_texts: int, seed: int) -> 
     )
     half = float(student.ppf(1 - LEVEL / 2, n - 1) * sampled.std(ddof=1))
     return Estimate(value, max(value - half, 0.0), min(value + half, 1.0))
-
-
-# -- a few labelled texts ----------------------------------------------------------------------
-
-
-class LabelFitted(NamedTuple):
-    """The result of learning from labels, for n texts.
-
-    Attributes:
-        predicted: (n,) predicted labels.
-        clusters: (n,) clusters.
-        vectors: (n, d) vectors; None if nearest neighbours are not measured.
-    """
-
-    predicted: Sequence[Any] | NDArray[Any]
-    clusters: Sequence[Any] | NDArray[Any]
-    vectors: NDArray[Any] | None = None
-
-
-#: Function from (n, d) vectors, (m,) positions of the labelled texts and their (m,) labels.
-LabelFit = Callable[[Floats, Indices, Sequence[str]], LabelFitted]
-
-
-class LabelFigures(NamedTuple):
-    """Figures on the texts without a label, after learning from labelled texts.
-
-    The figures are means over conditions and draws of labelled texts, and NaN if no condition has
-    enough texts.
-
-    Attributes:
-        n_labels: number of labelled texts.
-        n_conditions: number of conditions with enough texts.
-        accuracy: accuracy of the predicted labels.
-        deviation: standard deviation of the accuracy over draws.
-        v_measure: V-measure of the clusters.
-        nearest: share of texts without a label whose nearest other one has the same value; NaN
-            without vectors.
-    """
-
-    n_labels: int
-    n_conditions: int
-    accuracy: float
-    deviation: float
-    v_measure: float
-    nearest: float = math.nan
-
-
-def measure_labels(
-    sample: AspectSample,
-    vectors: ConditionedVectors,
-    sizes: Sequence[int],
-    fit: LabelFit,
-    draws: int = 5,
-    seed: int = 0,
-) -> list[LabelFigures]:
-    """Measure accuracy and V-measure against the number of labelled texts.
-
-    Args:
-        sample: the dataset; its conditions with 3 to 10 values are measured.
-        vectors: vectors of the rows that ``needed_rows`` returns.
-        sizes: numbers of labelled texts; conditions with fewer than 20 other texts are left out.
-        fit: function that learns from labels.
-        draws: number of random choices of labelled texts, which are the same for all methods.
-        seed: random seed of these choices.
-
-    Returns:
-        The figures of each size.
-    """
-    from sklearn.metrics import v_measure_score
-
-    figures = []
-    for size in sizes:
-        scores = []
-        for condition, texts in cluster_texts(sample).items():
-            if len(texts.positions) < size + LEAST_SCORED:
-                continue
-            points, values = vectors.under(condition, texts.positions), np.array(texts.values)
-            by_draw = []
-            for draw in range(draws):
-                labelled = _draw_labels(texts.values, size, f"{seed} {draw} {condition}")
-                fitted = fit(points, labelled, values[labelled].tolist())
-                rest = np.setdiff1d(np.arange(len(values)), labelled)
-                right = np.asarray(fitted.predicted)[rest] == values[rest]
-                agreement = v_measure_score(values[rest], np.asarray(fitted.clusters)[rest])
-                nearest = math.nan
-                if fitted.vectors is not None:
-                    nearest = _share_nearest(fitted.vectors[rest], values[rest])
-                by_draw.append((right.mean(), agreement, nearest))
-            scores.append(by_draw)
-        means = np.mean(scores, axis=0) if scores else np.full((draws, 3), math.nan)
-        accuracy, agreement, nearest = means.mean(axis=0).tolist()
-        deviation = float(means[:, 0].std(ddof=1)) if draws > 1 else math.nan
-        figures.append(LabelFigures(size, len(scores), accuracy, deviation, agreement, nearest))
-    return figures
-
-
-def _share_nearest(vectors: NDArray[Any], values: NDArray[Any]) -> float:
-    """Return the share of texts whose nearest other text by cosine has the same value."""
-    points = _unit(np.asarray(vectors, dtype=np.float64))
-    cosines = points @ points.T
-    np.fill_diagonal(cosines, -np.inf)
-    return float((values[cosines.argmax(axis=1)] == values).mean())
-
-
-def _draw_labels(values: Sequence[str], size: int, seed: str) -> Indices:
-    """Return the positions of random labelled texts, which have at least two different labels."""
-    order = list(range(len(values)))
-    random.Random(seed).shuffle(order)  # not used for secrets
-    labelled, rest = order[:size], order[size:]
-    if len({values[i] for i in labelled}) == 1:
-        labelled[-1] = next(i for i in rest if values[i] != values[labelled[0]])
-    return np.array(labelled)

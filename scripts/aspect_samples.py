@@ -48,13 +48,6 @@ def say(wordings: ConditionWordings, wording: Wording) -> str:
     return min(texts, key=len) if wording == "short" else wordings.text
 
 
-def limited(sample: AspectSample, most: int) -> AspectSample:
-    """Return the first ``most`` triples with their texts, or ``most`` texts without triples."""
-    triples = sample.triples[:most]
-    positions = {i for t in triples for i in (t.anchor, t.first, t.second)}
-    return _sample_of(sample, sorted(positions) or range(len(sample.texts))[:most], triples)
-
-
 def read_samples(folder: Path, names: Sequence[str] = (), seed: int = 0) -> list[AspectSample]:
     """Read the samples of the sets in a folder.
 

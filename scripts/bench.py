@@ -10,11 +10,9 @@ import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +25,7 @@ from safetensors.torch import save_file
 from llmcond.benchmark.speeds import product_peak
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import KnownModel, find_model
-from llmcond.encoders.loading.loading import build_on_meta, load_config, silence_transformers
+from llmcond.encoders.loading.loading import build_on_meta, load_config
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.spec import EncoderInput
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
@@ -380,69 +378,3 @@ def join_inputs(
         texts.append(item.text)
         room -= length - 2  # the joined input has only one pair of special tokens
     return joined
-
-
-class _States(torch.nn.Module):
-    """A network whose only output is the hidden states of its tokens."""
-
-    def __init__(self, network: torch.nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states, (inputs, tokens, width)."""
-        states: torch.Tensor = self.network(input_ids, attention_mask).last_hidden_state
-        return states
-
-
-@silence_transformers()
-def export_onnx(folder: str, path: Path) -> None:
-    """Write the network of a checkpoint as an ONNX file in float32, for other libraries.
-
-    The graph has the inputs ``input_ids`` and ``attention_mask``, (inputs, tokens) int64, and the
-    output ``states``, (inputs, tokens, width). The export uses PyTorch's older exporter and eager
-    attention, because OpenVINO and ONNX Runtime fuse such a graph best. It needs the package onnx.
-    """
-    from transformers import AutoModel
-
-    network = AutoModel.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    )
-    example = torch.ones(2, 8, dtype=torch.int64)
-    names, axes = ["input_ids", "attention_mask"], {0: "inputs", 1: "tokens"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            _States(network).eval(),
-            (example, example),
-            str(path),
-            dynamo=False,
-            input_names=names,
-            output_names=["states"],
-            dynamic_axes=dict.fromkeys((*names, "states"), axes),
-        )
-
-
-def optimize_onnx(path: Path, optimized: Path, folder: str) -> None:
-    """Fuse the layers of an ONNX file as ONNX Runtime does for networks like BERT."""
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    optimizer = import_module("onnxruntime.transformers.optimizer")
-    network = optimizer.optimize_model(
-        str(path),
-        model_type="bert",
-        num_heads=config["num_attention_heads"],
-        hidden_size=config["hidden_size"],
-    )
-    network.save_model_to_file(str(optimized), use_external_data_format=True)
-
-
-def quantize_onnx(path: Path, quantized: Path) -> None:
-    """Quantise the weights of an ONNX file to int8; activations are quantised dynamically."""
-    quantization = import_module("onnxruntime.quantization")
-    quantization.quantize_dynamic(
-        path,
-        quantized,
-        use_external_data_format=True,
-        # Float32; ONNX Runtime cannot infer the output types of fused layers.
-        extra_options={"DefaultTensorType": 1},
-    )

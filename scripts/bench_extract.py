@@ -12,20 +12,16 @@ turn, the process measures the speed of a matrix product in the way's data type.
 
 A model is a known model, a shape (mpnet-base, xlm-r-base) or the folder of a checkpoint. Models
 other than minilm and folders get random weights, because speed does not depend on the weights.
-OpenVINO and ONNX Runtime run a graph that PyTorch exports, without any code of llmcond. The export
-needs the packages onnx and onnxruntime; ONNX Runtime cannot optimise the graph of a decoder. ONNX
-Runtime computes in float32 or int8, regardless of --dtype.
+Commit 17f6c5ba can also measure OpenVINO and ONNX Runtime without llmcond.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,7 +30,6 @@ import numpy as np
 import torch
 from bench import (
     BenchOptions,
-    export_onnx,
     find_checkpoint,
     join_inputs,
     machine_peak,
@@ -43,9 +38,6 @@ from bench import (
     measure,
     median_of,
     median_ratio,
-    optimize_onnx,
-    quantize_onnx,
-    run_in_process,
     set_threads,
     timed,
 )
@@ -60,11 +52,8 @@ from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.loading import load_config, load_model, load_tokenizer
 from llmcond.encoders.loading.memory import TORCH_DTYPES
-from llmcond.encoders.openvino.architectures import import_openvino
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.settings import is_encoder
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import first_line
 
 Vectors = NDArray[np.float32]
 #: Batch size of the other libraries.
@@ -74,9 +63,6 @@ WAYS: dict[str, tuple[str, str | None]] = {
     "sentence-transformers, float32": ("sentence-transformers", "float32"),
     "sentence-transformers": ("sentence-transformers", None),
     "plain transformers loop": ("loop", None),
-    "OpenVINO": ("openvino", None),
-    "ONNX Runtime, float32": ("onnx", "float32"),
-    "ONNX Runtime, int8": ("int8", "float32"),
     "llmcond": ("llmcond", None),
     "llmcond, PyTorch, packed": ("packed", None),
     "llmcond, PyTorch, padded": ("padded", None),
@@ -84,16 +70,6 @@ WAYS: dict[str, tuple[str, str | None]] = {
 }
 #: Poolings that the other libraries support, and their names in sentence-transformers.
 POOLINGS = {"mean": "mean", "last": "lasttoken", "cls": "cls"}
-OPENVINO_TYPES = {"float32": "f32", "bfloat16": "bf16"}
-#: The kinds of ways that run an exported graph.
-GRAPHS = ("openvino", "onnx", "int8")
-#: The module that each kind of way needs.
-MODULES = {
-    "sentence-transformers": "sentence_transformers",
-    "openvino": "openvino",
-    "onnx": "onnxruntime",
-    "int8": "onnxruntime",
-}
 
 
 # -- the ways ----------------------------------------------------------------------------------
@@ -189,92 +165,6 @@ class LoopWay(Way):
         return count_padded_tokens(lengths, list(range(len(inputs))), BATCH)
 
 
-class GraphWay(Way):
-    """A library that runs a graph on padded batches, sorted by length."""
-
-    def load(self) -> None:
-        """Load the tokenizer and the network."""
-        from tokenizers import Tokenizer
-
-        self.texts_to_ids = Tokenizer.from_file(
-            str(self.resolved.checkpoint.folder / "tokenizer.json")
-        )
-        self.texts_to_ids.no_padding()
-        self.texts_to_ids.enable_truncation(self.identity.max_length)
-        self.load_graph(self.task["graphs"][self.task["kind"]])
-
-    @abstractmethod
-    def load_graph(self, path: str) -> None:
-        """Load the network."""
-
-    @abstractmethod
-    def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
-        """Return the pooled vectors of each batch, not normalised."""
-
-    def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the (n, dim) unit vectors of inputs."""
-        texts = [self.tokenizer.format(item) for item in inputs]
-        rows = [encoding.ids for encoding in self.texts_to_ids.encode_batch(texts)]
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        batches = [
-            make_batch([rows[i] for i in order[start : start + BATCH]], self.identity.pooling)
-            for start in range(0, len(order), BATCH)
-        ]
-        pooled = np.concatenate(self.run(batches))
-        vectors = np.empty_like(pooled)
-        vectors[order] = pooled
-        return normalize(vectors)
-
-
-class OpenVinoWay(GraphWay):
-    """OpenVINO without llmcond, with one stream per thread."""
-
-    def load_graph(self, path: str) -> None:
-        """Compile the network."""
-        openvino, threads = import_openvino(), self.task["threads"]
-        settings = {
-            "INFERENCE_PRECISION_HINT": OPENVINO_TYPES[self.identity.dtype],
-            "INFERENCE_NUM_THREADS": threads,
-            "NUM_STREAMS": threads,
-        }
-        network = openvino.Core().compile_model(path, "CPU", settings)
-        self.queue = openvino.AsyncInferQueue(network, threads)
-        self.queue.set_callback(self._pool)
-        self.pooled: list[Any] = []
-
-    def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
-        """Return the pooled vectors of each batch, not normalised."""
-        self.pooled = [None] * len(batches)
-        for number, (ids, mask, weights) in enumerate(batches):
-            inputs = {"input_ids": ids, "attention_mask": mask}
-            self.queue.start_async(inputs, (number, weights))
-        self.queue.wait_all()
-        return self.pooled
-
-    def _pool(self, request: Any, batch: tuple[int, Vectors]) -> None:
-        number, weights = batch
-        self.pooled[number] = pool(weights, request.get_output_tensor(0).data)
-
-
-class OnnxWay(GraphWay):
-    """ONNX Runtime without llmcond, with all optimisations."""
-
-    def load_graph(self, path: str) -> None:
-        """Load the network."""
-        runtime = import_module("onnxruntime")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = self.task["threads"]
-        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        self.session = runtime.InferenceSession(path, options, ["CPUExecutionProvider"])
-
-    def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
-        """Return the pooled vectors of each batch, not normalised."""
-        return [
-            pool(weights, self.session.run(None, {"input_ids": ids, "attention_mask": mask})[0])
-            for ids, mask, weights in batches
-        ]
-
-
 class LlmcondWay(Way):
     """One of the modes of llmcond."""
 
@@ -297,9 +187,6 @@ class LlmcondWay(Way):
 PEERS: dict[str, type[Way]] = {
     "sentence-transformers": SentenceTransformersWay,
     "loop": LoopWay,
-    "openvino": OpenVinoWay,
-    "onnx": OnnxWay,
-    "int8": OnnxWay,
 }
 
 
@@ -327,12 +214,6 @@ def make_batch(rows: list[list[int]], pooling: str) -> list[NDArray[Any]]:
     pooled = {"mean": real, "last": positions == ends - 1, "cls": real & (positions == 0)}[pooling]
     weights = pooled / pooled.sum(axis=1, keepdims=True)
     return [ids, real.astype(np.int64), weights.astype(np.float32)]
-
-
-def pool(weights: Vectors, states: Vectors) -> Vectors:
-    """Return the weighted mean of each input's states."""
-    means: Vectors = (weights[:, None] @ states)[:, 0]
-    return means
 
 
 def normalize(vectors: Vectors) -> Vectors:
@@ -389,46 +270,15 @@ def load_way(task: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 # -- choosing the ways -------------------------------------------------------------------------
 
 
-def export_graphs(resolved: ResolvedEncoder, kinds: set[str], folder: Path) -> dict[str, str]:
-    """Write the graphs that other libraries run into a folder; return their paths by kind.
-
-    If a graph cannot be exported, the reason is printed and the graph is left out. The optimizer of
-    ONNX Runtime does not support decoders.
-    """
-    if resolved.device != "cpu":
-        return {}
-    model_type = json.loads((resolved.checkpoint.folder / "config.json").read_text())["model_type"]
-    source = str(resolved.checkpoint.folder)
-    paths = {name: folder / f"{name}.onnx" for name in GRAPHS}
-    steps: dict[str, Callable[[], None]] = {
-        "openvino": lambda: export_onnx(source, paths["openvino"]),
-        "onnx": lambda: optimize_onnx(paths["openvino"], paths["onnx"], source),
-        "int8": lambda: quantize_onnx(paths["onnx"], paths["int8"]),
-    }
-    # Each graph is derived from the previous one.
-    needed = [name for name in steps if kinds.intersection(GRAPHS[GRAPHS.index(name) :])]
-    graphs = {}
-    for name in needed if is_encoder(model_type) else needed[:1]:
-        try:
-            steps[name]()
-        except Exception as error:  # the libraries raise many types for unsupported networks
-            print(f"No graph for {name}: {first_line(error)}", file=sys.stderr)
-            break
-        graphs[name] = str(paths[name])
-    return graphs
-
-
-def find_obstacle(kind: str, dtype: str, resolved: ResolvedEncoder, graphs: Any) -> str | None:
+def find_obstacle(kind: str, resolved: ResolvedEncoder) -> str | None:
     """Return why a way cannot be measured, or None if it can.
 
     ``resolved`` is the encoder with the runtime that llmcond chooses automatically.
     """
-    module, pooling = MODULES.get(kind), resolved.identity.pooling
+    pooling, peer = resolved.identity.pooling, "sentence-transformers"
     reasons = {
-        f"{module} is not installed": module is not None and find_spec(module) is None,
+        f"{peer} is not installed": kind == peer and find_spec("sentence_transformers") is None,
         f"the model pools by {pooling}": kind in PEERS and pooling not in POOLINGS,
-        "the model could not be exported to a graph for it": kind in GRAPHS and kind not in graphs,
-        f"it does not compute {dtype}": kind == "openvino" and dtype not in OPENVINO_TYPES,
         "it is the same as the ways with PyTorch below": kind == "llmcond"
         and resolved.runtime == "torch",
         "the model shares no prefixes": kind == "shared" and not resolved.shares_prefixes,
@@ -437,7 +287,7 @@ def find_obstacle(kind: str, dtype: str, resolved: ResolvedEncoder, graphs: Any)
 
 
 def choose_ways(
-    options: argparse.Namespace, resolved: ResolvedEncoder, graphs: dict[str, str]
+    options: argparse.Namespace, resolved: ResolvedEncoder
 ) -> dict[str, tuple[str, str]]:
     """Return the kind and data type of each way to measure; print why others are left out."""
     ways: dict[str, tuple[str, str]] = {}
@@ -445,7 +295,7 @@ def choose_ways(
         kind, dtype = WAYS[name][0], WAYS[name][1] or options.dtype
         if (kind, dtype) in ways.values() or (options.skip_peers and kind in PEERS):
             continue
-        reason = find_obstacle(kind, dtype, resolved, graphs)
+        reason = find_obstacle(kind, resolved)
         if reason is None:
             ways[name] = kind, dtype
         else:
@@ -529,7 +379,6 @@ def summarize(
         "seconds": seconds,
         "processor_seconds": median_of(mine, "processor"),
         "ratio_to_first": by_wall[first],
-        "ratio_to_openvino": by_wall.get("OpenVINO"),
         "ratios": by_wall,
         "ratios_by_processor": by_processor,
         "useful_share": useful / median_of(mine, "computed"),
@@ -548,7 +397,6 @@ COLUMNS = {
     "wall s": "seconds:.2f",
     "processor s": "processor_seconds:.2f",
     "against the first": "ratio_to_first:.2f",
-    "against OpenVINO": "ratio_to_openvino:.2f",
     "useful of computed tokens": "useful_share:.0%",
     "of the product's peak": "peak_share:.0%",
     "peak memory GiB": "memory_gib:.2f",
@@ -620,17 +468,11 @@ def main() -> None:
     }
     resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
     instruct = bool(resolved.identity.instruction_format)
-    with tempfile.TemporaryDirectory() as folder:
-        kinds = set() if options.skip_peers else {WAYS[name][0] for name in options.ways}
-        graphs = kinds.intersection(GRAPHS)
-        task["graphs"] = (
-            run_in_process(export_graphs, resolved, graphs, Path(folder)) if graphs else {}
-        )
-        task["ways"] = choose_ways(options, resolved, task["graphs"])
-        results = [
-            compare(options, task, inputs, label)
-            for inputs, label in make_cases(options, task, instruct)
-        ]
+    task["ways"] = choose_ways(options, resolved)
+    results = [
+        compare(options, task, inputs, label)
+        for inputs, label in make_cases(options, task, instruct)
+    ]
     print_json(options, {"results": results})
 
 

@@ -6,8 +6,7 @@
 Each program embeds or compares two sentences and exits. The programs take turns, after a warm-up
 round that reads their files into memory and is not counted. Times are medians over rounds: wall
 time, and processor time (user and system time of all threads). Memory is the peak over all rounds.
-The programs that use only OpenVINO or ONNX Runtime read a graph of MiniLM that PyTorch exports
-beforehand; the export needs the package onnx.
+Commit 17f6c5ba can also measure programs that use only OpenVINO or ONNX Runtime.
 
 ``--imports`` profiles the imports of ``llmcond similarity`` and prints the slowest packages. The
 time of a package includes its modules but not the other packages that they import.
@@ -22,7 +21,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,52 +45,9 @@ _PEER = f"""
 from sentence_transformers import SentenceTransformer
 SentenceTransformer(FOLDER, device="cpu").encode(texts)
 """
-_TOKENIZE = f"""
-{_TEXTS}
-import numpy as np
-from tokenizers import Tokenizer
-tokenizer = Tokenizer.from_file(FOLDER + "/tokenizer.json")
-tokenizer.enable_padding()
-encoded = tokenizer.encode_batch(texts)
-ids = np.array([encoding.ids for encoding in encoded], dtype=np.int64)
-mask = np.array([encoding.attention_mask for encoding in encoded], dtype=np.int64)
-inputs = {{"input_ids": ids, "attention_mask": mask}}
-"""
-_POOL = """
-weights = mask[:, :, None].astype(np.float32)
-vectors = (states * weights).sum(axis=1) / weights.sum(axis=1)
-vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-"""
-_OPENVINO = f"""
-import sys
-sys.modules["openvino_telemetry"] = None  # the import of OpenVINO is not reported
-import openvino
-{_TOKENIZE}
-states = openvino.Core().compile_model(GRAPHS + "/minilm.xml", "CPU")(inputs)[0]
-{_POOL}
-"""
-_ONNX = f"""
-import onnxruntime
-{_TOKENIZE}
-session = onnxruntime.InferenceSession(GRAPHS + "/optimized.onnx")
-states = session.run(None, inputs)[0]
-{_POOL}
-"""
 _SIMILARITY = f"""
 import llmcond
 llmcond.load_embedder().similarity([{FIRST!r}], [{SECOND!r}], {CONDITION!r})
-"""
-#: The program that writes the graphs for the other libraries.
-_EXPORT = """
-from pathlib import Path
-from bench import export_onnx, optimize_onnx
-from llmcond.encoders.openvino.architectures import import_openvino
-folder = Path(GRAPHS)
-export_onnx(FOLDER, folder / "minilm.onnx")
-optimize_onnx(folder / "minilm.onnx", folder / "optimized.onnx", FOLDER)
-openvino = import_openvino()
-network = openvino.Core().read_model(folder / "minilm.onnx")
-openvino.save_model(network, folder / "minilm.xml", compress_to_fp16=False)
 """
 #: Programs by their names in the table; None is the command line.
 WAYS: dict[str, str | None] = {
@@ -101,14 +56,6 @@ WAYS: dict[str, str | None] = {
     "llmcond.load_encoder('minilm').encode": _ENCODE.replace("RUNTIME", "'auto'"),
     "llmcond.load_encoder('minilm', runtime='torch').encode": _ENCODE.replace("RUNTIME", "'torch'"),
     "sentence-transformers": _PEER,
-    "OpenVINO and tokenizers": _OPENVINO,
-    "ONNX Runtime and tokenizers": _ONNX,
-}
-#: Modules that programs need in addition to llmcond.
-MODULES = {
-    "sentence-transformers": ("sentence_transformers",),
-    "OpenVINO and tokenizers": ("onnx", "openvino", "onnxruntime"),
-    "ONNX Runtime and tokenizers": ("onnx", "openvino", "onnxruntime"),
 }
 
 
@@ -121,11 +68,11 @@ def environment() -> dict[str, str]:
     return {**inherited, "PYTHONPATH": path}
 
 
-def make_arguments(program: str | None, folder: str, graphs: str) -> list[str]:
+def make_arguments(program: str | None, folder: str) -> list[str]:
     """Return the arguments with which Python runs a program."""
     if program is None:
         return COMMAND
-    return ["-c", f"FOLDER, GRAPHS = {folder!r}, {graphs!r}\n{program}"]
+    return ["-c", f"FOLDER = {folder!r}\n{program}"]
 
 
 def run_program(arguments: Sequence[str], folder: str) -> dict[str, float]:
@@ -158,28 +105,14 @@ def run_program(arguments: Sequence[str], folder: str) -> dict[str, float]:
     }
 
 
-def choose_ways() -> dict[str, str | None]:
-    """Return the programs whose libraries are installed; print which others are left out."""
-    ways = {}
-    for name, program in WAYS.items():
-        missing = [module for module in MODULES.get(name, ()) if find_spec(module) is None]
-        if missing:
-            print(f"{name} is left out: {', '.join(missing)} is not installed.", file=sys.stderr)
-        else:
-            ways[name] = program
-    return ways
-
-
 def measure(rounds: int, scratch: str) -> list[dict[str, Any]]:
     """Run the programs in turn, and return the figures of each."""
     checkpoint = resolve("minilm", EncoderOptions(), identify=False).checkpoint
-    ways, folder = choose_ways(), str(checkpoint.folder)
-    if any("GRAPHS" in (program or "") for program in ways.values()):
-        run_program(make_arguments(_EXPORT, folder, scratch), scratch)
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    folder = str(checkpoint.folder)
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     for _ in range(rounds + 1):
-        for name, program in ways.items():
-            turns[name].append(run_program(make_arguments(program, folder, scratch), scratch))
+        for name, program in WAYS.items():
+            turns[name].append(run_program(make_arguments(program, folder), scratch))
     return [summarize(name, counted[1:]) for name, counted in turns.items()]
 
 

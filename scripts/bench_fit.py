@@ -1,11 +1,10 @@
 """Measure how fast heads are fitted and applied, against plain implementations.
 
     python scripts/bench_fit.py fit          # linear and MLP on features as large as NV-Embed-v2's
-    python scripts/bench_fit.py stream       # a million pairs from disk
     python scripts/bench_fit.py hypernet     # the low-rank hypernetwork against its per-row form
-    python scripts/bench_fit.py relations    # the same on queries of a graph with many relations
     python scripts/bench_fit.py grid         # 10,000 sentences under 100 conditions
 
+The parts stream and relations, for pairs on disk and for graphs, are in commit 17f6c5ba.
 Features are random, because time and memory do not depend on their values. Every part of the
 benchmark runs in a new process, whose peak memory is reported.
 """
@@ -13,10 +12,8 @@ benchmark runs in a new process, whose peak memory is reported.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,14 +25,11 @@ from llmcond.benchmark.speeds import peak_memory
 from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
 from llmcond.heads.conditioned import Hypernet
 from llmcond.heads.fit import fit_by_gradient
-from llmcond.kinds.ranking.graph import KnownTriples, both_directions
-from llmcond.kinds.ranking.heads import QueryArrays, create_query_family, fit_queries
 
 #: C-STS: train rows, distinct conditions, and the paper's dimensions before and after projection.
 ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512
 #: Dimensions of MiniLM, for the parts hypernet and grid.
 DIM = 384
-#: FB15k-237: directed relations, and queries of an epoch.
 RELATIONS, QUERIES = 474, 544_230
 #: Minutes on an A6000 to learn a projection of 4,096 dimensions to 512 (CASE, section 4).
 PAPER = {"linear": 1.5, "mlp": 5.0}
@@ -100,25 +94,6 @@ def plain_fit(kind: str, settings: Any, data: PairArrays, epochs: int) -> None:
             optimiser.step()
 
 
-def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Fit one epoch of a linear head on pairs whose features are on disk."""
-    n = options.pairs
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        sides = []
-        block = np.random.default_rng(0).standard_normal((min(n, 10_000), WIDE), np.float32)
-        for side in (0, 1):
-            path = Path(folder, f"{side}.f16")
-            with path.open("wb") as file:
-                for start in range(0, n, len(block)):
-                    rolled = np.roll(block, start // len(block) + side, axis=1)
-                    file.write(rolled[: n - start].astype(np.float16).tobytes())
-            sides.append(np.memmap(path, np.float16, "r", shape=(n, WIDE)))
-        data = PairArrays(sides[0], sides[1], np.random.default_rng(1).uniform(size=n))
-        recipe = load_recipe("linear").with_settings({"dim": NARROW, "epochs": 1}, "")
-        _, seconds, _ = timed(fit_recipe, recipe, data, None, 0, quiet)
-    return [{"pairs": n, "on_disk_gib": 4 * n * WIDE / 2**30, "seconds": seconds}]
-
-
 # -- hypernetwork ------------------------------------------------------------------------------
 
 
@@ -174,66 +149,6 @@ class PlainHypernet(Hypernet):
         return torch.cat(embedded)
 
 
-class RelationLoop(Hypernet):
-    """The hypernetwork as a loop over the relations of a batch, with a matrix for each."""
-
-    def forward(self, x: torch.Tensor, condition: torch.Tensor, which: torch.Tensor) -> Any:
-        """Compute W_c of each relation, and the rows of one relation after another."""
-        factors = self.factors(condition)
-        embedded = x.new_empty(len(x), self.settings.dim)
-        for i in range(len(condition)):
-            rows = torch.nonzero(which == i)[:, 0]
-            values = x.index_select(0, rows)[None]
-            for factor in factors:
-                values = self.batched_product(values, factor[i : i + 1])
-            embedded = embedded.index_copy(0, rows, values[0])
-        return embedded
-
-
-def relations(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time epochs of the hypernetworks on a graph with as many relations as FB15k-237.
-
-    A relation's share of the triples falls with its rank, so that a batch of 1,024 queries has
-    about as many distinct relations as in FB15k-237 (263).
-    """
-    rng, half = np.random.default_rng(0), RELATIONS // 2
-    n_entities, n = 2_000, options.steps * 512
-    shares = 1 / (np.arange(half) + 10)
-    triples = rng.integers(n_entities, size=(n, 3)).astype(np.int32)
-    triples[:, 1] = rng.choice(half, size=n, p=shares / shares.sum())
-    arrays = QueryArrays(
-        rng.standard_normal((n_entities, DIM), dtype=np.float32),
-        triples,
-        half,
-        KnownTriples(both_directions(triples, half), n_entities),
-        relations=rng.standard_normal((RELATIONS, DIM), dtype=np.float32),
-    )
-    rows: list[dict[str, Any]] = []
-    forms: dict[str, type[Hypernet]] = {
-        "plain, W_c for each row": PlainHypernet,
-        "a loop over the relations of a batch": RelationLoop,
-        "llmcond": Hypernet,
-    }
-    recipe = load_recipe("hypernet", task="kgc").with_settings({"epochs": 1, "dim": DIM}, "")
-    for name, family in forms.items():
-        changed = replace(recipe, family=create_query_family(family))
-        seconds = []
-        for _ in range(options.rounds):
-            head, _, processor = timed(fit_queries, changed, arrays, None, 0, quiet, "cpu")
-            seconds.append(processor)
-        rows.append(
-            {
-                "form": name,
-                "processor_seconds_per_epoch": float(np.median(seconds)) * QUERIES / (2 * n),
-                "loss": last_loss(head.fit),
-            }
-        )
-    for row in rows:
-        key = "processor_seconds_per_epoch"
-        row["ratio"] = rows[0][key] / row[key]
-    return rows
-
-
 # -- inference ---------------------------------------------------------------------------------
 
 
@@ -278,9 +193,7 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 PARTS = {
     "fit": fit,
-    "stream": stream,
     "hypernet": hypernet,
-    "relations": relations,
     "grid": grid,
 }
 
@@ -297,10 +210,7 @@ def main() -> None:
     parser.names("parts", "parts to run", PARTS)
     add("--rows", ROWS, "fit and hypernet: number of pairs")
     add("--epochs", 40, "fit: number of epochs")
-    add("--rounds", 3, "hypernet and relations: number of fits, whose median counts")
-    add("--steps", 10, "relations: number of measured steps of an epoch's 532")
-    add("--pairs", 1_000_000, "stream: number of pairs")
-    add("--folder", Path, "stream: folder for files of 16 GiB", "the temporary folder")
+    add("--rounds", 3, "hypernet: number of fits, whose median counts")
     add("--sentences", 10_000, "grid: number of sentences")
     add("--conditions", 100, "grid: number of conditions")
     encode = "grid: seconds to encode a million inputs, as measured by bench_extract.py"

@@ -1,4 +1,4 @@
-"""Measure search under a condition, against nearest-neighbour libraries on plain embeddings.
+"""Measure search under a condition: its speed, recall, memory and size on disk.
 
     python scripts/bench_search.py --run RUN --head HEAD --data CSTS_FOLDER
     python scripts/bench_search.py --run RUN --head HEAD --data CSTS_FOLDER --sizes 1000000 --json
@@ -12,9 +12,7 @@ of the query, which is also listed separately. They are wall time (seconds) and 
 of this process (cpu), which other processes on the machine affect less. ``recall`` is the share of
 the ten best texts by a comparison with every text in float32.
 
-hnswlib and faiss (pip install hnswlib faiss-cpu) search e(s) with e(q), or with q', the query times
-W_c W_c^T. This q' gives the inner products under the condition, but not the cosines.
-``recall_reranked`` is the recall after the first 1,000 results are re-ranked under the condition.
+Commit 17f6c5ba can also measure hnswlib and faiss on plain embeddings.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +38,8 @@ from llmcond.runs.embedder import normalise_vectors
 from llmcond.search import Index
 from llmcond.search.table import BLOCK, NUMBER, VECTOR, TextTable
 
-#: Number of results, and of results that are re-ranked.
-K, CANDIDATES = 10, 1_000
-#: Maximum number of vectors for hnswlib, which needs minutes to index more.
-HNSW = 200_000
+#: Number of results.
+K = 10
 
 Vectors = NDArray[np.float32]
 
@@ -155,70 +150,6 @@ def measure_index(
     }
 
 
-def measure_peers(
-    vectors: Vectors,
-    queries: Vectors,
-    head: FittedHead,
-    conditions: Vectors,
-    gold: list[list[Any]],
-) -> Iterator[dict[str, Any]]:
-    """Yield the figures of libraries that search e(s), with e(q) and with q'.
-
-    Args:
-        vectors: (n, dim) the vectors e(s).
-        queries: (q, dim) the vectors e(q).
-        head: the head.
-        conditions: (c, dim) the vectors of conditions.
-        gold: the indices of the ten best texts, by condition and query.
-    """
-    searches: list[tuple[str, float, Callable[[Vectors, int], Any]]] = []
-    if find_spec("hnswlib") and len(vectors) <= HNSW:
-        import hnswlib
-
-        graph = hnswlib.Index("ip", vectors.shape[1])
-        graph.init_index(len(vectors), M=16, ef_construction=100, random_seed=0)
-        _, _, build_cpu = timed(lambda: graph.add_items(vectors, num_threads=1))
-        graph.set_ef(CANDIDATES)
-        searches.append(
-            ("hnswlib", build_cpu, lambda q, k: graph.knn_query(q, k, num_threads=1)[0][0])
-        )
-    if find_spec("faiss"):
-        import faiss
-
-        faiss.omp_set_num_threads(1)
-        flat = faiss.IndexFlatIP(vectors.shape[1])
-        _, _, build_cpu = timed(flat.add, vectors)
-        searches.append(("faiss, flat", build_cpu, lambda q, k: flat.search(q, k)[1][0]))
-    for name, build_cpu, search in searches:
-        for query_name in ("e(q)", "q'"):
-            recalls, reranked, cpu = [], [], []
-            for condition, of_condition in zip(conditions, gold, strict=True):
-                for query, relevant in zip(queries, of_condition, strict=True):
-                    vector = query if query_name == "e(q)" else transform(head, query, condition)
-                    hits, _, cpu_seconds = timed(search, vector[None], CANDIDATES)
-                    cpu.append(cpu_seconds)
-                    recalls.append(recall(hits[:K], relevant))
-                    candidates = under(head, vectors[hits], condition)
-                    order = best(candidates @ under(head, query[None], condition)[0])
-                    reranked.append(recall(hits[order], relevant))
-            yield {
-                "what": f"{name} on e(s), by {query_name}",
-                "build_cpu": build_cpu,
-                "hot_cpu": statistics.median(cpu),
-                "recall": statistics.mean(recalls),
-                "recall_reranked": statistics.mean(reranked),
-            }
-
-
-def transform(head: FittedHead, query: Vectors, condition: Vectors) -> Vectors:
-    """Return q' = W_c W_c^T q."""
-    matrix = np.eye(len(query), dtype=np.float32)
-    for factor in head.module.generated_matrices(condition[None]):
-        matrix = matrix @ factor[0]
-    transformed: Vectors = matrix @ (matrix.T @ query)
-    return transformed
-
-
 def measure_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the index and the other libraries at every size."""
     splits = read_dataset(options.data).splits
@@ -256,9 +187,6 @@ def measure_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
             figures = measure_index(folder, queries, conditions, gold)
             about = {"vectors": n, "dim": vectors.shape[1], "head": options.head}
             results.append({**about, **figures, "write_cpu": write_cpu})
-            if not options.no_peers:
-                peer_figures = measure_peers(vectors, query_vectors, head, condition_vectors, gold)
-                results += [{**about, **row} for row in peer_figures]
     return results
 
 
@@ -274,7 +202,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--conditions", 5, "number of conditions")
     add("--queries", 10, "number of queries")
     add("--seed", 0, "random seed of queries and conditions")
-    add("--no-peers", False, "do not measure other libraries")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = measure_sizes(options)

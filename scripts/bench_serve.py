@@ -1,18 +1,15 @@
-"""Measure a server under load on loopback: its rate, malformed requests, and its memory.
+"""Measure the rate of a server under load on loopback.
 
-    python scripts/bench_serve.py                                   # rates, also of the peer
-    python scripts/bench_serve.py --malformed 2000 --requests 50000 # rates and the rest
+    python scripts/bench_serve.py
     python scripts/bench_serve.py --data CSTS_FOLDER --json
 
-Rates: clients send every text once, and each client waits for a response before its next request.
+Clients send every text once, and each client waits for a response before its next request.
 The rate is compared with one call of the same model with all texts, in the server's process. The
 comparison uses wall time, and the processor time of the server, which other processes on the
 machine affect less. The peer is sentence-transformers behind the same queue and endpoints.
 
-``--malformed`` sends requests with errors of every kind. The server must respond to each, except to
-those that are cut short, and never with a status of 5xx. ``--requests`` compares the memory of the
-server after a tenth and after all of the requests. If one of these two checks fails, the script
-exits with 1.
+Commit 17f6c5ba can also send malformed requests, which ``fuzz.py --kind request`` does as well, and
+measure the memory after many requests.
 """
 
 from __future__ import annotations
@@ -21,20 +18,16 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from random import Random
 from typing import Any
 
 import numpy as np
 import psutil
 from bench import BenchOptions, timed
 from common import format_table, print_json
-from fuzz_services import draw_wrong_request, request_bytes
 
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders.encoder import load_encoder
@@ -48,8 +41,6 @@ from llmcond.serving.model_server import ModelServer
 from llmcond.serving.server import bind_socket
 from llmcond.serving.settings import ServerSettings
 
-#: Accepted growth of the memory in bytes, for buffers and memory that Python does not release.
-GROWTH = 32 * 2**20
 PEER = "sentence-transformers"
 
 
@@ -180,8 +171,10 @@ async def load(port: int, requests: list[bytes], clients: int) -> list[float]:
 def make_request(rows: Sequence[Row]) -> bytes:
     """Return a request for the embeddings of rows."""
     sentences, conditions = zip(*rows, strict=True)
-    body = {"input": sentences, "condition": conditions, "encoding_format": "base64"}
-    return request_bytes("/v1/embeddings", json.dumps(body).encode())
+    values = {"input": sentences, "condition": conditions, "encoding_format": "base64"}
+    body = json.dumps(values).encode()
+    head = "POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 # -- what is measured ----------------------------------------------------------------------------
@@ -216,73 +209,6 @@ def measure_rates(
     return results
 
 
-def draw_request(rng: Random, rows: Sequence[Row]) -> tuple[bytes, bool]:
-    """Return a random request, usually malformed, and whether the server must respond to it."""
-    path = rng.choice(("/v1/embeddings", "/v1/similarity", "/v1/search", "/v1/none", "/"))
-    return draw_wrong_request(rng, path, {"input": rows[0][0], "condition": rows[0][1]})
-
-
-async def count_statuses(port: int, requests: Sequence[tuple[bytes, bool]]) -> Counter[int]:
-    """Send each request over a separate connection, and count the statuses.
-
-    Status 0 counts requests that were cut short and got no response.
-
-    Raises:
-        SystemExit: a complete request got no response.
-    """
-    counts: Counter[int] = Counter()
-    for content, whole in requests:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(content)
-        if not whole:  # otherwise the server would wait for the rest
-            writer.write_eof()
-        status = await read_status(reader)
-        if not status and whole:
-            raise SystemExit("bench_serve: the server did not respond to a complete request")
-        counts[status] += 1
-        writer.close()
-    return counts
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, measure, and print the results."""
-    parser = BenchOptions(__doc__)
-    add = parser.option
-    add("--model", "minilm", "encoder")
-    add("--dtype", "float32", "data type of llmcond; the peer has float32")
-    add("--data", str, "rated rows whose texts are sent", "the bundled sample")
-    add("--texts", 2_000, "number of texts")
-    add("--clients", [1, 16, 64], "numbers of concurrent clients")
-    add("--sizes", [1, 16], "numbers of texts per request")
-    add("--malformed", 0, "number of malformed requests")
-    add("--requests", 0, "number of requests after which the memory is measured")
-    add("--seed", 0, "random seed of the malformed requests")
-    options = parser.parse_args(arguments)
-    data = read_dataset(options.data).splits["train"]
-    distinct: list[Row] = [*zip(data.sentence1, data.condition, strict=True)]
-    distinct += [*zip(data.sentence2, data.condition, strict=True)]
-    rows = [distinct[i % len(distinct)] for i in range(options.texts)]
-    results: dict[str, Any] = {"texts": len(rows), "one_call": {}, "rates": {}}
-    for kind in ("llmcond", PEER):
-        with Server(kind, options.model, options.dtype, rows) as server:
-            results["one_call"][kind] = server.rate
-            results["rates"][kind] = measure_rates(server, rows, options)
-            if kind == PEER:
-                continue
-            if options.malformed:
-                rng = Random(options.seed)
-                wrong = [draw_request(rng, rows) for _ in range(options.malformed)]
-                counts = asyncio.run(count_statuses(server.port, wrong))
-                results["statuses"] = dict(sorted(counts.items()))
-            if options.requests:
-                results["memory"] = []
-                for count in (options.requests // 10, options.requests):
-                    requests = [make_request([rows[i % len(rows)]]) for i in range(count)]
-                    asyncio.run(load(server.port, requests, max(options.clients)))
-                    results["memory"].append(server.process.memory_info().rss)
-    return show(results, options)
-
-
 COLUMNS = {
     "server": "server",
     "texts a request": "texts_a_request",
@@ -296,29 +222,33 @@ COLUMNS = {
 }
 
 
-def show(results: dict[str, Any], options: argparse.Namespace) -> int:
-    """Print the results, and return 1 if a request caused a server error or the memory grew."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, measure, and print the results."""
+    parser = BenchOptions(__doc__)
+    add = parser.option
+    add("--model", "minilm", "encoder")
+    add("--dtype", "float32", "data type of llmcond; the peer has float32")
+    add("--data", str, "rated rows whose texts are sent", "the bundled sample")
+    add("--texts", 2_000, "number of texts")
+    add("--clients", [1, 16, 64], "numbers of concurrent clients")
+    add("--sizes", [1, 16], "numbers of texts per request")
+    options = parser.parse_args(arguments)
+    data = read_dataset(options.data).splits["train"]
+    distinct: list[Row] = [*zip(data.sentence1, data.condition, strict=True)]
+    distinct += [*zip(data.sentence2, data.condition, strict=True)]
+    rows = [distinct[i % len(distinct)] for i in range(options.texts)]
+    results: dict[str, Any] = {"texts": len(rows), "one_call": {}, "rates": {}}
+    for kind in ("llmcond", PEER):
+        with Server(kind, options.model, options.dtype, rows) as server:
+            results["one_call"][kind] = server.rate
+            results["rates"][kind] = measure_rates(server, rows, options)
     table: list[dict[str, Any]] = []
-    for kind, rows in results["rates"].items():
+    for kind, rates in results["rates"].items():
         table.append({"server": f"{kind}, one call", "texts_a_second": results["one_call"][kind]})
-        table += [{"server": kind, **row} for row in rows]
+        table += [{"server": kind, **row} for row in rates]
     print(format_table(table, COLUMNS))
     print_json(options, results)
-    failed = False
-    if "statuses" in results:
-        failed |= any(status >= 500 for status in results["statuses"])
-        counts = ", ".join(f"{status}: {count:,}" for status, count in results["statuses"].items())
-        print(f"malformed requests by status (0: cut short): {counts}", file=sys.stderr)
-    if "memory" in results:
-        before, after = results["memory"]
-        failed |= after - before > GROWTH
-        sizes = f"{before / 2**20:,.0f} MiB, then {after / 2**20:,.0f} MiB"
-        print(
-            f"memory after a tenth and all of {options.requests:,} requests: {sizes}",
-            file=sys.stderr,
-        )
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

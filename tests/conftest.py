@@ -68,20 +68,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run also tests marked slow, every variant of those marked matrix, and all scripts",
+        help="run also tests marked slow, and every variant of those marked matrix",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that protect little at this commit, unless the command line requests them.
 
-    These are tests marked slow, four fifths of the variants of large matrices, and tests of scripts
-    that have not changed (``helpers/changes.py``). The names of the test and the variant decide
-    which fifth runs, so that all tests together still cover every architecture and every setting.
+    These are tests marked slow, and four fifths of the variants of large matrices. The names of the
+    test and the variant decide which fifth runs, so that all tests together still cover every
+    architecture and every setting.
     """
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
-    scripts_requested = any("scripts" in Path(argument).parts for argument in config.args)
     selected: list[pytest.Item] = []
     deselected: list[pytest.Item] = []
     seen: set[str] = set()
@@ -90,23 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         in_fifth = crc32(item.nodeid.encode()) % 5 == 0 or name not in seen
         seen.add(name)
         runs = in_fifth or not item.get_closest_marker("matrix")
-        runs = runs and (scripts_requested or _script_may_have_changed(item))
         runs = runs and not item.get_closest_marker("slow")
         (selected if runs else deselected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
-
-
-def _script_may_have_changed(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("script")
-    if marker is None:
-        return True
-    from helpers.changes import may_have_changed
-
-    return may_have_changed(
-        item.config.rootpath, marker.args, item.path.relative_to(item.config.rootpath).as_posix()
-    )
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,9 @@
-"""Every script runs as its docstring shows, here with tiny sizes."""
+"""Every script answers ``--help``, and runs as its docstring shows with tiny sizes."""
 
 import csv
 import json
-import os
+import subprocess
+import sys
 from importlib import import_module
 from multiprocessing.dummy import Pipe
 from threading import Thread
@@ -12,86 +13,38 @@ import pytest
 from helpers.paths import ROOT
 
 from llmcond import evaluate, extract, fit_head
-from llmcond.encoders import EncoderOptions
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 #: The arguments of each script, with tiny sizes, and an excerpt of its output.
 ARGUMENTS_AND_OUTPUT = {
-    "bench_aspects": (
-        "--model {tiny} --data {aspects} --values 0 2 --labels 4 --draws 2 --json",
-        "| mean of 2 |",
-    ),
+    "bench_aspects": ("--model {tiny} --data {aspects} --values 0 2 --json", "| mean of 2 |"),
     "bench_cache": (
         "--model {tiny} --data {rows} --sample 2 --out {tmp}/costs.md",
         "| tri-encoder, hyper-cl |",
-    ),
-    "bench_clusters": (
-        "--model {tiny} --data {classes} --guides 6 --seeds 1",
-        "| minilm-csts | language |",
     ),
     "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
     "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1 --imports", "| json |"),
     "bench_fit": (
-        "--rows 32 --epochs 1 --rounds 1 --pairs 64 --steps 1 --sentences 2 --conditions 2",
+        "--rows 32 --epochs 1 --rounds 1 --sentences 2 --conditions 2",
         "| hypernet-full-mse |",
     ),
-    "bench_routed": (
-        "--model {tiny} --data {rows} --sentences 2 --conditions 1 2 --rows 4 --rounds 1",
-        "| routed |",
-    ),
     "bench_search": (
-        "--run {run} --head hypernet --sizes 40 --conditions 2 --queries 2 --no-peers",
+        "--run {run} --head hypernet --sizes 40 --conditions 2 --queries 2",
         "| 40 | 64 | hypernet | llmcond |",
     ),
     "bench_serve": (
-        "--model {tiny} --data {rows} --texts 4 --clients 2 --sizes 1 --malformed 40 --requests 20",
+        "--model {tiny} --data {rows} --texts 4 --clients 2 --sizes 1",
         "| llmcond, one call |",
     ),
     "bench_store": ("{tmp}/store --rows 8 --part 3", "8 vectors of 384, 3 a commit: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
     "golden": ("record {tmp}/golden --only prompts models", "models: exit 0"),
-    "make_tickets": ("{tmp}/tickets.csv", "tickets.csv: 360 tickets"),
+    "make_aspects": ("--out {tmp}/aspects --texts 40 --check", ": 40 texts, "),
     "make_weights": ("--out {tmp}", "SHA-256"),
 }
-#: The additional library that a script's peer needs.
-PEER_LIBRARIES = {"bench_serve": "sentence_transformers"}
-#: Scripts with separate tests, and modules that scripts import.
-OTHER_SCRIPTS = {
-    *(
-        "fuzz",
-        "make_docs",
-        "notebooks",
-        "prose",
-        "bench",
-        "common",
-        "reproduce",
-        "reproduced",
-    ),
-    *(
-        "calibrate_conditions",
-        "check_install",
-        "release",
-        "fuzz_changes",
-        "fuzz_services",
-        "fuzz_texts",
-    ),
-    *("make_aspects", "manners", "aspect_figures", "aspect_samples", "pictures"),
-    *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
-    "make_credits",
-}
-#: Scripts that need data that is not in the repository.
-PAPER_SCRIPTS = {
-    *("reproduce_case", "reproduce_csr", "reproduce_graphs", "reproduce_hypercl"),
-    "reproduce_triple",
-}
-
-
-def test_every_script_is_listed():
-    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")}
-    assert scripts == {*ARGUMENTS_AND_OUTPUT, *OTHER_SCRIPTS, *PAPER_SCRIPTS}
 
 
 @pytest.fixture(scope="module")
@@ -100,56 +53,40 @@ def tiny(tiny_checkpoint):
 
 
 @pytest.fixture
-def classes(tmp_path, small_rows):
-    """A folder of texts with three kinds of class labels."""
-    folder = tmp_path / "classes"
-    folder.mkdir()
-    texts = [row[0] for row in small_rows[:48:2]]
-    for step, kind in enumerate(("topic", "style", "language"), 1):
-        labels = [i // step % 3 for i in range(len(texts))]
-        (folder / f"{kind}-labels.json").write_text(json.dumps({"labels": labels}))
-        (folder / f"{kind}-data.json").write_text(json.dumps({"texts": texts}))
-    return folder
-
-
-@pytest.fixture
 def aspects(tmp_path):
     """A folder of texts with attributes, one set with crossed conditions and one without."""
     folder = tmp_path / "aspects"
     folder.mkdir()
-    people, locations = ("men", "women", "children"), ("beach", "park", "street")
     texts = [
         {"text": f"the {who} at the {where}, {n} of them", "attrs": {"who": who, "where": where}}
-        for who in people
-        for where in locations
+        for who in ("men", "women", "children")
+        for where in ("beach", "park", "street")
         for n in range(3)
     ]
     conditions = {"who": {"text": "the people"}, "where": {"text": "the place"}}
-    crossed = {"name": "crossed", "texts": texts, "conds": conditions}
-    (folder / "crossed.json").write_text(json.dumps(crossed))
-    single = {"texts": texts, "conds": {"who": conditions["who"]}}
-    (folder / "single.json").write_text(json.dumps(single))
+    for name, keys in {"crossed": conditions, "single": ["who"]}.items():
+        values = {"texts": texts, "conds": {key: conditions[key] for key in keys}}
+        (folder / f"{name}.json").write_text(json.dumps(values))
     return folder
 
 
 @pytest.fixture(scope="module")
-def run_with_separate(tiny, small_rows, tmp_path_factory):
+def run_with_head(tiny, small_rows, tmp_path_factory):
     """A run with a head on separate features."""
     folder = tmp_path_factory.mktemp("separate")
     with (folder / "rows.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows([("sentence1", "sentence2", "condition", "label")])
         csv.writer(stream).writerows(small_rows)
-    data, options = str(folder / "rows.csv"), EncoderOptions(pooling="mean")
-    extract(model=tiny, **vars(options), run=folder / "run", data=data, prompt=["separate"])
-    fit_head(run=folder / "run", head="hypernet", set={"epochs": "1", "dim": "8", "rank": "4"})
-    evaluate(run=folder / "run", predictions=folder / "run" / "predictions.csv")
-    return folder / "run"
+    run, data = folder / "run", str(folder / "rows.csv")
+    extract(model=tiny, pooling="mean", run=run, data=data, prompt=["separate"])
+    fit_head(run=run, head="hypernet", set={"epochs": "1", "dim": "8", "rank": "4"})
+    evaluate(run=run, predictions=run / "predictions.csv")
+    return run
 
 
 @pytest.fixture
-def threads_for_processes(monkeypatch, tiny):
+def threads_for_processes(monkeypatch):
     """Replace processes, which would import everything again, by threads."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     threads = SimpleNamespace(get_context=lambda _: SimpleNamespace(Process=Thread, Pipe=Pipe))
     for name in ("bench", "bench_serve"):
@@ -159,64 +96,55 @@ def threads_for_processes(monkeypatch, tiny):
     monkeypatch.setattr(import_module("bench_first"), "COMMAND", ["-c", "import json"])
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
-    for name in ("bench", "bench_encoders", "bench_extract", "bench_fit"):
-        monkeypatch.setattr(
-            import_module(name), "run_in_process", lambda function, *args: function(*args)
-        )
+    for name in ("bench", "bench_encoders", "bench_fit"):
+        monkeypatch.setattr(import_module(name), "run_in_process", lambda work, *args: work(*args))
 
 
 @pytest.mark.usefixtures("threads_for_processes")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.script(name)) for name in ARGUMENTS_AND_OUTPUT]
-)
+@pytest.mark.parametrize("name", ARGUMENTS_AND_OUTPUT)
 def test_script_runs(
-    name,
-    tiny,
-    tmp_path,
-    write_rows,
-    small_rows,
-    aspects,
-    classes,
-    run_with_separate,
-    monkeypatch,
-    capsys,
+    name, tiny, tmp_path, write_rows, small_rows, aspects, run_with_head, monkeypatch, capsys
 ):
-    if name in PEER_LIBRARIES:
-        pytest.importorskip(PEER_LIBRARIES[name])
+    if name == "bench_serve":
+        pytest.importorskip("sentence_transformers")
     sizes, expected = ARGUMENTS_AND_OUTPUT[name]
     rows = write_rows(small_rows[:24])
-    arguments = sizes.format(
-        tmp=tmp_path, tiny=tiny, rows=rows, aspects=aspects, classes=classes, run=run_with_separate
-    )
+    arguments = sizes.format(tmp=tmp_path, tiny=tiny, rows=rows, aspects=aspects, run=run_with_head)
     monkeypatch.setattr("sys.argv", [name, *arguments.split()])
     assert import_module(name).main() in (None, 0)
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("threads_for_processes")
-@pytest.mark.parametrize("name", sorted(PAPER_SCRIPTS))
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("", "required: --encoders"),
-        ("--encoders minilm --data CSTS_FOLDER", "CSTS_FOLDER does not exist. Expected a "),
-    ],
-)
-def test_missing_arguments_or_data_are_reported(
-    name, arguments, expected, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    try:
-        code = import_module(name).main(arguments.split())
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
-    assert expected in capsys.readouterr().err
+def test_calibration_is_fitted_and_read(tmp_path, tiny_run, capsys):
+    from calibrate_conditions import main
+
+    from llmcond.evaluation.condition_checks import find_calibration
+
+    parts = {"who": ("men", "women"), "where": ("beach", "park"), "when": ("noon", "night")}
+    parts |= {"what": ("ride", "play"), "colour": ("red", "blue")}
+    for number, name in enumerate(("one", "two"), 3):
+        attributes = [
+            {key: values[i * number**k // 7 % 2] for k, (key, values) in enumerate(parts.items())}
+            for i in range(60)
+        ]
+        texts = [
+            {"text": f"{' '.join(values.values())} {i}", "attrs": values}
+            for i, values in enumerate(attributes)
+        ]
+        content = {"texts": texts, "conds": {key: {"text": f"the {key}"} for key in parts}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    out = tmp_path / "made" / "conditions.json"
+    out.parent.mkdir()
+    arguments = ["--data", str(tmp_path), "--model", str(tiny_run), "--device", "cpu"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    assert find_calibration(out.parent).is_of_model
 
 
-def test_measurement_runs_in_new_process(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    run_in_process = import_module("bench").run_in_process
-    assert run_in_process(os.getpid) != os.getpid()
-    with pytest.raises(ZeroDivisionError):
-        run_in_process(divmod, 1, 0)
+def test_every_script_answers_help():
+    paths = sorted((ROOT / "scripts").glob("*.py"))
+    for path in (path for path in paths if "__main__" in path.read_text(encoding="utf-8")):
+        command = [sys.executable, path, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{path.name}: {done.stderr}"
+        assert done.stdout.startswith("usage: "), path.name

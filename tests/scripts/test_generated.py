@@ -1,0 +1,66 @@
+"""Generated files are current: bundled data, credits, the memory table, and wording counts."""
+
+import runpy
+import sys
+
+import memory_table
+import numpy as np
+import prose
+import pytest
+from helpers.paths import ROOT
+from scipy.stats import spearmanr
+
+from llmcond.arrays import cosine
+from llmcond.data.datasets import read_dataset
+from llmcond.encoders.spec import EncoderInput
+
+
+@pytest.mark.parametrize("name", ["make_dialogues", "make_sample", "make_sample_graph"])
+def test_changed_data_fail_the_check(name, tmp_path, monkeypatch, capsys):
+    script = __import__(name)
+    assert script.main(["--check"]) == 0
+    assert script.main(["--out", str(tmp_path)]) == 0
+    test = next(tmp_path.glob("test.*"))
+    test.write_text(test.read_text(encoding="utf-8").replace("the", "a", 1), encoding="utf-8")
+    assert script.main(["--out", str(tmp_path), "--check"]) == 1
+    assert f"{test.name}: missing, or differs" in capsys.readouterr().out
+
+
+def test_neither_condition_nor_sentences_alone_predict_rating_of_sample(minilm):
+    splits = read_dataset(None).splits
+    train, test = splits["train"], splits["test"]
+    sentences = [{*rows.sentence1, *rows.sentence2} for rows in splits.values()]
+    assert not sentences[0] & (sentences[1] | sentences[2])
+    assert not sentences[1] & sentences[2]
+    condition = np.array(train.condition)
+    means = {name: train.rating[condition == name].mean() for name in set(train.condition)}
+    predicted = np.array([means[name] for name in test.condition])
+    assert abs(1 - np.mean((test.rating - predicted) ** 2) / np.var(test.rating)) < 0.02
+    first, second = (
+        minilm.encode([EncoderInput("", text) for text in texts[::2]])  # each pair is rated twice
+        for texts in (test.sentence1, test.sentence2)
+    )
+    assert abs(spearmanr(np.repeat(cosine(first, second), 2), test.rating).statistic) < 0.1
+
+
+def test_credits_and_memory_table_are_current(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["make_credits", "--check"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "scripts" / "make_credits.py"), run_name="__main__")
+    assert stopped.value.code == 0, capsys.readouterr().out
+    assert memory_table.table() in memory_table.PAGE.read_text(encoding="utf-8")
+    sizes = (15 * 2**30, 10 * 2**30, 2 * 2**30)
+    assert memory_table.smallest_card(*sizes) == 16
+
+
+def test_wording_is_counted_and_limited(tmp_path, monkeypatch, capsys):
+    (tmp_path / "README.md").write_text("It is told.\n\n```bash\ntold\n```\n")
+    (tmp_path / "llmcond").mkdir()
+    code = 'def f(own):\n    """See :class:`X`."""\n    add(help="of it")\n'
+    (tmp_path / "llmcond" / "a.py").write_text(code)
+    counts = {name: len(items) for name, items in prose.measure(tmp_path).items()}
+    ones = {"words", "names", "help", "roles", "see"}
+    assert counts == {name: int(name in ones) for name in prose.LIMITS}
+    monkeypatch.setattr(prose, "LIMITS", {**dict.fromkeys(prose.LIMITS, 1), "words": 0})
+    assert prose.main(["--root", str(tmp_path), "--check"]) == 1
+    assert capsys.readouterr().out.startswith("words: 1, limit 0 (")
