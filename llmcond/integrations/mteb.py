@@ -37,7 +37,7 @@ from llmcond.encoders.loading.loading import build_on_meta, load_config, token_e
 from llmcond.encoders.loading.memory import measure_footprint
 from llmcond.errors import UserError, nearest
 from llmcond.files import digest_bytes, digest_text, read_json
-from llmcond.integrations import mteb_tasks
+from llmcond.integrations.mteb_tasks import AspectTriplesPC, ConditionalSTS
 from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.similarity import Vectors
 
@@ -239,7 +239,7 @@ class _LocalData:
         self.metadata = metadata
 
 
-class CSTS(_LocalData, mteb_tasks.ConditionalSTS):
+class CSTS(_LocalData, ConditionalSTS):
     """Conditional semantic textual similarity on local data, without its unrated rows."""
 
     def __init__(self, source: Any = None, split: str | None = None, **kwargs: Any) -> None:
@@ -271,7 +271,7 @@ class CSTS(_LocalData, mteb_tasks.ConditionalSTS):
         super().__init__(**kwargs)
 
 
-class AspectTriples(_LocalData, mteb_tasks.AspectTriplesPC):
+class AspectTriples(_LocalData, AspectTriplesPC):
     """Paired triples of local texts with several attributes, a subset for each dataset."""
 
     def __init__(self, folder: str | Path, only: Sequence[str] = (), **kwargs: Any) -> None:

@@ -24,8 +24,9 @@ from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES
 from llmcond.evaluation.results import Result, Results, Scored, score_results
 from llmcond.features.view import FeaturePart, FeatureView, ReadFeatures, recipe_view
+from llmcond.heads import PairArrays
 from llmcond.heads.numpy_heads import NumpyHead
-from llmcond.heads.pairs import DEV_SCORE_KEY, PairArrays
+from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.log import log
 from llmcond.metrics import DEFAULT_METRICS, Estimate, Metric, get_metric
 from llmcond.prompts import Prompt

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llmcond.runs import Run
 from llmcond.runs.embedder import Embedder, normalise_vectors
-from llmcond.runs.run import Run
 
 #: A condition is unfamiliar if it is further from its nearest training condition than this share
 #: of the training conditions are from theirs.

@@ -20,7 +20,7 @@ from transformers import (
     MistralConfig,
     dynamic_module_utils,
 )
-from transformers.utils import logging
+from transformers.utils import logging as hf_logging
 
 from llmcond.encoders.checkpoints.adapter import ROUTER, attach, check_adapter, summarize_names
 from llmcond.encoders.checkpoints.checkpoint import (
@@ -62,18 +62,21 @@ def silence_transformers() -> Iterator[None]:
     transformers does not ask whether it may run code either, as it otherwise does for parts whose
     config it has downloaded.
     """
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, bars = (
+        hf_logging.get_verbosity(),
+        hf_logging.is_progress_bar_enabled(),
+    )
     patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
         yield
     finally:
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
-        logging.set_verbosity(level)
+        hf_logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            hf_logging.enable_progress_bar()
 
 
 @silence_transformers()
