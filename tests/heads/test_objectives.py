@@ -255,7 +255,9 @@ def test_matryoshka_is_the_mean_of_sentence_transformers_losses():
 def test_batches_with_nothing_to_compare_give_zero_loss_and_gradients():
     equal = replace(BATCH, rating=torch.full_like(BATCH.rating, 0.5))
     unpaired = replace(BATCH, pairs=torch.empty((0, 2), dtype=torch.int64))
-    cases = [(equal, name, ties) for name in list(SINGLE_OBJECTIVES)[1:] for ties in ("drop", "gap")]
+    cases = [
+        (equal, name, ties) for name in list(SINGLE_OBJECTIVES)[1:] for ties in ("drop", "gap")
+    ]
     cases += [(unpaired, name, ties) for name in CONTRASTIVE for ties in TIES]
     for batch, name, ties in cases:
         loss = batch.loss(settings_of(name, ties=ties))
