@@ -384,11 +384,11 @@ def check_format(record: dict[str, Any], supported: int, what: str) -> None:
 
     Args:
         record: the record, whose key ``format`` is a number from 1.
-        supported: newest format that this version reads.
+        supported: the format that this version reads.
         what: description of the record, for messages.
 
     Raises:
-        UserError: the format is newer than ``supported``.
+        UserError: the record has another format.
         LlmcondError: the record states no format.
     """
     version = record.get("format")
@@ -396,10 +396,13 @@ def check_format(record: dict[str, Any], supported: int, what: str) -> None:
         raise LlmcondError(
             f"{what} states no format version. It is damaged, or was not written by llmcond."
         )
-    if version > supported:
+    if version != supported:
+        age, remedy = ("a newer", "Upgrade llmcond to read it")
+        if version < supported:
+            age, remedy = ("an earlier", "Create it again with this version")
         raise UserError(
-            f"{what} was written by a newer version of llmcond (format {version}; this version "
-            f"reads formats up to {supported}). Upgrade llmcond to read it."
+            f"{what} was written by {age} version of llmcond (format {version}; this version reads "
+            f"format {supported}). {remedy}."
         )
 
 

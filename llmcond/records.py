@@ -19,22 +19,22 @@ T = TypeVar("T")
 RECORD: dict[str, Any] = {"extra": "ignore", "strict": True, "allow_inf_nan": False}
 
 
-def read_record(path: Path, schema: type[T], remedy: str = "", newest: int = 0) -> T:
+def read_record(path: Path, schema: type[T], remedy: str = "", version: int = 0) -> T:
     """Read and check a record; ``check_record`` describes the arguments.
 
     Args:
         path: the JSON file.
         schema: dataclass of the record.
         remedy: end of messages, which says what to do.
-        newest: newest ``format`` that this version reads; 0: the record has no format.
+        version: the ``format`` that is read; 0: the record has none.
 
     Raises:
         UserError: the file does not exist, is not JSON, or a newer version wrote it.
         LlmcondError: the record is damaged.
     """
     values = read_json(path)
-    if newest:
-        check_format(values, newest, str(path))
+    if version:
+        check_format(values, version, str(path))
     return check_record(values, schema, str(path), remedy)
 
 

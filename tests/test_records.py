@@ -106,9 +106,11 @@ def test_object_converts_itself():
     assert as_json({"x": [Named()]}) == {"x": ["itself"]}
 
 
-def test_newer_format_is_rejected(tmp_path):
+def test_only_this_format_is_read(tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"format": 3, **VALID_RECORD}))
-    with pytest.raises(UserError, match="newer version"):
-        read_record(path, _Outer, newest=2)
-    assert read_record(path, _Outer, newest=3) == check_record(VALID_RECORD, _Outer, "x")
+    with pytest.raises(UserError, match=r"a newer version .*format 3.* Upgrade llmcond"):
+        read_record(path, _Outer, version=2)
+    with pytest.raises(UserError, match=r"an earlier version .*format 3.* Create it again"):
+        read_record(path, _Outer, version=4)
+    assert read_record(path, _Outer, version=3) == check_record(VALID_RECORD, _Outer, "x")

@@ -145,7 +145,7 @@ def find_calibration(folder: Path) -> Calibration | None:
     if path is None:
         return None
     remedy = "Create it again: python scripts/calibrate_conditions.py"
-    calibration = read_record(path, Calibration, remedy, newest=_FORMAT)
+    calibration = read_record(path, Calibration, remedy, version=_FORMAT)
     unknown = sorted(calibration.coefficients.keys() - INDICATORS.keys())
     if unknown:
         raise LlmcondError(

@@ -138,7 +138,7 @@ def read_credits(folder: Path) -> Credits | None:
     path = folder / CREDITS
     if not path.is_file():
         return None
-    return read_record(path, Credits, "Copy it again.", newest=FORMAT)
+    return read_record(path, Credits, "Copy it again.", version=FORMAT)
 
 
 def _licence_link(identifier: str) -> str:

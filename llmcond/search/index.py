@@ -819,7 +819,7 @@ class _IndexRecord:
 
     made_by: Mapping[_FindArgument, str]
     identity: Mapping[str, Any]
-    precision: IndexPrecision = "float16"
+    precision: IndexPrecision
     truncate_dim: int | None = None
     conditions: Sequence[str] = ()
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -828,7 +828,7 @@ class _IndexRecord:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the record of a folder."""
-        return read_record(folder / "index.json", cls, "Build another index.", newest=FORMAT)
+        return read_record(folder / "index.json", cls, "Build another index.", version=FORMAT)
 
     def write(self, folder: Path) -> None:
         """Write the record into a folder."""

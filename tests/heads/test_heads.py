@@ -407,17 +407,6 @@ def test_tensors_of_another_head_are_rejected_despite_matching_digest(name, tmp_
         assert_rejected(tmp_path, "does not hold the parameters")
 
 
-def test_head_of_format_1_is_loaded_and_replaced(saved_head, linear_head, pca_head):
-    description = json.loads((saved_head / "head.json").read_text())
-    find_weights(saved_head).rename(saved_head / "head.safetensors")
-    (saved_head / "head.json").write_text(json.dumps({**description, "format": 1}))
-    assert tensors(load_head(saved_head)[0]) == tensors(linear_head)
-    save_head(pca_head, saved_head, {})
-    assert load_head(saved_head)[0].kind == "pca"
-    assert len(list(saved_head.iterdir())) == 3  # the old weights are gone
-    assert list(saved_head.parent.iterdir()) == [saved_head]
-
-
 @pytest.mark.parametrize("stop", range(4))
 def test_interrupted_replacement_leaves_loadable_head(saved_head, pca_head, monkeypatch, stop):
     """Whenever a save is killed, the old or the new head can be loaded; the next save cleans up."""
