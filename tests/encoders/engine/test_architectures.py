@@ -454,6 +454,7 @@ GEMMA = "google/embeddinggemma-300m"
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
+        ("nv-embed", {"pooling": "mean"}, "only supports latent"),
         ("nv-embed", {"attention": "causal"}, "attention is 'causal', but .* was trained with"),
         (
             "qwen",

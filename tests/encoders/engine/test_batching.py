@@ -132,7 +132,9 @@ def test_prefixes_and_repeated_inputs_are_computed_once():
     ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 8], [1, 2, 3, 4, 5]]
     (batch,) = pack_shared(ids, 100)
     assert batch.n_tokens == 8
-    stops = {i: batch.segments[leaf].stop for i, leaf in zip(batch.inputs, batch.leaves, strict=True)}
+    stops = {
+        i: batch.segments[leaf].stop for i, leaf in zip(batch.inputs, batch.leaves, strict=True)
+    }
     assert stops == {0: 5, 1: 7, 2: 8, 3: 5}
     for common, n_tokens in ((MIN_SHARED, 16 - MIN_SHARED), (MIN_SHARED - 1, 16)):
         ids = [list(range(8)), [*range(common), *range(20, 28 - common)]]

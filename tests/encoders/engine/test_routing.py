@@ -1,7 +1,7 @@
-"""Routed pooling: its equation on every architecture, and independence from the batch."""
+"""Routed pooling and its token weights: the equation, and independence from the batch."""
 
 import random
-from dataclasses import replace
+import threading
 
 import numpy as np
 import pytest
@@ -9,43 +9,30 @@ import torch
 from helpers import checkpoints
 from helpers.cases import CASES, MAX_LENGTH, WORDS
 from helpers.identities import IDENTITY
+from helpers.vectors import assert_close
 
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.encoder import UNIT, Concurrency, load_encoder
-from llmcond.encoders.engine import forward
-from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.spec import ROUTED_POOLINGS, Router
+from llmcond.encoders.encoder import Concurrency, load_encoder
+from llmcond.encoders.engine.forward import pool_routed
+from llmcond.encoders.engine.interface import Routes, record_weights, recording_weights
+from llmcond.encoders.spec import Router
 from llmcond.errors import UserError
 from llmcond.features.extract import Chunking, extract
 from llmcond.features.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Encoders whose pooling leaves the space of the token vectors are rejected.
-ROUTABLE = [name for name in CASES if name not in {"simcse-roberta", "simcse-bert"}]
-ROUTABLE = [name for name in ROUTABLE if not name.startswith("nv-embed")]
 CONDITIONS = ["the mood", "dogs", "how far away the man is and what he says of it", "the place"]
+SENTENCE = "three women sit on the beach at night"
 
 
 def load(name, folder):
     case = CASES[name]
-    path = checkpoints.build_checkpoint(
-        case.kind, folder / "model", **case.checkpoint_options
-    ).folder
+    path = folder / "model"
+    checkpoints.build_checkpoint(case.kind, path, **case.checkpoint_options)
     checkpoints.change_json(path / "config.json", **case.config)
-    options = {
-        "dtype": "float32",
-        "device": "cpu",
-        "runtime": "torch",
-        "max_length": MAX_LENGTH,
-        **case.options,
-    }
-    return load_encoder(str(path), like=case.like, **options)
-
-
-@pytest.fixture(scope="module", params=ROUTABLE)
-def encoder(request, tmp_path_factory):
-    return load(request.param, tmp_path_factory.mktemp("routed"))
+    options = {"dtype": "float32", "device": "cpu", "runtime": "torch", "max_length": MAX_LENGTH}
+    return load_encoder(str(path), like=case.like, **options, **case.options)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +61,9 @@ def mixed_inputs(seed=0, n=12):
     return items
 
 
+# -- vectors -------------------------------------------------------------------------------------
+
+
 def reference_states(encoder, text):
     """Return the hidden states of a text's tokens and their pooled vector, without the engine."""
     row = encoder._tokenizer([EncoderInput("", text)])[0]
@@ -83,127 +73,85 @@ def reference_states(encoder, text):
         ).last_hidden_state[0]
     pooled = {"cls": hidden[0], "last": hidden[row.last - 1]}
     states = hidden[row.first : row.last]
-    return states.float(), pooled.get(encoder.identity.pooling, states.mean(dim=0)).float()
+    return states, pooled.get(encoder.identity.pooling, states.mean(dim=0))
 
 
 def reference_vector(encoder, item):
-    token_states, _ = reference_states(encoder, item.text)
+    states, _ = reference_states(encoder, item.text)
     query = reference_states(encoder, item.router.text)[1]
-    centred = token_states - token_states.mean(dim=0) if item.router.centre else token_states
+    centred = states - states.mean(dim=0) if item.router.centre else states
     similarities = torch.cosine_similarity(centred, query[None], dim=1)
-    if item.router.standardize and len(token_states) > 1:
+    if item.router.standardize and len(states) > 1:
         similarities = similarities / similarities.std(correction=0)
     weights = torch.exp(similarities / item.router.temperature)
-    vector = (weights[:, None] * token_states).sum(dim=0) / weights.sum()
+    vector = (weights[:, None] * states).sum(dim=0) / weights.sum()
     vector = encoder.engine.model.dense(vector)
     return (vector / vector.norm() if encoder.identity.normalize else vector).numpy()
 
 
-@pytest.mark.matrix
-def test_vectors_match_equation(encoder):
-    items = mixed_inputs(n=4)
+@pytest.mark.processor
+@pytest.mark.parametrize("name", ["e5-xlm-r", "bge-m3", "sfr", "gemma", "text-only"])
+def test_vectors_match_equation_and_do_not_depend_on_batch(name, tmp_path, monkeypatch):
+    encoder, items = load(name, tmp_path), mixed_inputs(n=3)
     vectors = encoder.encode_with_counts(items).vectors
     for item, vector in zip(items, vectors, strict=True):
         if item.router is not None:
-            np.testing.assert_allclose(vector, reference_vector(encoder, item), atol=1e-5)
-
-
-@pytest.mark.processor
-@pytest.mark.matrix
-def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
-    items = mixed_inputs(1)
-    vectors = encoder.encode_with_counts(items).vectors
+            assert_close(vector, reference_vector(encoder, item))
     alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
-    np.testing.assert_allclose(vectors, alone, rtol=0, atol=1e-5)
+    assert_close(alone, vectors)
     monkeypatch.setattr(encoder.engine, "packs", False)
-    np.testing.assert_allclose(
-        encoder.encode_with_counts(items).vectors, vectors, rtol=0, atol=1e-5
-    )
+    assert_close(encoder.encode_with_counts(items).vectors, vectors)
 
 
 def test_gradients_are_finite_for_identical_tokens():
     token_states = torch.ones(2, 4, 8, requires_grad=True)
     routes = [Routes(torch.eye(8)[:2], Router("", 0.7, False, True))] * 2
-    forward.pool_routed(token_states, [(0, 1), (0, 4)], routes).square().sum().backward()
+    pool_routed(token_states, [(0, 1), (0, 4)], routes).square().sum().backward()
     assert torch.isfinite(token_states.grad).all()
 
 
-def test_condition_changes_vector_and_high_temperature_gives_mean(e5_encoder):
-    texts = ["two dogs run over wet grass", "the man sits"]
-    plain = e5_encoder.encode([*texts])
-    routed = e5_encoder.encode([routed_input(text, "dogs", 1e6) for text in texts])
-    np.testing.assert_allclose(routed, plain, atol=1e-5)
-    first, second = e5_encoder.encode(
-        [routed_input(texts[0], text) for text in ("dogs", "the mood")]
-    )
-    assert np.abs(first - second).max() > 1e-3
-
-
 def test_sentences_and_conditions_are_encoded_once(e5_encoder):
-    texts = ["two dogs run over wet grass", "the man sits on a bench"]
     conditions = [f"{a} {b}" for a in WORDS[:10] for b in WORDS[10:20]]
-    items = [routed_input(text, condition) for text in texts for condition in set(conditions)]
+    items = [routed_input(text, c) for text in (SENTENCE, "two dogs") for c in set(conditions)]
     random.Random(0).shuffle(items)
     encoded = e5_encoder.encode_with_counts(items, e5_encoder.queries(conditions))
-    alone = e5_encoder.encode_with_counts([EncoderInput("", text) for text in texts])
-    assert encoded.n_computed == alone.n_computed
-    assert len(encoded.vectors) == len(items) > 2 * UNIT // 4
-    assert (encoded.n_tokens.reshape(-1) > 0).all()
-
-
-def test_key_includes_router_and_is_stable_without_router():
-    plain = EncoderInput("", "a text")
-    keys = {plain.key}
-    settings = ("x", 0.1, True), ("y", 0.1, True), ("x", 0.2, True)
-    for router in (Router(*arguments, False) for arguments in settings):
-        item = replace(plain, router=router)
-        assert item.key not in keys
-        keys.add(item.key)
-    assert Router("x", 0.1, False, False) != Router("x", 0.1, True, False)
-    assert Router("x", 0.1, True, True) != Router("x", 0.1, True, False)
-    assert plain.key.hex() == "785afe0d0546a202bc779d26f9d5ec54"
-
-
-@pytest.mark.parametrize("name", ["simcse-bert", "nv-embed"])
-def test_unsupported_poolings_are_rejected(name, tmp_path):
-    encoder = load(name, tmp_path)
-    assert encoder.identity.pooling not in ROUTED_POOLINGS
-    with pytest.raises(UserError, match="--pooling cls or mean or last"):
-        encoder.encode([routed_input("a text", "dogs")])
-
-
-def test_router_text_that_is_also_an_input_is_encoded_once(encoder):
+    plain = [EncoderInput("", SENTENCE), EncoderInput("", "two dogs")]
+    assert encoded.n_computed == e5_encoder.encode_with_counts(plain).n_computed
+    # The text of a router that is also an input is encoded once, too.
     items = mixed_inputs(n=3)
     conditions = [EncoderInput("", text) for text in CONDITIONS]
-    queries = encoder.queries(CONDITIONS)
-    encoded, alone = (
-        encoder.encode_with_counts(items, queries),
-        encoder.encode_with_counts(conditions),
-    )
+    queries, alone = e5_encoder.queries(CONDITIONS), e5_encoder.encode_with_counts(conditions)
+    encoded = e5_encoder.encode_with_counts(items, queries)
     for condition, vector, n_tokens in zip(conditions, alone.vectors, alone.n_tokens, strict=True):
-        np.testing.assert_allclose(encoded.vectors[items.index(condition)], vector, atol=1e-5)
+        assert_close(encoded.vectors[items.index(condition)], vector)
         assert encoded.n_tokens[items.index(condition)] == n_tokens
     others = [item for item in items if item not in conditions]
-    assert encoded.n_computed == encoder.encode_with_counts(others, queries).n_computed
+    assert encoded.n_computed == e5_encoder.encode_with_counts(others, queries).n_computed
     # A router text beyond the maximum length is truncated like any other input.
     long = [EncoderInput("", "the man " * 80), routed_input("a text", "the man " * 80)]
-    assert encoder.encode_with_counts(long, encoder.queries([long[0].text])).truncated[0]
+    assert e5_encoder.encode_with_counts(long, e5_encoder.queries([long[0].text])).truncated[0]
 
 
-class Killed(Exception):  # noqa: N818 - simulates a kill
-    pass
+def test_invalid_routers_are_rejected(e5_encoder, tmp_path):
+    for name in ("simcse-bert", "nv-embed"):
+        with pytest.raises(UserError, match="--pooling cls or mean or last"):
+            load(name, tmp_path / name).encode([routed_input("a text", "dogs")])
+    for temperature in (0, float("nan")):
+        with pytest.raises(UserError, match=r"temperature is .*; it must be above 0"):
+            Router("dogs", temperature, True, False)
+    with pytest.raises(UserError, match="the router at position 0 is"):
+        e5_encoder.encode([routed_input("a text", "half a \ud83d")])
+
+
+# -- extraction ----------------------------------------------------------------------------------
 
 
 class FailingEncoder:
     """A real encoder that records the router texts it encodes, and fails after ``left`` calls."""
 
     def __init__(self, encoder, left=10_000):
-        self.encoder, self.concurrency, self.left, self.routers = (
-            encoder,
-            Concurrency(1, 1),
-            left,
-            [],
-        )
+        self.encoder, self.concurrency = encoder, Concurrency(1, 1)
+        self.left, self.routers = left, []
 
     def queries(self, texts):
         self.routers += texts
@@ -212,66 +160,118 @@ class FailingEncoder:
     def encode_with_counts(self, *arguments):
         self.left -= 1
         if self.left < 0:
-            raise Killed
+            raise InterruptedError
         return self.encoder.encode_with_counts(*arguments)
 
 
-def many_routed_inputs(n=40):
-    """Return inputs whose conditions recur in later inputs, so that windows share them."""
-    items = mixed_inputs(2, n=n)
-    return items + [routed_input(f"the man {i}", f"the mood {i // 3}") for i in range(6 * n)]
-
-
-@pytest.mark.parametrize("n_calls", [3, 24])  # within the first window, and beyond it
-def test_resumed_extraction_gives_identical_vectors(e5_encoder, tmp_path, n_calls, monkeypatch):
+def test_extraction_encodes_each_router_once_and_resumes(e5_encoder, tmp_path, monkeypatch):
     monkeypatch.setattr("llmcond.features.extract._UNIT_SIZE", 5)
-    items = many_routed_inputs()
-    whole, resumed = (FeatureStore(tmp_path / name, IDENTITY, "float32") for name in "ab")
-    extract(iter(items), whole, lambda: e5_encoder, chunking=Chunking(16, 256))
-    with pytest.raises(Killed):
-        extract(
-            iter(items),
-            resumed,
-            lambda: FailingEncoder(e5_encoder, n_calls),
-            chunking=Chunking(16, 256),
-        )
-    assert 0 < len(resumed) < len(whole)
-    extract(iter(items), resumed, lambda: e5_encoder, chunking=Chunking(16, 256))
-    distinct = list(dict.fromkeys(items))
-    np.testing.assert_array_equal(resumed.lookup(distinct).read(), whole.lookup(distinct).read())
-
-
-def test_extraction_encodes_each_router_once_within_limit(e5_encoder, tmp_path, monkeypatch):
-    items = many_routed_inputs()
+    items = mixed_inputs(2, n=30)
+    # These conditions recur in later inputs, so that windows share them.
+    items += [routed_input(f"the man {i}", f"the mood {i // 3}") for i in range(180)]
     texts = {item.router.text for item in items if item.router}
-    unlimited, limited = FailingEncoder(e5_encoder), FailingEncoder(e5_encoder)
-    first, second = (FeatureStore(tmp_path / name, IDENTITY, "float32") for name in "ab")
-    extract(iter(items), first, lambda: unlimited, chunking=Chunking(64, 64))
-    assert len(unlimited.routers) == len(set(unlimited.routers))
-    assert set(unlimited.routers) == texts
+
+    def run(name, window, left=10_000):
+        encoder = FailingEncoder(e5_encoder, left)
+        store = FeatureStore(tmp_path / name, IDENTITY, "float32")
+        try:
+            extract(iter(items), store, lambda: encoder, chunking=Chunking(16, window))
+        except InterruptedError:
+            assert 0 < len(store) < len(set(items))
+        else:
+            encoder.vectors = store.lookup(items).read()
+        return encoder
+
+    whole = run("whole", 256)
+    assert set(whole.routers) == texts
+    assert len(whole.routers) == len(texts)
+    for left in (3, 24):  # within the first window, and beyond it
+        run(f"resumed {left}", 256, left)
+        np.testing.assert_array_equal(run(f"resumed {left}", 256).vectors, whole.vectors)
     monkeypatch.setattr("llmcond.features.extract._MAX_ROUTERS", 20)
-    extract(iter(items), second, lambda: limited, chunking=Chunking(64, 64))
-    assert len(texts) < len(limited.routers)
-    vectors = (store.lookup(items).read() for store in (first, second))
-    np.testing.assert_allclose(*vectors, rtol=0, atol=1e-5)
+    limited = run("limited", 64)
+    assert len(limited.routers) > len(texts)
+    assert_close(limited.vectors, whole.vectors)
+    # A window with more routers than the limit still encodes each once.
+    assert sorted(run("one window", len(items)).routers) == sorted(texts)
 
 
-def test_window_with_too_many_routers_encodes_each_once(e5_encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr("llmcond.features.extract._MAX_ROUTERS", 20)
-    monkeypatch.setattr("llmcond.features.extract._UNIT_SIZE", 5)
-    recording, items = FailingEncoder(e5_encoder), many_routed_inputs()
-    store = FeatureStore(tmp_path / "store", IDENTITY, "float32")
-    extract(iter(items), store, lambda: recording, chunking=Chunking(16, len(items)))
-    assert len(recording.routers) == len(set(recording.routers)) > 20
+# -- token weights -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0, -0.1, float("nan")])
-def test_temperature_not_above_0_is_rejected(temperature):
-    with pytest.raises(UserError, match=r"temperature is .*; it must be above 0"):
-        Router("dogs", temperature, True, False)
+@pytest.mark.parametrize("runtime", ["torch", "openvino"])
+@pytest.mark.parametrize("pool_over", ["all", "text"])
+def test_weighted_states_give_vector(tiny_bert, runtime, pool_over):
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "pool_over": pool_over}
+    encoder = load_encoder(str(tiny_bert), runtime=runtime, normalize=True, **options)
+    item = routed_input(SENTENCE, "the time", 0.7, centre=False, standardize=True)
+    weighted = encoder.token_weights(item)
+    reference = load_encoder(str(tiny_bert), runtime="torch", **options)
+    states = reference_states(reference, SENTENCE)[0].numpy()
+    assert_close(weighted.states, states)
+    pooled = weighted.weights[0] @ states
+    assert_close(pooled / np.linalg.norm(pooled), weighted.vector)
+    assert weighted.weights.sum() == pytest.approx(1, abs=1e-6)
+    assert weighted.layers == []
+    names = [token.text for token in weighted.tokens]
+    expected = SENTENCE.split()
+    assert names == (expected if pool_over == "text" else ["[CLS]", *expected, "[SEP]"])
+    # The weights are those of the same input among others.
+    others = [routed_input("men ride", "the place"), routed_input("the rain", "the time")]
+    assert_close(encoder.encode([item, *others])[0], weighted.vector)
 
 
-@pytest.mark.parametrize("text", ["half a \ud83d", 7])
-def test_router_that_is_not_text_is_rejected(e5_encoder, text):
-    with pytest.raises(UserError, match="the router at position 0 is"):
-        e5_encoder.encode([routed_input("a text", text)])
+@pytest.mark.parametrize("kind", ["simcse-roberta", "xlm-r", "qwen"])
+def test_tokens_have_characters_of_sentence(kind, tmp_path):
+    checkpoints.build_checkpoint(kind, tmp_path / "model")
+    text = "  two dogs, running\tover the café"
+    tokens = load_encoder(str(tmp_path / "model"), device="cpu").tokenize(text)
+    spans = [(token.start, token.end) for token in tokens if token.start is not None]
+    assert spans == sorted(spans)
+    covered = {index for span in spans for index in range(*span)}
+    assert covered == {index for index, letter in enumerate(text) if not letter.isspace()}
+    special = [position for position, token in enumerate(tokens) if token.special]
+    assert special == ([] if kind == "qwen" else [0, len(tokens) - 1])
+
+
+def test_positions_count_from_sentence_in_every_template(tiny_bert):
+    tokenizer = load_encoder(str(tiny_bert), device="cpu")._tokenizer
+    item = EncoderInput("", "the place: two dogs", sentence=(("text", 11, 19),))
+    tokens = tokenizer.describe(item, tokenizer([item])[0])
+    assert [(t.text, t.start, t.end, t.special) for t in tokens] == [
+        ("[CLS]", None, None, True),
+        ("the", None, None, False),
+        ("place", None, None, False),
+        (":", None, None, False),
+        ("two", 0, 3, False),
+        ("dogs", 4, 8, False),
+        ("[SEP]", None, None, True),
+    ]
+
+
+def test_long_texts_have_weights_of_their_beginning_or_none(tiny_bert):
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "max_length": 8}
+    item = routed_input(SENTENCE, "the time")
+    with pytest.warns(UserWarning, match="its end has no weights"):
+        weighted = load_encoder(str(tiny_bert), **options).token_weights(item)
+    assert [t.text for t in weighted.tokens] == ["[CLS]", *SENTENCE.split()[:6], "[SEP]"]
+    assert weighted.weights.shape == (1, 8)
+    encoder = load_encoder(str(tiny_bert), long_texts="windows", **options)
+    with pytest.raises(UserError, match="10 tokens, more than the 8"):
+        encoder.token_weights(item)
+    with pytest.raises(UserError, match="has no router"):
+        encoder.token_weights(EncoderInput("", SENTENCE))
+
+
+def test_weights_of_other_threads_are_not_recorded(e5_encoder):
+    with recording_weights() as recording:
+        item = routed_input("two dogs", "the time")
+        thread = threading.Thread(target=e5_encoder.encode, args=([item],))
+        thread.start()
+        thread.join()
+        assert recording.weights == []
+        record_weights(np.ones((1, 2)))
+    record_weights(np.zeros((1, 2)))
+    np.testing.assert_array_equal(recording.weights, [[1, 1]])

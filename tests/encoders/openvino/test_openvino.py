@@ -17,13 +17,13 @@ from helpers.adapters import save_adapter
 from helpers.processes import Command
 from helpers.vectors import assert_close
 from safetensors.torch import load_file, save_file
-from transformers import BertModel, MPNetConfig, MPNetModel
-from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+from transformers import AutoTokenizer, BertModel, MPNetConfig, MPNetModel
 
+import llmcond
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.openvino import engine, support
-from llmcond.encoders.openvino.engine import OpenVinoEngine, plan_packed, relative_buckets
+from llmcond.encoders.openvino.engine import OpenVinoEngine, plan_packed
 from llmcond.encoders.openvino.tokenizer import JsonTokenizer, can_read
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
@@ -31,174 +31,125 @@ from llmcond.runs import open_run
 
 pytest.importorskip("openvino")
 pytestmark = pytest.mark.processor
+in_bfloat16 = pytest.mark.skipif(not support.computes_bfloat16(), reason="no bfloat16 on this CPU")
 FLOAT32 = {"dtype": "float32", "device": "cpu"}
 #: Three languages, spaces and symbols that tokenizers treat in different ways.
 TEXTS = [
-    "A man rides a horse.",
     "two dogs",
     "Ein Mädchen fährt mit dem Fahrrad über die Brücke.",
     "两个女人在海滩上看书。",
     "naïve café — “quotes” [SEP] [MASK] </s> <mask>",
     "  spaces\tand\nlines  ",
-    "x",
     "🐎 12,345.67 e-mail@example.org",
     "the man " * 30,
 ]
+INPUTS = [EncoderInput("", text) for text in TEXTS]
 
 
-def make_inputs(texts=TEXTS):
-    return [EncoderInput("", text) for text in texts]
-
-
-def load_both_runtimes(folder, **options):
-    """Load an encoder with OpenVINO, and the same encoder with PyTorch."""
-    encoders = [
+def check_runtimes(folder, items=INPUTS, **options):
+    """Check that OpenVINO computes the vectors of PyTorch; return both encoders."""
+    encoder, reference = (
         load_encoder(str(folder), **{**FLOAT32, **options, "runtime": runtime})
         for runtime in ("openvino", "torch")
-    ]
-    assert isinstance(encoders[0].engine, OpenVinoEngine)
-    return encoders
-
-
-@pytest.fixture(scope="module")
-def mpnet(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mpnet")
-    shutil.copytree(
-        checkpoints.build_checkpoint("simcse-bert", folder / "bert").folder, folder / "model"
     )
+    assert isinstance(encoder.engine, OpenVinoEngine)
+    assert_close(encoder.encode(items), reference.encode(items))
+    return encoder, reference
+
+
+@pytest.fixture
+def bert(tiny_checkpoint):
+    """A folder with a small BERT, which a test may change."""
+    return tiny_checkpoint()
+
+
+def build_mpnet(folder):
+    checkpoints.build_checkpoint("simcse-bert", folder)
     for name in ("pytorch_model.bin", "config.json"):
-        (folder / "model" / name).unlink()
+        (folder / name).unlink()
     torch.manual_seed(0)
-    config = MPNetConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=520,
-    )
-    model = MPNetModel(config)
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 520}
+    model = MPNetModel(MPNetConfig(**sizes))
     for value in model.parameters():
         value.data.normal_(0, 0.3)
-    model.save_pretrained(folder / "model")
-    return folder / "model"
+    model.save_pretrained(folder)
 
 
 # -- vectors -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-@pytest.mark.parametrize("kind", ["xlm-r", "simcse-roberta", "simcse-bert", "minilm", "mpnet"])
-def test_vectors_match_pytorch(tmp_path, request, kind, pooling):
-    options = {"pooling": pooling, "normalize": pooling != "cls"}
-    if kind == "mpnet":
-        folder = request.getfixturevalue("mpnet")
-    else:
-        folder = (
-            "minilm"
-            if kind == "minilm"
-            else checkpoints.build_checkpoint(kind, tmp_path / "m").folder
-        )
-    if kind == "minilm":
-        options.pop("normalize")
-    encoder, reference = load_both_runtimes(folder, **options)
-    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
-
-
-def test_pooler_pooling_matches_pytorch(tmp_path):
-    folder = checkpoints.build_checkpoint("simcse-bert", tmp_path / "model").folder
-    encoder, reference = load_both_runtimes(folder, pooling="pooler")
-    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+@pytest.mark.parametrize(
+    ("kind", "pooling", "normalize"),
+    [
+        ("xlm-r", "mean", True),
+        ("simcse-roberta", "cls", False),
+        ("simcse-bert", "last", True),
+        ("simcse-bert", "pooler", True),
+        ("mpnet", "mean", True),
+    ],
+)
+def test_vectors_match_pytorch(tmp_path, kind, pooling, normalize):
+    folder = tmp_path / "model"
+    build_mpnet(folder) if kind == "mpnet" else checkpoints.build_checkpoint(kind, folder)
+    items = [EncoderInput("", "man " * n) for n in (1, 31, 32, 33, 200)]
+    check_runtimes(folder, [*INPUTS, *items], pooling=pooling, normalize=normalize)
 
 
 @pytest.mark.parametrize("activation", ["Identity", "Tanh", "ReLU", "GELU"])
-def test_dense_layers_after_pooling_match_pytorch(tiny_checkpoint, tmp_path, activation):
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+def test_dense_layers_after_pooling_match_pytorch(bert, activation):
     module_paths = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
     modules = [{"path": path, "type": f"x.{kind}"} for kind, path in module_paths.items()]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "2_Dense").mkdir()
-    (folder / "2_Dense/config.json").write_text(
-        json.dumps({"activation_function": f"torch.nn.modules.activation.{activation}"})
-    )
+    (bert / "modules.json").write_text(json.dumps(modules))
+    (bert / "2_Dense").mkdir()
+    config = {"activation_function": f"torch.nn.modules.activation.{activation}"}
+    (bert / "2_Dense/config.json").write_text(json.dumps(config))
     weights = {"linear.weight": torch.randn(8, 32), "linear.bias": torch.randn(8)}
-    save_file(weights, folder / "2_Dense/model.safetensors")
-    encoder, reference = load_both_runtimes(folder)
-    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
-    assert encoder.dim == 8
-
-
-def test_vectors_match_pytorch_for_all_token_counts(minilm):
-    reference = load_encoder("minilm", **FLOAT32, runtime="torch")
-    texts = ["horse " * length for length in (1, 2, 3, 31, 32, 33, 100, 253, 254, 255, 2_000)]
-    with pytest.warns(UserWarning, match="2 of 11 inputs"):
-        vectors = minilm.encode(make_inputs(texts))
-    with pytest.warns(UserWarning, match="2 of 11 inputs"):
-        assert_close(vectors, reference.encode(make_inputs(texts)))
+    save_file(weights, bert / "2_Dense/model.safetensors")
+    assert check_runtimes(bert)[0].dim == 8
 
 
 def test_windows_pairs_and_routers_match_pytorch():
-    encoder, reference = load_both_runtimes("minilm", long_texts="windows", max_length=32)
     router = Router("the number of animals", 0.3, centre=True, standardize=True)
     plain_router = Router("the place", 1.0, centre=False, standardize=False)
+    long = "two dogs run after a ball " * 20
     items = [
-        EncoderInput("", "two dogs run after a ball " * 20),
+        EncoderInput("", long),
         EncoderInput("", "the number of people", context="two women ride in the park"),
         EncoderInput("", "the number of people", context=""),
         EncoderInput("", "two dogs", router=router),
-        EncoderInput("", "two dogs run after a ball " * 20, router=router),
+        EncoderInput("", long, router=router),
         EncoderInput("", "two dogs", router=plain_router),
         EncoderInput("", "the place"),
     ]
-    assert_close(encoder.encode(items), reference.encode(items))
+    check_runtimes("minilm", items, long_texts="windows", max_length=32)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_adapter_is_merged_without_peft(tiny_checkpoint, tmp_path, rslora):
-    network = BertModel.from_pretrained(tiny_checkpoint(), add_pooling_layer=False)
-    targets = ["query", "dense"]
-    save_adapter(
-        network, tmp_path / "tuned", tiny_checkpoint(), target_modules=targets, use_rslora=rslora
-    )
-    encoder, reference = load_both_runtimes(tmp_path / "tuned")
-    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
-    base_vectors = load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(make_inputs())
-    assert np.abs(encoder.encode(make_inputs()) - base_vectors).max() > 0.01
-
-
-def test_bundled_models_match_pytorch(minilm):
+def test_adapters_and_bundled_models_match_pytorch(bert, tmp_path):
+    network = BertModel.from_pretrained(bert, add_pooling_layer=False)
+    targets = {"target_modules": ["query", "dense"], "use_rslora": True}
+    save_adapter(network, tmp_path / "tuned", bert, **targets)
+    encoder, _ = check_runtimes(tmp_path / "tuned")
+    base_vectors = load_encoder(str(bert), **FLOAT32).encode(INPUTS)
+    assert np.abs(encoder.encode(INPUTS) - base_vectors).max() > 0.01
     for name in ("minilm-conditions", "minilm-csts"):
-        encoder, reference = load_both_runtimes(name)
-        assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+        encoder, reference = check_runtimes(name)
         assert encoder.identity == reference.identity
 
 
-def test_16_bit_weights_and_legacy_names_are_read(tiny_checkpoint, tmp_path):
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    weights = load_file(folder / "model.safetensors")
-    save_file(
-        {name: tensor.bfloat16() for name, tensor in weights.items()}, folder / "model.safetensors"
-    )
-    encoder, reference = load_both_runtimes(folder)
-    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
-    (folder / "model.safetensors").unlink()
-    legacy_weights = {
-        f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-            "LayerNorm.bias", "LayerNorm.beta"
-        ): tensor
-        for name, tensor in weights.items()
-    }
-    torch.save(
-        {**legacy_weights, "cls.predictions.bias": torch.ones(3)}, folder / "pytorch_model.bin"
-    )
-    vectors = load_encoder(str(folder), **FLOAT32, runtime="openvino").encode(make_inputs())
-    assert_close(vectors, load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(make_inputs()))
-
-
-def test_relative_position_buckets_match_transformers():
-    distances = torch.arange(600) - torch.arange(600)[:, None]
-    expected = MPNetEncoder.relative_position_bucket(distances, num_buckets=32)
-    np.testing.assert_array_equal(relative_buckets(600, 32), expected.numpy())
+def test_16_bit_weights_and_legacy_names_are_read(bert):
+    path, expected = bert / "model.safetensors", load_encoder(str(bert), **FLOAT32).encode(INPUTS)
+    weights = load_file(path)
+    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, path)
+    check_runtimes(bert)
+    path.unlink()
+    legacy_weights = {"cls.predictions.bias": torch.ones(3)}
+    for name, tensor in weights.items():
+        legacy_name = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+        legacy_weights[f"bert.{legacy_name}"] = tensor
+    torch.save(legacy_weights, bert / "pytorch_model.bin")
+    encoder = load_encoder(str(bert), **FLOAT32, runtime="openvino")
+    assert_close(encoder.encode(INPUTS), expected)
 
 
 def test_batches_have_similar_lengths_and_fill_all_streams():
@@ -216,162 +167,8 @@ def test_batches_have_similar_lengths_and_fill_all_streams():
     assert plan_packed([], 9, 2) == []
 
 
-# -- dtypes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not support.computes_bfloat16(), reason="no bfloat16 on this CPU")
-def test_bfloat16_identity_differs_from_pytorch():
-    encoder, reference = load_both_runtimes("minilm", dtype="bfloat16")
-    assert encoder.identity.differences(reference.identity) == ["runtime: 'openvino', not 'torch'"]
-    expected = load_encoder("minilm", **FLOAT32).encode(make_inputs())
-    assert (encoder.encode(make_inputs()) * expected).sum(axis=1).min() > 0.9995
-
-
-def test_float32_identity_equals_pytorch(minilm):
-    assert minilm.identity == load_encoder("minilm", **FLOAT32, runtime="torch").identity
-    assert minilm.resolved.runtime == "openvino"
-
-
-# -- tokenizers --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["minilm", "xlm-r"])
-def test_tokenizer_matches_transformers(tmp_path, minilm, kind):
-    from transformers import AutoTokenizer
-
-    folder = minilm.resolved.checkpoint.folder
-    if kind != "minilm":
-        folder = checkpoints.build_checkpoint(kind, tmp_path / "model").folder
-    assert can_read(folder)
-    tokenizer, reference = JsonTokenizer(folder, kind), AutoTokenizer.from_pretrained(folder)
-    for name in ("unk_token_id", "sep_token_id", "pad_token_id", "eos_token_id", "unk_token"):
-        assert getattr(tokenizer, name) == getattr(reference, name)
-    options = {"add_special_tokens": False, "return_offsets_mapping": True}
-    encoding, expected = tokenizer(TEXTS, **options), reference(TEXTS, truncation=False, **options)
-    assert encoding["input_ids"] == expected["input_ids"]
-    assert encoding["offset_mapping"] == expected["offset_mapping"]
-    assert tokenizer(*TEXTS[:2])["input_ids"] == reference(*TEXTS[:2])["input_ids"]
-    assert tokenizer.convert_ids_to_tokens([5, 6]) == reference.convert_ids_to_tokens([5, 6])
-    assert tokenizer.convert_tokens_to_ids("nonsense?") == reference.convert_tokens_to_ids(
-        "nonsense?"
-    )
-
-
-def test_tokenizer_rebuilt_by_transformers_is_left_to_transformers(minilm, tmp_path):
-    folder = shutil.copytree(minilm.resolved.checkpoint.folder, tmp_path / "model")
-    checkpoints.change_json(folder / "tokenizer_config.json", do_lower_case=False)
-    assert not can_read(folder)
-    encoder, reference = load_both_runtimes(folder)  # OpenVINO still runs the network
-    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
-
-
-# -- what is left to PyTorch -------------------------------------------------------------------
-
-
-def test_missing_openvino_falls_back_to_pytorch_with_log_line(monkeypatch, caplog):
-    monkeypatch.setattr(support, "is_installed", lambda name: False)
-    caplog.set_level("INFO")
-    encoder = load_encoder("minilm", **FLOAT32)
-    assert encoder.resolved.runtime == "torch"
-    (line,) = [text for text in caplog.messages if "OpenVINO" in text]
-    assert "runs in PyTorch on this CPU: OpenVINO is not installed" in line
-    with pytest.raises(
-        UserError, match=r"runtime is 'openvino', .* not installed .*Leave --runtime out"
-    ):
-        load_encoder("minilm", **FLOAT32, runtime="openvino")
-
-
-def test_cpu_on_which_openvino_lacks_bfloat16_uses_pytorch(monkeypatch):
-    monkeypatch.setenv("LLMCOND_CPU_FEATURES", "avx512_bf16")
-    monkeypatch.setattr(support, "_supports_bfloat16", lambda: False)
-    resolved = resolve("minilm", EncoderOptions(dtype="bfloat16", device="cpu"))
-    assert resolved.runtime == "torch"
-    assert "does not compute bfloat16 on this CPU" in resolved.openvino_obstacle
-
-
-@pytest.mark.usefixtures("native_16_bit")
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dtype": "float16"}, "float16"),
-        ({"router": "csr"}, "router"),
-        ({"runtime": "torch"}, ""),
-    ],
-)
-def test_unsupported_settings_use_pytorch(tiny_checkpoint, options, reason):
-    resolved = resolve(str(tiny_checkpoint()), EncoderOptions(**{**FLOAT32, **options}))
-    assert resolved.runtime == "torch"
-    assert reason in resolved.openvino_obstacle
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"hidden_act": "silu"}, "hidden_act = 'silu'"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
-        ({"intermediate_size": 48}, "another shape"),
-        ({"intermediate_size": None}, "lacks a size"),
-        ({"num_attention_heads": 0}, "0 heads"),
-        ({"num_hidden_layers": 1}, "have the tensor encoder.layer.1"),
-        ({"num_hidden_layers": 3}, "lack the tensor encoder.layer.2"),
-        ({"model_type": ["bert"]}, "architecture"),
-    ],
-)
-def test_unsupported_checkpoint_is_reported_with_reason(tiny_checkpoint, tmp_path, change, reason):
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    resolved = resolve(str(folder), EncoderOptions(**FLOAT32))
-    checkpoints.change_json(folder / "config.json", **change)
-    config = json.loads((folder / "config.json").read_text())
-    actual_reason = support.find_reason_against(resolved.checkpoint, resolved.identity, config)
-    assert reason in str(actual_reason)
-
-
-def test_config_without_size_is_reported_before_download(tiny_checkpoint, tmp_path):
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    resolved = resolve(str(folder), EncoderOptions(**FLOAT32))
-    (folder / "model.safetensors").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    assert support.find_reason_against(resolved.checkpoint, resolved.identity, config) is None
-    del config["hidden_size"]
-    reason = support.find_reason_against(resolved.checkpoint, resolved.identity, config)
-    assert "lacks a size ('hidden_size')" in str(reason)
-
-
-def test_damaged_weights_raise_same_error_as_pytorch(tiny_checkpoint, tmp_path):
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(LlmcondError, match=r"weights of .* cannot be loaded"):
-        load_encoder(str(folder), **FLOAT32)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_shortage_falls_back_to_pytorch_or_raises_error(tiny_checkpoint, monkeypatch, dtype):
-    resolved = resolve(str(tiny_checkpoint()), EncoderOptions(dtype=dtype, device="cpu"))
-    monkeypatch.setattr("llmcond.encoders.openvino.engine.free_memory", lambda: 0)
-    if resolved.identity.runtime == "torch":
-        encoder = load_encoder(str(tiny_checkpoint()), dtype=dtype, device="cpu")
-        assert not isinstance(encoder.engine, OpenVinoEngine)
-    else:  # PyTorch would compute different vectors
-        with pytest.raises(LlmcondError, match=r"cannot be run by OpenVINO.*--runtime torch"):
-            load_encoder(str(tiny_checkpoint()), dtype=dtype, device="cpu")
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of other CPUs")
-def test_cpu_unsupported_by_openvino_uses_pytorch(tmp_path, write_rows, small_rows):
-    """On a CPU without AVX, the network compiles but cannot run."""
-    run, data = tmp_path / "run", write_rows(small_rows[:24])
-    command = ("extract", "--data", data, "--run", run, "--model", "minilm", "--device", "cpu")
-    old_cpu = {"ONEDNN_MAX_CPU_ISA": "SSE41"}
-    status, _, messages = Command(tmp_path, [*command, "--dtype", "float32"], old_cpu).finish()
-    assert status == 0, messages
-    assert "runs in PyTorch on this CPU: OpenVINO cannot run it" in messages
-    assert open_run(run).identity.runtime == "torch"
-    assert len(open_run(run).store()) > 24
-
-
 def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
-    items = make_inputs([f"two dogs {number}" for number in range(10)])
+    items = [EncoderInput("", f"two dogs {number}") for number in range(10)]
     expected, finish, sizes = minilm.encode(items), engine._RunningBatch.finish, []
 
     def finish_or_fail(running_batch):
@@ -391,8 +188,9 @@ def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
 
 
 def test_interrupted_run_leaves_nothing_running(minilm, monkeypatch):
+    expected = minilm.encode(INPUTS)
     monkeypatch.setattr(minilm.engine, "budget", 64)
-    tokens = minilm._tokenizer(make_inputs(["horse " * length for length in range(1, 40)]))
+    tokens = minilm._tokenizer([EncoderInput("", "horse " * length) for length in range(1, 40)])
 
     def interrupt():
         if next(calls) == 7:
@@ -401,9 +199,177 @@ def test_interrupted_run_leaves_nothing_running(minilm, monkeypatch):
     calls = count()
     with pytest.raises(KeyboardInterrupt):
         list(minilm.engine.run(tokens, interrupt))
-    assert_close(
-        minilm.encode(make_inputs()), load_encoder("minilm", **FLOAT32).encode(make_inputs())
-    )
+    assert_close(minilm.encode(INPUTS), expected)
+
+
+# -- tokenizers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["minilm", "xlm-r"])
+def test_tokenizer_matches_transformers(tmp_path, minilm, kind):
+    folder = minilm.resolved.checkpoint.folder
+    if kind != "minilm":
+        folder = checkpoints.build_checkpoint(kind, tmp_path / "model").folder
+    assert can_read(folder)
+    tokenizer, reference = JsonTokenizer(folder, kind), AutoTokenizer.from_pretrained(folder)
+    for name in ("unk_token_id", "sep_token_id", "pad_token_id", "eos_token_id", "unk_token"):
+        assert getattr(tokenizer, name) == getattr(reference, name)
+    options = {"add_special_tokens": False, "return_offsets_mapping": True}
+    encoding, expected = tokenizer(TEXTS, **options), reference(TEXTS, truncation=False, **options)
+    assert encoding["input_ids"] == expected["input_ids"]
+    assert encoding["offset_mapping"] == expected["offset_mapping"]
+    assert tokenizer(*TEXTS[:2])["input_ids"] == reference(*TEXTS[:2])["input_ids"]
+    for method, argument in (("convert_ids_to_tokens", [5, 6]), ("convert_tokens_to_ids", "no?")):
+        assert getattr(tokenizer, method)(argument) == getattr(reference, method)(argument)
+
+
+def test_tokenizer_rebuilt_by_transformers_is_left_to_transformers(minilm, tmp_path):
+    folder = shutil.copytree(minilm.resolved.checkpoint.folder, tmp_path / "model")
+    checkpoints.change_json(folder / "tokenizer_config.json", do_lower_case=False)
+    assert not can_read(folder)
+    check_runtimes(folder)  # OpenVINO still runs the network
+
+
+# -- what is left to PyTorch -------------------------------------------------------------------
+
+
+def test_missing_openvino_falls_back_to_pytorch_with_log_line(monkeypatch, caplog):
+    monkeypatch.setattr(support, "is_installed", lambda name: False)
+    caplog.set_level("INFO")
+    assert load_encoder("minilm", **FLOAT32).resolved.runtime == "torch"
+    (line,) = [text for text in caplog.messages if "OpenVINO" in text]
+    assert "runs in PyTorch on this CPU: OpenVINO is not installed" in line
+    message = r"runtime is 'openvino', .* not installed .*Leave --runtime out"
+    with pytest.raises(UserError, match=message):
+        load_encoder("minilm", **FLOAT32, runtime="openvino")
+
+
+@pytest.mark.usefixtures("native_16_bit")
+def test_unsupported_settings_use_pytorch(bert, monkeypatch):
+    monkeypatch.setattr(support, "_supports_bfloat16", lambda: False)
+    for options, reason in (
+        ({"dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16"}, "does not compute bfloat16 on this CPU"),
+        ({"router": "csr"}, "router"),
+        ({"runtime": "torch"}, ""),
+    ):
+        resolved = resolve(str(bert), EncoderOptions(**{**FLOAT32, **options}))
+        assert resolved.runtime == "torch"
+        assert reason in resolved.openvino_obstacle
+
+
+def test_unsupported_checkpoint_is_reported_with_reason(bert):
+    resolved = resolve(str(bert), EncoderOptions(**FLOAT32))
+    config = json.loads((bert / "config.json").read_text())
+
+    def find_reason(**changes):
+        changed = {**config, **changes}
+        return support.find_reason_against(resolved.checkpoint, resolved.identity, changed)
+
+    for changes, reason in (
+        ({"hidden_act": "silu"}, "hidden_act = 'silu'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"intermediate_size": 48}, "another shape"),
+        ({"intermediate_size": None}, "lacks a size"),
+        ({"num_attention_heads": 0}, "0 heads"),
+        ({"num_hidden_layers": 1}, "have the tensor encoder.layer.1"),
+        ({"num_hidden_layers": 3}, "lack the tensor encoder.layer.2"),
+        ({"model_type": ["bert"]}, "architecture"),
+    ):
+        assert reason in find_reason(**changes)
+    # The config is checked before the weights are downloaded.
+    (bert / "model.safetensors").unlink()
+    assert find_reason() is None
+    assert "lacks a size" in find_reason(hidden_size=None)
+
+
+def test_damaged_weights_raise_same_error_as_pytorch(bert):
+    weights = bert / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(LlmcondError, match=r"weights of .* cannot be loaded"):
+        load_encoder(str(bert), **FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_shortage_falls_back_to_pytorch_or_raises_error(bert, monkeypatch, dtype):
+    resolved = resolve(str(bert), EncoderOptions(dtype=dtype, device="cpu"))
+    monkeypatch.setattr("llmcond.encoders.openvino.engine.free_memory", lambda: 0)
+    if resolved.identity.runtime == "torch":
+        encoder = load_encoder(str(bert), dtype=dtype, device="cpu")
+        assert not isinstance(encoder.engine, OpenVinoEngine)
+    else:  # PyTorch would compute different vectors
+        with pytest.raises(LlmcondError, match=r"cannot be run by OpenVINO.*--runtime torch"):
+            load_encoder(str(bert), dtype=dtype, device="cpu")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of other CPUs")
+def test_cpu_unsupported_by_openvino_uses_pytorch(tmp_path, write_rows, small_rows):
+    """On a CPU without AVX, the network compiles but cannot run."""
+    run, data = tmp_path / "run", write_rows(small_rows[:24])
+    command = ("extract", "--data", data, "--run", run, "--model", "minilm", "--device", "cpu")
+    old_cpu = {"ONEDNN_MAX_CPU_ISA": "SSE41"}
+    status, _, messages = Command(tmp_path, [*command, "--dtype", "float32"], old_cpu).finish()
+    assert status == 0, messages
+    assert "runs in PyTorch on this CPU: OpenVINO cannot run it" in messages
+    assert open_run(run).identity.runtime == "torch"
+
+
+# -- the runtime of a run ------------------------------------------------------------------------
+
+ROW = (["two men play in the park"], "the place")
+
+
+@pytest.fixture
+def extract(tmp_path, bert, write_rows, small_rows):
+    """Function that extracts a few rows into a run with a runtime and a dtype."""
+    data = write_rows(small_rows)
+
+    def extract_run(runtime, dtype, prompt="concat-cond-sent"):
+        options = {"model": str(bert), "data": str(data), "device": "cpu"}
+        options |= {"runtime": runtime, "dtype": dtype, "prompt": [prompt]}
+        llmcond.extract(**options, run=tmp_path / "run")
+        return open_run(tmp_path / "run")
+
+    return extract_run
+
+
+def load_embedder(run):
+    return llmcond.load_embedder(run.folder, head="none", device="cpu", prompt="concat-cond-sent")
+
+
+@in_bfloat16
+def test_16_bit_run_keeps_its_runtime(extract):
+    run = extract("torch", "bfloat16")
+    assert run.manifest["encoder"]["identity"]["runtime"] == "torch"
+    assert load_embedder(run).encoder.resolved.runtime == "torch"
+    assert len(extract("auto", "bfloat16", "concat-sent-cond").prompts()) == 2
+    with pytest.raises(UserError, match="runtime: 'openvino', not 'torch'"):
+        extract("openvino", "bfloat16", "routed")
+
+
+@in_bfloat16
+def test_openvino_run_is_usable_but_not_extensible_without_openvino(extract, monkeypatch, caplog):
+    run = extract("auto", "bfloat16")
+    assert run.manifest["encoder"]["identity"]["runtime"] == "openvino"
+    expected = load_embedder(run).encode(*ROW)
+    monkeypatch.setattr(support, "is_installed", lambda name: False)
+    caplog.set_level("INFO")
+    embedder = load_embedder(run)
+    assert embedder.encoder.resolved.runtime == "torch"
+    assert any("differ by rounding" in line for line in caplog.messages)
+    assert (embedder.encode(*ROW) * expected).sum() > 0.99
+    with pytest.raises(UserError, match=r"runtime is 'openvino'.*OpenVINO is not installed"):
+        extract("auto", "bfloat16", "concat-sent-cond")
+
+
+def test_float32_run_is_shared_by_both_runtimes(extract, monkeypatch):
+    run = extract("torch", "float32")
+    embedder = load_embedder(run)
+    assert embedder.encoder.resolved.runtime == "openvino"
+    expected = embedder.encode(*ROW)
+    assert len(extract("openvino", "float32", "concat-sent-cond").prompts()) == 2
+    monkeypatch.setattr(support, "is_installed", lambda name: False)
+    assert_close(load_embedder(run).encode(*ROW), expected)
 
 
 # -- telemetry ---------------------------------------------------------------------------------

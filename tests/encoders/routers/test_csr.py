@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import torch
 import transformers
 from helpers import checkpoints
 from helpers.cases import CASES, MAX_LENGTH, WORDS
+from helpers.vectors import assert_close
 from safetensors.torch import save_file
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -19,62 +19,66 @@ from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine.engine import embed_routed
 from llmcond.encoders.engine.interface import router_inputs
 from llmcond.encoders.routers.csr import HeavyRouter
-from llmcond.encoders.settings import READING_MODES, RELEASED_MODES
+from llmcond.encoders.settings import RELEASED_MODES
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Gemma's norm after attention undoes the effect of any router.
-ROUTABLE = [name for name in CASES if not name.startswith("gemma")]
-#: The authors' code is for encoders that add positions to their embeddings.
-ABSOLUTE = ["e5-xlm-r", "bge-m3", "simcse-roberta", "simcse-bert"]
-#: One encoder of each kind: bidirectional and causal, with absolute and rotary positions.
-WEIGHTED = ["simcse-bert", "sfr", "nv-embed"]
-CONDITIONS = ["the mood", "dogs", "how far away the man is and what he says of it", "the place"]
+CONDITIONS = ["the mood", "dogs", "how far away the man is and what he says of it"]
 STRENGTH = 5.0  # the paper's 1 hardly changes the vectors of tiny random encoders
 
 
 def load(name, folder, mode="paper", layers=2, **options):
-    case = CASES[name]
-    if not (folder / "model").exists():
-        checkpoints.build_checkpoint(case.kind, folder / "model", **case.checkpoint_options)
-        checkpoints.change_json(folder / "model/config.json", **case.config)
+    case, path = CASES[name], folder / "model"
+    if not path.exists():
+        checkpoints.build_checkpoint(case.kind, path, **case.checkpoint_options)
+        checkpoints.change_json(path / "config.json", **case.config)
     case_options = case.options if mode not in RELEASED_MODES else {}
     router = {"router": "csr", "router_mode": mode, "router_layers": layers}
     router |= {"router_strength": STRENGTH, "max_length": MAX_LENGTH, **case_options, **options}
     if mode == "heavy":
         torch.manual_seed(3)
-        width = json.loads((folder / "model/config.json").read_text())["hidden_size"]
-        save_file(HeavyRouter(layers, width).state_dict(), folder / "model/router.safetensors")
-    model = str(folder / "model")
-    return load_encoder(model, like=case.like, dtype="float32", device="cpu", **router)
-
-
-@pytest.fixture(
-    params=[
-        *[(name, mode, "one-plus") for name in ROUTABLE for mode in ("paper", "hidden", "heavy")],
-        *[(name, "paper", weight) for name in WEIGHTED for weight in ("only", "random")],
-    ]
-)
-def encoder(request, tmp_path):
-    name, mode, weight = request.param
-    return load(name, tmp_path, mode, router_weight=weight)
+        width = json.loads((path / "config.json").read_text())["hidden_size"]
+        save_file(HeavyRouter(layers, width).state_dict(), path / "router.safetensors")
+    return load_encoder(str(path), like=case.like, dtype="float32", device="cpu", **router)
 
 
 def routed_input(text, condition):
     return EncoderInput("", text, router=Router(condition, 0.05, True, False))
 
 
-def mixed_inputs(seed=0, n=8):
+def mixed_inputs(max_words=30):
     """Return sentences under several conditions, some without router, one longer than fits."""
-    generator = random.Random(seed)
-    texts = [" ".join(generator.choices(WORDS, k=k)) for k in generator.choices(range(1, 30), k=n)]
-    texts.append("the man " * 80)
+    generator = random.Random(0)
+    lengths = generator.choices(range(1, max_words), k=4)
+    texts = [" ".join(generator.choices(WORDS, k=k)) for k in lengths]
+    if max_words == 30:
+        texts.append("the man " * 80)
     items = [routed_input(text, condition) for text in texts for condition in CONDITIONS]
     items += [EncoderInput("", text) for text in [*texts, *CONDITIONS]]
     generator.shuffle(items)
     return items
+
+
+def check_vectors(encoder, reference, items):
+    """Check vectors with and without packing, in a batch and alone, and that routers change them.
+
+    ``reference`` computes the vector of a routed input before normalisation.
+    """
+    vectors = encoder.encode_with_counts(items).vectors
+    unrouted = encoder.encode_with_counts([EncoderInput("", item.text) for item in items]).vectors
+    alone = [encoder.encode_with_counts([item]).vectors for item in items]
+    assert_close(np.concatenate(alone), vectors)
+    assert encoder.engine.packs
+    encoder.engine.packs = False
+    assert_close(encoder.encode_with_counts(items).vectors, vectors)
+    for item, vector, plain in zip(items, vectors, unrouted, strict=True):
+        if item.router:
+            expected = reference(item)
+            expected = expected / expected.norm() if encoder.identity.normalize else expected
+            assert_close(vector, expected.numpy())
+            assert np.abs(vector - plain).max() > 1e-4
 
 
 # -- the paper's equation ----------------------------------------------------------------------
@@ -95,18 +99,16 @@ class EagerReference:
 
     def __init__(self, encoder):
         self.network, self.identity = encoder.engine.model.network, encoder.identity
-        self.tokenizer, self.heavy = (
-            encoder._tokenizer,
-            getattr(encoder.engine.model.network, "csr_router", None),
-        )
+        self.tokenizer = encoder._tokenizer
+        self.heavy = getattr(self.network, "csr_router", None)
         self.causal = self.identity.attention == "causal"
-        self.states = {}
+        self.states, self.weights = {}, []
         modules = [m for m in self.network.modules() if type(m).__name__.endswith("SelfAttention")]
         modules = modules or [m for m in self.network.modules() if hasattr(m, "q_proj")]
         for layer, module in enumerate(modules):
             module.layer = layer
             module.register_forward_pre_hook(self.record_states, with_kwargs=True)
-        self.n_layers = len(modules)
+        self.n_unrouted = len(modules) - self.identity.router_layers
 
     def record_states(self, module, args, kwargs):
         self.states[module.layer] = (args[0] if args else kwargs["hidden_states"])[0]
@@ -118,254 +120,201 @@ class EagerReference:
         scores = query @ key.transpose(1, 2) * (scaling or query.shape[2] ** -0.5)
         if self.causal:
             scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
-        output = (scores.softmax(-1) @ value).transpose(0, 1)  # (tokens, heads, head_dim)
+        attention = scores.softmax(-1)
+        output = (attention @ value).transpose(0, 1)  # (tokens, heads, head_dim)
+        weights = self.layer_weights(module, query, key, attention)
+        if weights is not None:
+            if self.identity.router_weight == "random":
+                ids, layer = self.ids[: len(weights)], module.layer - self.n_unrouted
+                weights = random_weights(ids, self.identity.router_layers)[layer]
+            self.weights.append(weights)
+            scale = torch.ones(n)
+            scale[: len(weights)] = factor(self.identity, weights)
+            output = output * scale[:, None, None]
+        return output[None], None
+
+    def layer_weights(self, module, query, key, attention):
+        """Return the weights of the sentence's tokens; None in a layer without a router."""
         queries, keys = (x.transpose(0, 1).flatten(1) for x in (query, key))
         if self.identity.router_mode != "paper":
             queries = keys = self.states[module.layer]
-        position = n - 1 if self.causal else 0
         if self.query is None:
-            self.condition_query = queries[position]
-        elif (routed_layer := module.layer - self.n_layers + self.identity.router_layers) >= 0:
-            query = self.query
-            if self.heavy is not None:
-                query = self.heavy.query[routed_layer] @ query
-                keys = keys @ self.heavy.key[routed_layer].T
-            weights = (keys @ query / len(query) ** 0.5).softmax(0)
-            if self.identity.router_weight == "random":
-                weights = random_weights(self.ids, self.identity.router_layers)[routed_layer]
-            output = output * factor(self.identity, weights)[:, None, None]
-        return output[None], None
+            self.condition_query = queries[len(queries) - 1 if self.causal else 0]
+            return None
+        layer, query = module.layer - self.n_unrouted, self.query
+        if layer < 0:
+            return None
+        if self.heavy is not None:
+            query, keys = self.heavy.query[layer] @ query, keys @ self.heavy.key[layer].T
+        return (keys @ query / len(query) ** 0.5).softmax(0)
 
-    def run(self, row, query):
-        self.query, self.ids = query, row.ids
+    def run(self, ids, query):
+        self.query, self.ids, self.weights = query, ids, []
         AttentionInterface.register("reference", self.attention)
         AttentionMaskInterface.register("reference", sdpa_mask)
         previous = self.network.config._attn_implementation
         self.network.set_attn_implementation("reference")
-        inputs = {
-            "input_ids": torch.tensor([row.ids]),
-            "attention_mask": torch.ones(1, len(row.ids)),
-        }
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
         if self.identity.pooling == "latent":
-            inputs["pooled"] = torch.arange(len(row.ids))
+            inputs["pooled"] = torch.arange(len(ids))
         with torch.inference_mode():
             output = self.network(**inputs)
         self.network.set_attn_implementation(previous)
         return output
 
-    def vector(self, item):
-        condition, row = self.tokenizer(
-            [EncoderInput("", item.router.text), EncoderInput("", item.text)]
-        )
-        self.run(condition, None)
-        output = self.run(row, self.condition_query)
-        hidden = output.last_hidden_state[0]
-        pooled = {"cls": lambda: hidden[0], "last": lambda: hidden[row.last - 1]}
-        pooled["pooler"] = lambda: output.pooler_output[0]
-        vector = pooled.get(self.identity.pooling, lambda: hidden[row.first : row.last].mean(0))()
-        return (vector / vector.norm() if self.identity.normalize else vector).numpy()
+    def pool(self, output, first, last):
+        hidden, pooling = output.last_hidden_state[0], self.identity.pooling
+        if pooling == "pooler":
+            return output.pooler_output[0]
+        return {"cls": hidden[0], "last": hidden[last - 1]}.get(pooling, hidden[first:last].mean(0))
+
+    def __call__(self, item):
+        inputs = [EncoderInput("", item.router.text), EncoderInput("", item.text)]
+        condition, row = self.tokenizer(inputs)
+        self.run(condition.ids, None)
+        return self.pool(self.run(row.ids, self.condition_query), row.first, row.last)
 
 
-@pytest.mark.matrix
-def test_vectors_match_equation_of_paper(encoder):
-    items = [item for item in mixed_inputs(n=3) if item.router]
-    vectors = encoder.encode_with_counts(items).vectors
-    reference = EagerReference(encoder)
-    for item, vector in zip(items, vectors, strict=True):
-        np.testing.assert_allclose(vector, reference.vector(item), rtol=0, atol=1e-5)
-
-
+#: One encoder of each kind: bidirectional and causal, with absolute and rotary positions.
 @pytest.mark.processor
-@pytest.mark.matrix
-def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
-    items = mixed_inputs(1)
-    encoded = encoder.encode_with_counts(items)
-    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
-    np.testing.assert_allclose(encoded.vectors, alone, rtol=0, atol=1e-5)
-    assert encoder.engine.packs
-    monkeypatch.setattr(encoder.engine, "packs", False)
-    padded = encoder.encode_with_counts(items).vectors
-    np.testing.assert_allclose(padded, encoded.vectors, rtol=0, atol=1e-5)
-    unrouted = encoder.encode_with_counts([EncoderInput("", item.text) for item in items]).vectors
-    changes = np.abs(unrouted - encoded.vectors).max(axis=1)
-    assert all(changes[index] > 1e-4 for index, item in enumerate(items) if item.router)
+@pytest.mark.parametrize(
+    ("name", "mode", "weight"),
+    [
+        ("simcse-bert", "paper", "only"),
+        ("simcse-bert", "hidden", "one-plus"),
+        ("simcse-bert", "heavy", "one-plus"),
+        ("bge-m3", "paper", "one-plus"),
+        ("sfr", "paper", "random"),
+        ("sfr", "paper", "one-plus"),
+        ("sfr", "heavy", "one-plus"),
+        ("nv-embed", "paper", "one-plus"),
+    ],
+)
+def test_vectors_and_weights_match_equation_of_paper(name, mode, weight, tmp_path):
+    encoder = load(name, tmp_path, mode, router_weight=weight)
+    reference, item = EagerReference(encoder), routed_input("two dogs run", "the mood")
+    check_vectors(encoder, reference, mixed_inputs())
+    weighted = encoder.token_weights(item)
+    reference(item)
+    assert_close(weighted.weights, np.stack(reference.weights))
+    assert weighted.layers == [reference.n_unrouted + 1, reference.n_unrouted + 2]
+    assert weighted.states is None
 
 
-def test_random_weights_depend_on_sentence_only(tmp_path):
-    encoder = load("simcse-bert", tmp_path, router_weight="random")
-    texts = ["two dogs run over wet grass", "over wet grass run two dogs"]
-    vectors = encoder.encode_with_counts(
-        [routed_input(text, condition) for text in texts for condition in CONDITIONS[:2]]
-    ).vectors
-    np.testing.assert_array_equal(vectors[0], vectors[1])
-    assert np.abs(vectors[0] - vectors[2]).max() > 1e-4
-    ids = [tokens.ids for tokens in encoder._tokenizer([EncoderInput("", t) for t in texts])]
-    random_weights = encoder.engine.passes.sample_weights(ids, len(ids[0]) + 1)
-    assert random_weights[:, :, -1].eq(0).all()
-    torch.testing.assert_close(random_weights.sum(dim=2), torch.ones(2, 2))
-    assert not random_weights[0, 0].equal(random_weights[1, 0])  # each layer has its own
-
-
-# -- the paper's bi-encoder ----------------------------------------------------------------------
+# -- modes that read sentence and condition together ---------------------------------------------
 
 
 class BiEncoderReference(EagerReference):
     """The bi-encoder of section 3.1 in eager attention, for one text and without the engine."""
 
-    def attention(self, module, query, key, value, mask, scaling=None, **kwargs):
-        query, key, value = query[0], key[0], value[0]
-        key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
-        n = query.shape[1]
-        scores = query @ key.transpose(1, 2) * (scaling or query.shape[2] ** -0.5)
-        if self.causal:
-            scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
-        attention = scores.softmax(-1)
-        output = (attention @ value).transpose(0, 1)
-        layer = module.layer - self.n_layers + self.identity.router_layers
-        if layer >= 0:
-            row = n - 1 if self.causal else self.length
-            weights = attention.mean(0)[row, : self.length]
-            weights = weights / weights.sum()
-            if self.identity.router_weight == "random":
-                ids = self.ids[: self.length]
-                weights = random_weights(ids, self.identity.router_layers)[layer]
-            scale = torch.ones(n)
-            scale[: self.length] = factor(self.identity, weights)
-            output = output * scale[:, None, None]
-        return output[None], None
+    def layer_weights(self, module, query, key, attention):
+        if module.layer < self.n_unrouted:
+            return None
+        row = len(attention[0]) - 1 if self.causal else self.length
+        weights = attention.mean(0)[row, : self.length]
+        return weights / weights.sum()
 
-    def vector(self, item):
-        sentence, condition = self.tokenizer(
-            [EncoderInput("", item.text), EncoderInput("", item.router.text)]
-        )
+    def __call__(self, item):
+        inputs = [EncoderInput("", item.text), EncoderInput("", item.router.text)]
+        sentence, condition = self.tokenizer(inputs)
         self.length = len(sentence.ids)
-        joined = replace(sentence, ids=[*sentence.ids, *condition.ids])
-        output = self.run(joined, None)
-        hidden = output.last_hidden_state[0]
-        pooled = {"cls": lambda: hidden[0], "last": lambda: hidden[len(joined.ids) - 1]}
-        pooled["pooler"] = lambda: output.pooler_output[0]
-        last = self.length + condition.last
-        vector = pooled.get(self.identity.pooling, lambda: hidden[sentence.first : last].mean(0))()
-        return (vector / vector.norm() if self.identity.normalize else vector).numpy()
+        output = self.run([*sentence.ids, *condition.ids], None)
+        return self.pool(output, sentence.first, self.length + condition.last)
 
 
-@pytest.mark.parametrize("weight", ["one-plus", "only", "random"])
-@pytest.mark.parametrize("name", ["e5-xlm-r", "simcse-bert", "sfr"])
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [("e5-xlm-r", "one-plus"), ("simcse-bert", "only"), ("sfr", "random"), ("sfr", "one-plus")],
+)
 def test_bi_encoder_matches_section_31(name, weight, tmp_path):
     encoder = load(name, tmp_path, "bi", router_weight=weight)
     # Longer sentences would be cut.
-    items = [item for item in mixed_inputs(6, n=8) if item.router and len(item.text.split()) < 12]
-    vectors = encoder.encode_with_counts(items).vectors
-    reference = BiEncoderReference(encoder)
-    for item, vector in zip(items, vectors, strict=True):
-        np.testing.assert_allclose(vector, reference.vector(item), rtol=0, atol=1e-5)
+    check_vectors(encoder, BiEncoderReference(encoder), mixed_inputs(max_words=12))
 
 
 def test_bi_encoder_cuts_sentence_and_not_condition(tmp_path):
     encoder = load("simcse-bert", tmp_path, "bi")
     text = "the man " * 80
-    vectors = encoder.encode_with_counts(
-        [routed_input(text, condition) for condition in ("the mood", "the place")]
-        + [routed_input(text + " dogs", "the mood")]
-    ).vectors
+    items = [routed_input(text, condition) for condition in ("the mood", "the place")]
+    vectors = encoder.encode_with_counts([*items, routed_input(text + " dogs", "the mood")]).vectors
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-4
-    np.testing.assert_allclose(vectors[0], vectors[2], rtol=0, atol=1e-6)
+    assert_close(vectors[0], vectors[2])
     with pytest.raises(UserError, match="router_mode is 'bi', which reads sentence and condition"):
         encoder.encode_with_counts([routed_input("dogs", text)])
 
 
-# -- the released code ---------------------------------------------------------------------------
+def split_heads(attention, queries, keys):
+    """Return the queries, keys and values of a BERT layer, (heads, tokens, head_dim)."""
+    parts = attention.query(queries), attention.key(keys), attention.value(keys)
+    return [x.unflatten(1, (attention.num_attention_heads, -1)).transpose(0, 1) for x in parts]
 
 
-def released_tri(encoder, item, *, layers):
-    """Compute the released tri-encoder layer by layer."""
-    network = encoder.engine.model.network
-    tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
-    condition, row = (tokenised.ids for tokenised in tokens)
-    with torch.inference_mode():
-        c = network(input_ids=torch.tensor([condition])).last_hidden_state[0]
-        x = network.embeddings(input_ids=torch.tensor([[row[-1], *row]]))[0]
-        for number, layer in enumerate(network.encoder.layer):
-            attention = layer.attention.self
-            both = torch.cat([c, x])
-            q, k, v = (
-                part.unflatten(1, (attention.num_attention_heads, -1)).transpose(0, 1)
-                for part in (attention.query(x), attention.key(both), attention.value(both))
-            )
-            weights = (q @ k.transpose(1, 2) / q.shape[2] ** 0.5).softmax(-1)
-            context = (weights @ v).transpose(0, 1).flatten(1)
-            if number >= len(network.encoder.layer) - layers:
-                m = weights.mean(0)[0, -len(x) :]
-                if encoder.identity.router_weight == "random":
-                    ids = [row[-1], *row]
-                    m = random_weights(ids, layers)[number - len(network.encoder.layer) + layers]
-                context = context * factor(encoder.identity, m)[:, None]
-            attended = layer.attention.output(context, x)
-            x = layer.output(layer.intermediate(attended), attended)
-    return x[0]
+class ReleasedReference:
+    """The authors' code for BERT and RoBERTa, layer by layer."""
 
+    def __init__(self, encoder, layers):
+        self.network, self.identity = encoder.engine.model.network, encoder.identity
+        self.tokenizer, self.layers = encoder._tokenizer, layers
+        self.tri = self.identity.router_mode == "released-tri"
 
-def released_bi(encoder, item, *, layers):
-    """Compute the released bi-encoder layer by layer."""
-    network = encoder.engine.model.network
-    tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
-    condition, row = (tokenised.ids for tokenised in tokens)
-    split = len(row) + 1
-    with torch.inference_mode():
-        x = network.embeddings(input_ids=torch.tensor([[*row, row[-1], *condition]]))[0]
-        for number, layer in enumerate(network.encoder.layer):
-            attention = layer.attention.self
-            q, k, v = (
-                part.unflatten(1, (attention.num_attention_heads, -1)).transpose(0, 1)
-                for part in (attention.query(x), attention.key(x), attention.value(x))
-            )
+    @torch.inference_mode()
+    def __call__(self, item):
+        inputs = [EncoderInput("", item.router.text), EncoderInput("", item.text)]
+        condition, row = (tokens.ids for tokens in self.tokenizer(inputs))
+        separator, outside = row[-1], torch.empty(0, self.network.config.hidden_size)
+        if self.tri:
+            ids = sentence = [separator, *row]
+            outside = self.network(input_ids=torch.tensor([condition])).last_hidden_state[0]
+        else:
+            ids, sentence = [*row, separator, *condition], row
+        x = self.network.embeddings(input_ids=torch.tensor([ids]))[0]
+        for layer in self.network.encoder.layer:
+            q, k, v = split_heads(layer.attention.self, x, torch.cat([outside, x]))
             scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5
-            others = torch.arange(len(x)) != split
-            scores[:, others, split] = -torch.inf
+            if not self.tri:  # only the condition's first token sees itself
+                split = len(row) + 1
+                scores[:, torch.arange(len(x)) != split, split] = -torch.inf
             weights = scores.softmax(-1)
             context = (weights @ v).transpose(0, 1).flatten(1)
-            if number >= len(network.encoder.layer) - layers:
-                m = weights.mean(0)[split, : len(row)]
-                m = m / m.sum()
-                if encoder.identity.router_weight == "random":
-                    m = random_weights(row, layers)[number - len(network.encoder.layer) + layers]
+            number = list(self.network.encoder.layer).index(layer) - len(self.network.encoder.layer)
+            if number >= -self.layers:
+                m = weights.mean(0)[0, len(outside) :] if self.tri else weights.mean(0)[split]
+                m = m if self.tri else m[: len(row)] / m[: len(row)].sum()
+                if self.identity.router_weight == "random":
+                    m = random_weights(sentence, self.layers)[number]
                 scale = torch.ones(len(x))
-                scale[: len(row)] = factor(encoder.identity, m)
+                scale[: len(m)] = factor(self.identity, m)
                 context = context * scale[:, None]
             attended = layer.attention.output(context, x)
             x = layer.output(layer.intermediate(attended), attended)
-    return x[0]
+        return x[0]
 
 
 @pytest.mark.parametrize(
     ("name", "layers", "weight"),
-    [
-        *[(name, layers, "one-plus") for name in ABSOLUTE for layers in (1, 2)],
-        *[("simcse-bert", 2, weight) for weight in ("only", "random")],
-    ],
+    [("e5-xlm-r", 2, "one-plus"), ("simcse-bert", 1, "only"), ("simcse-roberta", 2, "random")],
 )
 @pytest.mark.parametrize("mode", RELEASED_MODES)
 def test_released_modes_match_authors_code(name, mode, layers, weight, tmp_path):
     encoder = load(name, tmp_path, mode, layers, router_weight=weight)
     assert encoder.identity.pooling == "cls"
-    items = [item for item in mixed_inputs(3, n=4) if item.router and len(item.text.split()) < 60]
-    vectors = encoder.encode_with_counts(items).vectors
-    compute_reference = released_tri if mode == "released-tri" else released_bi
-    for item, vector in zip(items, vectors, strict=True):
-        expected = compute_reference(encoder, item, layers=layers)
-        if encoder.identity.normalize:
-            expected = expected / expected.norm()
-        np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
+    check_vectors(encoder, ReleasedReference(encoder, layers), mixed_inputs(max_words=12))
 
 
-@pytest.mark.parametrize("weight", ["one-plus", "only", "random"])
-@pytest.mark.parametrize("mode", READING_MODES)
-def test_modes_that_read_conditions_do_not_depend_on_batch(mode, weight, tmp_path):
-    encoder = load("simcse-roberta", tmp_path, mode, router_weight=weight)
-    items = mixed_inputs(4)
-    vectors = encoder.encode_with_counts(items).vectors
-    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
-    np.testing.assert_allclose(vectors, alone, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("mode", ["bi", *RELEASED_MODES])
+def test_tokens_are_those_that_the_network_weights(mode, tmp_path):
+    encoder = load("simcse-roberta", tmp_path, mode, pooling="cls" if mode == "bi" else None)
+    text = "two dogs run"
+    weighted = encoder.token_weights(routed_input(text, "the time"))
+    before = ["</s>", "<s>"] if mode == "released-tri" else ["<s>"]
+    special = [token.text for token in weighted.tokens if token.special]
+    assert special == [*before, "</s>"]
+    inside = weighted.tokens[len(before) : -1]
+    assert "".join(text[token.start : token.end] for token in inside) == text.replace(" ", "")
+    assert weighted.weights.shape == (2, len(weighted.tokens))
+    sums = weighted.weights.sum(axis=1)
+    # In the tri-encoder, the rest of the attention goes to the condition.
+    assert ((sums > 0) & (sums < 0.999)).all() if len(before) > 1 else np.allclose(sums, 1)
 
 
 # -- saved computation and gradients -------------------------------------------------------------
@@ -373,63 +322,34 @@ def test_modes_that_read_conditions_do_not_depend_on_batch(mode, weight, tmp_pat
 
 def test_layers_before_router_are_computed_once_per_sentence(tmp_path):
     encoder = load("e5-xlm-r", tmp_path, layers=1)
-    blocks = encoder.engine.model.network.encoder.layer
-    sizes_per_layer = [[], []]
-    for block, sizes in zip(blocks, sizes_per_layer, strict=True):
-        block.intermediate.register_forward_hook(
-            lambda m, a, out, sizes=sizes: sizes.append(out.shape[1])
-        )
     items = [routed_input("two dogs run over wet grass", condition) for condition in CONDITIONS]
     queries = encoder.queries(CONDITIONS)
-    for sizes in sizes_per_layer:
-        sizes.clear()
+    sizes = []
+    for block in encoder.engine.model.network.encoder.layer:
+        block.intermediate.register_forward_hook(lambda m, a, out: sizes.append(out.shape[1]))
     encoder.encode_with_counts(items, queries)
-    (first_size,), (second_size,) = sizes_per_layer
-    assert second_size == len(CONDITIONS) * first_size
-
-
-def test_condition_affects_only_vectors_routed_by_it(tmp_path):
-    encoder = load("simcse-bert", tmp_path)
-    texts = ["two dogs run over wet grass", "the man sits", "the gun is gone"]
-    before = encoder.encode_with_counts([routed_input(text, "the mood") for text in texts]).vectors
-    after = encoder.encode_with_counts(
-        [
-            routed_input(text, "dogs" if index == 1 else "the mood")
-            for index, text in enumerate(texts)
-        ]
-    ).vectors
-    np.testing.assert_allclose(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-6)
-    assert np.abs(after[1] - before[1]).max() > 1e-4
-
-
-def test_equal_keys_have_equal_weights(tmp_path):
-    encoder = load("simcse-bert", tmp_path, layers=1, pooling="mean")
-    csr = encoder.engine.passes
-    module = next(m for m in csr._layer_of if csr.is_routed(m))
-    scores = csr.scores(module, torch.randn(2, 32), torch.ones(2, 5, 32))
-    torch.testing.assert_close(scores.softmax(1), torch.full((2, 5), 0.2))
+    first, second = sizes
+    assert second == len(CONDITIONS) * first
 
 
 @pytest.mark.parametrize(
     ("mode", "weight"),
     [
-        *[(mode, "one-plus") for mode in ("paper", "hidden", "heavy", *READING_MODES)],
+        ("paper", "one-plus"),
         ("paper", "only"),
+        ("heavy", "one-plus"),
         ("bi", "random"),
+        ("released-tri", "one-plus"),
+        ("released-bi", "one-plus"),
     ],
 )
 def test_gradients_match_finite_differences(mode, weight, tmp_path):
     encoder = load("e5-xlm-r", tmp_path, mode, router_weight=weight)
-    network = encoder.engine.model.network
-    items = [
-        routed_input(text, c)
-        for text in ("two dogs run", "the man sits down")
-        for c in CONDITIONS[:2]
-    ]
+    items = [routed_input(t, c) for t in ("two dogs run", "the man sits") for c in CONDITIONS[:2]]
     tokens = encoder._tokenizer([EncoderInput("", item.text) for item in items])
     routers = router_inputs(items)
     queries = dict(zip(routers, encoder._tokenizer(list(routers.values())), strict=True))
-    weight = network.embeddings.word_embeddings.weight.requires_grad_(True)
+    weight = encoder.engine.model.network.embeddings.word_embeddings.weight.requires_grad_(True)
     torch.manual_seed(0)
     directions = torch.randn(len(items), encoder.dim)
 
@@ -452,12 +372,13 @@ def test_gradients_match_finite_differences(mode, weight, tmp_path):
         assert abs(expected) > 1e-6
 
 
-# -- invalid settings ------------------------------------------------------------------------------
+# -- settings and architectures --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        # Gemma's norm after attention undoes the effect of any router.
         ("gemma", {}, "change nothing. Leave out --router: routed pooling works with any"),
         ("e5-xlm-r", {"layers": 3}, "router_layers is 3, but .* has 2 layers"),
         ("e5-xlm-r", {"layers": 0}, "router_layers is 0; it must be at least 1"),
@@ -481,9 +402,9 @@ def load_architecture(name, folder, kind="xlm-r", **config):
     path = checkpoints.build_checkpoint(kind, folder / "model").folder
     config |= {"vocab_size": 3_000, "hidden_size": 32, "num_hidden_layers": 3}
     config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 128}
-    network = getattr(transformers, f"{name}Model")(
-        getattr(transformers, f"{name}Config")(**config)
-    )
+    config |= {"pad_token_id": 0}
+    config_class = getattr(transformers, f"{name}Config")
+    network = getattr(transformers, f"{name}Model")(config_class(**config))
     for weight in network.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.3)
@@ -492,40 +413,28 @@ def load_architecture(name, folder, kind="xlm-r", **config):
         checkpoints.change_json(
             path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"
         )
-    return load_encoder(
-        str(path), device="cpu", dtype="float32", pooling="mean", router="csr", router_layers=2
-    )
-
-
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    options = {"pooling": "mean", "router": "csr", "router_layers": 2}
+    return load_encoder(str(path), device="cpu", dtype="float32", **options)
 
 
 @pytest.mark.parametrize(
     ("name", "config"),
     [
         # One of its two kinds of layers has windows and different rotary embeddings.
-        (
-            "ModernBert",
-            {**TOKENS, "global_attn_every_n_layers": 2, "local_attention": 64}
-            | {"cls_token_id": 1, "sep_token_id": 2},
-        ),
+        ("ModernBert", {"global_attn_every_n_layers": 2, "local_attention": 64}),
         # Its attention modules have no layer index.
         ("DistilBert", {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64}),
-        ("EuroBert", {**TOKENS, "mask_token_id": 3}),
     ],
 )
 def test_router_supports_other_architectures(name, config, tmp_path):
     encoder = load_architecture(name, tmp_path, **config)
     assert encoder.engine.passes.first_layer == 1
-    items = [item for item in mixed_inputs(5) if len(item.text) < 100]
+    items = mixed_inputs(max_words=12)
     vectors = encoder.encode_with_counts(items).vectors
     alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
-    np.testing.assert_allclose(vectors, alone, rtol=0, atol=1e-5)
-    assert encoder.engine.packs
+    assert_close(alone, vectors)
     encoder.engine.packs = False
-    np.testing.assert_allclose(
-        encoder.encode_with_counts(items).vectors, vectors, rtol=0, atol=1e-5
-    )
+    assert_close(encoder.encode_with_counts(items).vectors, vectors)
 
 
 @pytest.mark.parametrize("name", ["MPNet", "Albert"])
@@ -535,18 +444,17 @@ def test_unsupported_attention_is_reported(name, tmp_path):
 
 
 def test_heavy_router_needs_trained_weights(tmp_path):
-    encoder = load("e5-xlm-r", tmp_path, "heavy")
-    weights = encoder.identity.weights
+    weights = load("e5-xlm-r", tmp_path, "heavy").identity.weights
     path = tmp_path / "model/router.safetensors"
     save_file(HeavyRouter(2, 32).state_dict(), path)
-    reloaded = load_encoder(
-        str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=2
-    )
-    assert reloaded.identity.weights != weights
-    with pytest.raises(
-        LlmcondError, match="does not contain a router of 1 layers and 32 dimensions"
-    ):
-        load_encoder(str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=1)
+
+    def load_heavy(layers=2):
+        options = {"router": "csr", "router_mode": "heavy", "router_layers": layers}
+        return load_encoder(str(tmp_path / "model"), **options)
+
+    assert load_heavy().identity.weights != weights
+    with pytest.raises(LlmcondError, match="does not contain a router of 1 layers and 32 dim"):
+        load_heavy(layers=1)
     path.unlink()
     with pytest.raises(UserError, match=r"which needs trained weights, but .* has none\. Train"):
-        load_encoder(str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=2)
+        load_heavy()

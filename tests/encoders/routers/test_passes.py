@@ -1,7 +1,5 @@
 """Training an encoder with CSR's router: the saved encoder is the one that was trained."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -45,16 +43,15 @@ def train(tiny_bert, write_rows, small_rows, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("mode", "options"),
-    [("paper", ""), ("heavy", ""), ("heavy", "--merge"), ("hidden", "--rank full")],
+    ("mode", "options"), [("paper", ""), ("heavy", "--merge"), ("hidden", "--rank full")]
 )
 def test_trained_folder_records_its_router(train, tmp_path, capsys, mode, options):
     report = train("run", "--router-mode", mode, "--router-strength", "4", *options.split())
     assert report["head"] == "none@routed+c"
     folder = tmp_path / "run"
     encoder = llmcond.load_encoder(folder, dtype="float32")
-    assert encoder.identity.router == "csr"
-    assert (encoder.identity.router_mode, encoder.identity.router_strength) == (mode, 4.0)
+    identity = encoder.identity
+    assert (identity.router, identity.router_mode, identity.router_strength) == ("csr", mode, 4.0)
     assert (folder / "router.safetensors").exists() == (mode == "heavy")
     vectors = encoder.encode(ITEMS)
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-6
@@ -63,15 +60,24 @@ def test_trained_folder_records_its_router(train, tmp_path, capsys, mode, option
     assert spearman == next(
         score["spearman"] for score in report["scores"] if score["split"] == "dev"
     )
-    message = run_rejected(capsys, "models", "--check", folder, "--router", "none")
-    assert "was trained with --router csr" in message
     with pytest.raises(llmcond.UserError, match="was trained with --router csr"):
         llmcond.load_encoder(folder, router="none")
+    if "--merge" in options:  # the router is pushed with its encoder
+        staged = tmp_path / "staged"
+        staged.mkdir()
+        stage_run(open_run(folder), read_encoder_record(folder), staged)
+        pushed = llmcond.load_encoder(staged, dtype="float32").encode(ITEMS)
+        np.testing.assert_array_equal(pushed, vectors)
 
 
-def test_router_that_no_prompt_uses_is_rejected(train, tmp_path):
-    message = train("idle", "--head", "hadamard", "--prompt", "separate", command=run_rejected)
-    assert "the prompt separate names no router" in message
+def test_prompts_without_a_router_are_rejected(train, tmp_path):
+    for prompt, message in (
+        ("separate", "the prompt separate names no router"),
+        ("concat-sent-cond", "it puts the condition into the text, but the encoder expects it in"),
+        ("pair-cond", r"(--prompt routed)"),
+    ):
+        head = ["--head", "hadamard"] if prompt == "separate" else []
+        assert message in train("idle", *head, "--prompt", prompt, command=run_rejected)
     assert not (tmp_path / "idle").exists()
 
 
@@ -79,32 +85,14 @@ def test_heavy_router_is_trained_and_depends_on_seed(train, tmp_path):
     weights = []
     for name, seed, epochs in (("a", 1, 2), ("b", 1, 2), ("c", 2, 2), ("d", 1, 1)):
         options = ["--router-mode", "heavy", "--seed", str(seed), "--epochs", str(epochs)]
-        train(name, *options, "--learning-rate", "1e-2")
+        train(name, *options)
         weights.append(load_file(tmp_path / name / "router.safetensors"))
-        training_record = json.loads((tmp_path / name / "training.json").read_text())
-        assert training_record["made_of"]["encoder"]["router_mode"] == "heavy"
-    assert all(torch.equal(weights[1][key], value) for key, value in weights[0].items())
-    assert all(not torch.equal(weights[2][key], value) for key, value in weights[0].items())
-    assert all(not torch.equal(weights[3][key], value) for key, value in weights[0].items())
+    for key, value in weights[0].items():
+        equal = [torch.equal(other[key], value) for other in weights[1:]]
+        assert equal == [True, False, False]
 
 
-def test_joint_prompts_are_rejected(train):
-    message = train("run", "--prompt", "concat-sent-cond", command=run_rejected)
-    assert "it puts the condition into the text, but the encoder expects it in a router" in message
-    message = train("run", "--prompt", "pair-cond", command=run_rejected)
-    assert "(--prompt routed)" in message
-
-
-def test_heavy_router_is_pushed_with_its_encoder(train, tmp_path):
-    train("run", "--router-mode", "heavy", "--merge")
-    folder, staged = tmp_path / "run", tmp_path / "staged"
-    staged.mkdir()
-    stage_run(open_run(folder), read_encoder_record(folder), staged)
-    trained, pushed = (llmcond.load_encoder(path, dtype="float32") for path in (folder, staged))
-    np.testing.assert_array_equal(trained.encode(ITEMS), pushed.encode(ITEMS))
-
-
-@pytest.mark.parametrize("mode", ["paper", "heavy", "released-tri"])
+@pytest.mark.parametrize("mode", ["heavy", "released-tri"])
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_bert, mode):
     gradients = []
     for checkpointing in (False, True):
