@@ -1,4 +1,6 @@
-"""Shared code of reproduce_case.py and reproduce_hypercl.py: encoders, fits and printed tables.
+"""The runner of the scripts that reproduce papers: encoders, fits, tables and pages.
+
+A script describes its paper by a ``Paper``, with functions that compute its tables.
 
 Features and fits are stored in a run folder for each encoder and pooling, and are never computed
 twice. An interrupted command resumes where it stopped.
@@ -13,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +26,7 @@ from llmcond.commands.base import Command, add_arguments, create_command
 from llmcond.commands.encode import extract
 from llmcond.commands.fit import fit_head
 from llmcond.commands.score import evaluate
-from llmcond.data.datasets import Columns, Dataset
+from llmcond.data.datasets import Columns
 from llmcond.data.rows import Rows, split_by_pair
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import find_model
@@ -266,6 +268,39 @@ def _has(row: Row, key: str) -> bool:
     return not isinstance(row.ours, str) and key in row.ours
 
 
+def section_record(section: Section, command: str) -> dict[str, Any]:
+    """Return the JSON record of a table.
+
+    Args:
+        section: the table.
+        command: the command that computes it, unless the section names another one.
+    """
+    rows, keys = [], [measure.key for measure in section.measures]
+    for row in section.rows:
+        rows.append(
+            {
+                "encoder": row.encoder,
+                **dict(zip(section.labels, row.labels, strict=True)),
+                "paper": {key: _number(text) for key, text in row.paper.items()},
+                "paper_others": {
+                    key: [_number(text) for text in texts] for key, texts in row.others.items()
+                },
+                "ours": None
+                if isinstance(row.ours, str)
+                else {key: asdict(row.ours[key]) for key in keys if key in row.ours},
+                "reason": row.ours if isinstance(row.ours, str) else None,
+                "set_up": list(row.set_up),
+            }
+        )
+    return {
+        "table": section.table,
+        "title": section.title,
+        "command": section.command or command,
+        "measures": [asdict(measure) for measure in section.measures],
+        "rows": rows,
+    }
+
+
 def fit_once(**options: Any) -> str:
     """Fit a head, unless the run has it with the same settings, seed, start and versions.
 
@@ -309,6 +344,14 @@ def _has_fitted(run: Run, name: str, options: FitHeadOptions) -> bool:
     )
 
 
+#: Encoder and further keys of each row of a paper's table -> figures as printed.
+Table = Mapping[tuple[str, ...], Sequence[str]]
+#: Measure -> figure, or the reason why there are none.
+Figures = Mapping[str, Value] | str
+#: Figures of a row as printed: those of its encoder, and those of other encoders.
+Printed = tuple[Mapping[str, str], Mapping[str, Sequence[str]]]
+
+
 def parse_table(text: str, columns: int) -> dict[tuple[str, ...], tuple[str, ...]]:
     """Parse a table typed in as words: the last ``columns`` words of a line are its figures.
 
@@ -318,9 +361,7 @@ def parse_table(text: str, columns: int) -> dict[tuple[str, ...], tuple[str, ...
     return {tuple(line[:-columns]): tuple(line[-columns:]) for line in lines}
 
 
-def printed_figures(
-    table: Mapping[tuple[str, ...], Sequence[str]], measures: Sequence[Measure], *key: str
-) -> tuple[dict[str, str], dict[str, list[str]]]:
+def printed_figures(table: Table, measures: Sequence[Measure], *key: str) -> Printed:
     """Return a row's figures in a table of the paper, and those of its other encoders.
 
     Args:
@@ -344,19 +385,19 @@ def average_figures(figures: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
     return {key: average_over_seeds([row[key] for row in figures]) for key in figures[0]}
 
 
-# -- encoders ----------------------------------------------------------------------------------
+# -- encoders and fits ---------------------------------------------------------------------------
 
 
 @dataclass
-class PooledEncoder:
+class Encoder:
     """An encoder with one pooling, and the run folder of its features.
 
     Attributes:
         name: name as given on the command line.
         run: folder of the run.
+        reason: why the encoder cannot be used; empty if it can.
         repo: hub name, which identifies the encoder in the papers; empty for a folder.
         instructs: whether the encoder takes instructions.
-        reason: why the encoder cannot be used; empty if it can.
         obstacles: prompt -> why the encoder cannot take it; empty if it can.
         identity: the settings that determine the vectors.
         dim: dimension of the vectors.
@@ -364,12 +405,17 @@ class PooledEncoder:
 
     name: str
     run: Path
+    reason: str = ""
     repo: str = ""
     instructs: bool = False
-    reason: str = ""
     obstacles: Mapping[str, str] = field(default_factory=dict)
     identity: Any = None
     dim: int = 0
+
+    @property
+    def label(self) -> str:
+        """The name in tables: of a folder, which is specific to one machine, its last part."""
+        return Path(self.name).name if Path(self.name).exists() else self.name
 
     def missing_reason(self, prompt: str) -> str:
         """Return why a prompt has no features, in words; empty if it has some."""
@@ -387,22 +433,26 @@ class PooledEncoder:
         return {(result.prompt, result.subtract): result for result in results}
 
 
-@dataclass
-class Work:
-    """The options, the data and the encoders of one command.
+def slug(name: str) -> str:
+    """Return a name as that of a folder."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name).strip("-.") or "encoder"
 
-    Attributes:
+
+class Work:
+    """The options and the encoders of one command; papers extend it by their data.
+
+    Args:
+        paper: the paper.
         options: options of the command line.
-        dataset: the rows.
-        encoders: the encoders, in the order of the command line.
-        poolings: hub name -> pooling in the paper.
     """
 
-    options: argparse.Namespace
-    dataset: Dataset
-    poolings: Mapping[str, str]
-    encoders: list[PooledEncoder] = field(default_factory=list)
-    _results: dict[Hashable, Any] = field(default_factory=dict)
+    #: Headings of the table of encoders.
+    headings: Sequence[str] = ()
+
+    def __init__(self, paper: Paper, options: argparse.Namespace) -> None:
+        self.paper, self.options = paper, options
+        self.encoders: list[Any] = []
+        self._results: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T | str:
         """Return what a function computes, or the reason why it fails, computed once by key."""
@@ -416,51 +466,127 @@ class Work:
         return result
 
     @property
+    def seeds(self) -> int:
+        """The number of seeds of each fit."""
+        return 1 if self.options.quick else int(self.options.seeds)
+
+    def notes(self) -> list[str]:
+        """Return the notes that follow those of the paper."""
+        return []
+
+    def describe(self, encoder: Any) -> list[str]:
+        """Return an encoder's row in the table of encoders."""
+        return [encoder.label]
+
+    def record(self) -> dict[str, Any]:
+        """Return what the JSON record says about all tables, without texts of rows."""
+        return {}
+
+    def command(self) -> str:
+        """Return the command line, without options that do not change figures."""
+        parser, options = _parser(self.paper), self.options
+        skipped = "help encoders seeds quick tables folder out device workers json plugin".split()
+        data = [action for action in parser._actions if action.dest == "data"]
+        words = ["--encoders", *dict.fromkeys(encoder.label for encoder in self.encoders)]
+        for action in [*data, *(a for a in parser._actions if a.dest != "data")]:
+            value = None if action.dest in skipped else vars(options).get(action.dest)
+            if value not in (None, False, parser.get_default(action.dest)):
+                values = value if isinstance(value, list) else [] if value is True else [value]
+                words += [action.option_strings[0], *map(_option_text, values)]
+        words += [f"--seeds {self.seeds}", *(["--quick"] if options.quick else [])]
+        words += ["--tables", *options.tables] if options.tables else []
+        return " ".join([f"python scripts/{self.paper.script}", *words])
+
+
+def _option_text(value: Any) -> str:
+    """Return the value of an option; a path is shortened to its name, as it may be private."""
+    text = str(value)
+    return text if "://" in text else Path(text).name
+
+
+class RatedWork(Work):
+    """A paper's command on rated rows, C-STS or others."""
+
+    headings = ("encoder", "in the paper", "dimensions", "pooling", "computed in", "remarks")
+
+    def __init__(self, paper: Paper, options: argparse.Namespace) -> None:
+        super().__init__(paper, options)
+        self.source = create_command(_Source, vars(options))
+        self.dataset = self.source.data_options().read()
+        if options.protocol != "dev":
+            self._apply_protocol()
+        for text in dict.fromkeys(options.encoders):
+            self.encoders.append(self.prepare_encoder(text))
+
+    def _apply_protocol(self) -> None:
+        """Divide the rows anew, and read the result.
+
+        Raises:
+            UserError: the data has a test split with ratings, so no other protocol is needed.
+        """
+        options = self.options
+        if self.split == "test":
+            raise UserError(
+                f"--protocol {options.protocol} divides dev anew, but {options.data} has a rated "
+                "test split, which is scored. Leave out --protocol."
+            )
+        train, dev = self.dataset.splits["train"], self.dataset.splits["dev"]
+        splits: Mapping[str, Rows]
+        if options.protocol == "9:1":
+            splits = {**split_by_pair(train, {"train": 0.9, "dev": 0.1}, seed=0), "test": dev}
+        else:
+            splits = {"train": train, **split_by_pair(dev, {"dev": 0.7, "test": 0.3}, seed=0)}
+        options.folder /= options.protocol.replace(":", "-")
+        folder = options.folder / "data"
+        for name, rows in splits.items():
+            labels = [str(rating) if rating >= 0 else "-1" for rating in rows.rating.tolist()]
+            texts = (rows.sentence1, rows.sentence2, rows.condition, labels)
+            write_csv(folder / f"{name}.csv", asdict(Columns()), zip(*texts, strict=True))
+        divided = {"data": str(folder), "columns": None, "rating_range": [0.0, 1.0]}
+        self.source = create_command(_Source, {**vars(options), **divided, "unrated": None})
+        self.dataset = self.source.data_options().read()
+
+    @property
     def split(self) -> Split:
         """The split that is scored: test if it has ratings, otherwise dev."""
         test = self.dataset.splits.get("test")
         return "test" if test is not None and test.rated.any() else "dev"
-
-    @property
-    def seeds(self) -> int:
-        """The number of seeds of each fit."""
-        return 1 if self.options.quick else int(self.options.seeds)
 
     def training_settings(self, epochs: int, patience: int, **settings: object) -> dict[str, str]:
         """Return the settings of a fit, with two epochs for ``--quick``."""
         values = {"epochs": 2 if self.options.quick else epochs, "patience": patience, **settings}
         return {key: str(value) for key, value in values.items()}
 
-    # -- encoders ------------------------------------------------------------------------------
-
     def prepare_encoder(
-        self, text: str, pooling: str | None, prompts: Callable[[bool], list[str]]
-    ) -> PooledEncoder:
+        self, text: str, pooling: str | None = None, prompts: Prompts | None = None
+    ) -> Encoder:
         """Extract an encoder's features, or record why that is not possible.
 
         Args:
             text: NAME, or NAME=FOLDER.
             pooling: the pooling; None for the paper's, or the encoder's default.
-            prompts: function from whether the encoder takes instructions to the prompts to extract.
+            prompts: function from whether the encoder takes instructions to the prompts to extract;
+                None for the paper's.
         """
         name, _, folder = text.partition("=")
         known = find_model(name)
-        default_pooling = known.poolings[0] if known else None
-        pooling = pooling or self.poolings.get(known.repo if known else name)
-        pooling_option = None if pooling == default_pooling else pooling
-        slug = re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name).strip("-.") or "encoder"
-        run = Path(self.options.folder, f"{slug}-{pooling_option}" if pooling_option else slug)
-        repo = known.repo if known else ("" if Path(name).is_dir() else name)
+        pooling = pooling or self.paper.poolings.get(known.repo if known else name)
+        if known and pooling == known.poolings[0]:
+            pooling = None
+        run = Path(self.options.folder, f"{slug(name)}-{pooling}" if pooling else slug(name))
         # The facts that follow from the name alone, in case the encoder cannot be loaded.
-        encoder = PooledEncoder(
-            name, run, repo, bool(known and known.all_settings["instruction_format"])
+        encoder = Encoder(
+            name,
+            run,
+            repo=known.repo if known else "" if Path(name).is_dir() else name,
+            instructs=bool(known and known.all_settings["instruction_format"]),
         )
         encoder_options = EncoderOptions(
             dtype=self.options.dtype,
             device=self.options.device,
             quantize=self.options.quantize,
             like=name if folder else None,
-            pooling=pooling_option,
+            pooling=pooling,
         )
         try:
             return self._extract(encoder, folder or name, encoder_options, prompts)
@@ -470,18 +596,14 @@ class Work:
             return encoder
 
     def _extract(
-        self,
-        encoder: PooledEncoder,
-        model: str,
-        encoder_options: EncoderOptions,
-        prompts: Callable[[bool], list[str]],
-    ) -> PooledEncoder:
-        identity = resolve(model, encoder_options).identity
+        self, encoder: Encoder, model: str, options: EncoderOptions, prompts: Prompts | None
+    ) -> Encoder:
+        identity = resolve(model, options).identity
         instructs = bool(identity.instruction_format)
-        names = prompts(instructs)
+        names = (prompts or self.paper.prompts)(instructs)
         obstacles = {name: load_prompt(name).obstacle(identity) for name in names}
         usable = [name for name in names if not obstacles[name]]
-        source = _source(self.options)
+        source = self.source
         extract(
             model=model,
             run=encoder.run,
@@ -490,30 +612,29 @@ class Work:
             columns=source.columns,
             rating_range=source.rating_range,
             unrated=source.unrated,
-            **asdict(encoder_options),
+            **asdict(options),
         )
         run = open_run(encoder.run)
         if run.manifest["data"]["digest"] != self.dataset.to_json()["digest"]:
             raise UserError(f"{encoder.run} contains other rows. Use another --folder.")
+        view = run.zero_shot_views(run.prompt(usable[0]))[-1]
         return replace(
             encoder,
             instructs=instructs,
             obstacles=obstacles,
             identity=identity,
-            dim=_dim(run, usable[0], self.split),
+            dim=RatedExamples(run).pairs(view, self.split).dim,
         )
-
-    # -- fits ----------------------------------------------------------------------------------
 
     def fit(
         self,
-        encoder: PooledEncoder,
+        encoder: Encoder,
         head: str,
         prompt: str,
         changes: Mapping[str, str],
         subtract: bool = True,
         seeds: int | None = None,
-    ) -> Mapping[str, Value] | str:
+    ) -> Figures:
         """Return the figures of a head over seeds, or the reason why there are none.
 
         Args:
@@ -524,8 +645,7 @@ class Work:
             subtract: whether e(c) is subtracted from joint features.
             seeds: number of seeds; None for the number of the command line.
         """
-        reason = encoder.missing_reason(prompt)
-        if reason:
+        if reason := encoder.missing_reason(prompt):
             return reason
         log.info(f"{encoder.name}: {head} on {prompt}")
         try:
@@ -551,53 +671,73 @@ class Work:
 
     # -- words ---------------------------------------------------------------------------------
 
-    def differences(
+    def paper_name(self, encoder: Encoder) -> str:
+        """Return the name of an encoder in the paper; empty if the paper lacks it."""
+        return self.paper.names.get(encoder.repo, "")
+
+    def row(
         self,
-        encoder: PooledEncoder,
-        names: Mapping[str, str],
+        encoder: Encoder,
+        labels: Sequence[str],
+        ours: Figures,
+        notes: Iterable[str] = (),
+        printed: Printed = ({}, {}),
         fit: Mapping[str, str] | None = None,
-        pooling: bool = True,
+    ) -> Row:
+        """Return a row of an encoder.
+
+        Args:
+            encoder: the encoder.
+            labels: text of the label columns.
+            ours: measure -> figure, or the reason why there is none.
+            notes: what differs from the paper besides the encoder, the data and the fit.
+            printed: the paper's figures of the encoder, and of others.
+            fit: settings of the fit, if there is one.
+        """
+        set_up = [*self.differences(encoder, fit), *notes]
+        return Row(encoder.name, labels, ours, set_up, *printed)
+
+    def differences(
+        self, encoder: Encoder, fit: Mapping[str, str] | None = None, pooling: bool = True
     ) -> list[str]:
         """Return how any row of an encoder differs from the paper, in words.
 
         Args:
             encoder: the encoder.
-            names: hub name -> name in the paper.
             fit: settings of the fit, if there is one.
             pooling: whether to mention that the pooling differs.
         """
-        differences = []
-        if encoder.repo not in names:
+        differences, identity = [], encoder.identity
+        if not self.paper_name(encoder):
             differences.append("other encoder")
-        elif encoder.identity is not None:
-            paper = self.poolings.get(encoder.repo, encoder.identity.pooling)
-            if pooling and encoder.identity.pooling != paper:
-                differences.append(f"{encoder.identity.pooling} pooling instead of {paper}")
-        if encoder.identity is not None and encoder.identity.quantize != "none":
-            differences.append(f"encoder in {encoder.identity.quantize}")
+        elif identity is not None:
+            paper = self.paper.poolings.get(encoder.repo, identity.pooling)
+            if pooling and identity.pooling != paper:
+                differences.append(f"{identity.pooling} pooling instead of {paper}")
+        if identity is not None and identity.quantize != "none":
+            differences.append(f"encoder in {identity.quantize}")
         trained = fit is not None and "epochs" in fit
         epoch_note = ", which also chose the epoch" if trained and self.split == "dev" else ""
-        differences.append(f"{self._source()[0]}, scored on {self.split}{epoch_note}")
+        differences.append(f"{self._data_name()[0]}, scored on {self.split}{epoch_note}")
         if fit is not None and trained:
             differences.append(f"at most {fit['epochs']} epochs, patience {fit['patience']}")
         return differences
 
-    def _source(self) -> tuple[str, str]:
+    def _data_name(self) -> tuple[str, str]:
         """Return the name and a description of the rows."""
         if self.options.data is None:
             return "the bundled sample", "generated by a script; not C-STS"
-        sizes = (len(self.dataset.splits["train"]), len(self.dataset.splits["dev"]))
-        if self.options.protocol == "9:1":
-            sizes = (sum(sizes), len(self.dataset.splits["test"]))
-        elif self.options.protocol == "70:30":
-            sizes = (sizes[0], sizes[1] + len(self.dataset.splits["test"]))
-        return _KNOWN_DATA.get(sizes, ("other rows", "their numbers match no known C-STS release"))
+        train, dev, *test = map(len, self.dataset.splits.values())
+        sizes = {"9:1": (train + dev, sum(test)), "70:30": (train, dev + sum(test))}
+        return _KNOWN_DATA.get(
+            sizes.get(self.options.protocol, (train, dev)),
+            ("other rows", "their numbers match no known C-STS release"),
+        )
 
     def data_notes(self, paper: str) -> list[str]:
         """Return notes on the rows, after ``paper``, a note on the paper's rows."""
-        splits = self.dataset.splits
-        rows, train = splits[self.split], splits["train"]
-        name, description = self._source()
+        rows, train = self.dataset.splits[self.split], self.dataset.splits["train"]
+        name, description = self._data_name()
         epoch_note = PROTOCOLS[self.options.protocol] or (
             "The epoch of every trained head was chosen on the scored rows, because there is no "
             "test split with ratings. The figures of these heads are therefore slightly too high."
@@ -612,170 +752,47 @@ class Work:
             epoch_note,
         ]
 
+    def notes(self) -> list[str]:
+        """Return the notes that follow those of the paper."""
+        return [
+            'Columns headed "paper" contain the figure as printed, or – if the paper has no such '
+            "encoder or row. In that case, brackets show the range of the paper's other encoders.",
+            'Columns headed "ours" contain mean ± deviation over seeds '
+            f"({self.seeds} per fit) [95 % interval]. The interval covers the error of sentence "
+            "pairs and of seeds, unless a table says otherwise.",
+            "Correlations and accuracies are multiplied by 100.",
+        ]
 
-def _dim(run: Run, prompt: str, split: str) -> int:
-    """Return the dimension of a run's vectors."""
-    view = run.zero_shot_views(run.prompt(prompt))[-1]
-    return RatedExamples(run).pairs(view, split).dim
+    def describe(self, encoder: Encoder) -> list[str]:
+        """Return an encoder's row in the table of encoders."""
+        paper_name, identity = self.paper_name(encoder) or "no", encoder.identity
+        if encoder.reason:
+            return [encoder.name, paper_name, "–", "–", "–", f"not done: {encoder.reason}"]
+        kind = identity.dtype + ("" if identity.quantize == "none" else f", {identity.quantize}")
+        remark = "takes instructions" if encoder.instructs else "takes no instructions"
+        return [encoder.name, paper_name, str(encoder.dim), identity.pooling, kind, remark]
+
+    def record(self) -> dict[str, Any]:
+        """Return what the JSON record says about all tables, without texts of rows."""
+        data = self.dataset.to_json()
+        return {
+            "split": self.split,
+            "protocol": self.options.protocol,
+            "data": {key: data[key] for key in ("digest", "rows", "unrated")},
+            "encoders": [
+                {
+                    "name": encoder.name,
+                    "in_paper": self.paper.names.get(encoder.repo),
+                    "dim": encoder.dim or None,
+                    "identity": encoder.identity and encoder.identity.to_json(),
+                    "reason": encoder.reason or None,
+                }
+                for encoder in self.encoders
+            ],
+        }
 
 
 # -- the command -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Paper:
-    """A paper, and how a script reproduces it.
-
-    Attributes:
-        name: name of the paper.
-        doc: docstring of the script.
-        script: file name of the script.
-        names: hub name -> name in the paper.
-        poolings: hub name -> pooling in the paper.
-        prompts: function from whether an encoder takes instructions to the prompts to extract.
-        sections: name of each table on the command line -> function that computes it.
-        about: function that returns the notes on all tables.
-        options: name -> arguments of ``Options.option``, for options that only this script has.
-    """
-
-    name: str
-    doc: str
-    script: str
-    names: Mapping[str, str]
-    poolings: Mapping[str, str]
-    prompts: Callable[[bool], list[str]]
-    sections: Mapping[str, Callable[[Work], Section]]
-    about: Callable[[Work], list[str]]
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
-    """Run a script and return its exit code; see ``run_script``."""
-    work = partial(_reproduce, paper)
-    return run_script(paper.script, _parser(paper).parse_args(arguments), work)
-
-
-def run_script(
-    script: str, options: argparse.Namespace, work: Callable[[argparse.Namespace], int]
-) -> int:
-    """Run a script and return its exit code: 0 for success, 2 for invalid input, 1 otherwise.
-
-    Args:
-        script: file name of the script, for messages.
-        options: the options, by a parser of ``shared_parser``.
-        work: function that does the work for the options and returns the exit code.
-    """
-    log_to_terminal()
-    try:
-        create_command(_Device, vars(options))  # loads the code that --plugin names
-        if options.seeds < 1:
-            raise UserError(f"--seeds is {options.seeds}; it must be at least 1.")
-        check_output(options.out, (".md",))
-        return work(options)
-    except LlmcondError as error:
-        log.info(f"{script}: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        log.info(
-            "interrupted; the same command resumes from the features and fits computed so far."
-        )
-        return 1
-
-
-def write_page(
-    options: argparse.Namespace,
-    head: str,
-    sections: Iterable[Section],
-    about: Mapping[str, Any],
-    commands: Iterable[str],
-) -> list[Section]:
-    """Print the tables, each as soon as it is complete, and write the page of ``--out``.
-
-    Args:
-        options: options of the command line.
-        head: text before the first table.
-        sections: the tables.
-        about: what the record of the page says about all tables.
-        commands: the command of each table.
-
-    Returns:
-        The tables.
-    """
-    texts, complete, records = [head], [], []
-    print(head, flush=True)
-    for section, command in zip(sections, commands, strict=False):
-        complete.append(section)
-        records.append(section_record(section, command))
-        texts.append(section.markdown())
-        print(texts[-1], flush=True)
-    record = {**about, "sections": records, **provenance()}
-    if options.out is not None:
-        write_text(options.out, "\n".join(texts))
-        write_json(options.out.with_suffix(".json"), record)
-        log.info(f"tables -> {options.out}, and their figures as JSON next to it")
-    print_json(options, record)
-    sys.stdout.flush()
-    return complete
-
-
-def page_head(
-    title: str,
-    command: str,
-    about: Iterable[str],
-    headings: Sequence[str] = (),
-    rows: Iterable[Sequence[str]] = (),
-) -> str:
-    """Return the text before the first table: title, command, notes and a table of encoders."""
-    lines = "\n".join(f"- {text}" for text in about)
-    table = f"\n{markdown_table(headings, rows)}\n" if headings else ""
-    return f"# {title}, reproduced\n\n```bash\n{command}\n```\n\n{lines}\n{table}"
-
-
-def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
-    # The folder of the data is specific to one machine and may be private.
-    options.data_name = options.data
-    if options.data and "://" not in options.data:
-        options.data_name = Path(options.data).name
-    dataset = _source(options).data_options().read()
-    if options.protocol != "dev":
-        _apply_protocol(options, dataset)
-        dataset = _source(options).data_options().read()
-    work = Work(options, dataset, paper.poolings)
-    for text in dict.fromkeys(options.encoders):
-        work.encoders.append(work.prepare_encoder(text, None, paper.prompts))
-    names = [name for name in paper.sections if name in (options.tables or paper.sections)]
-    sections = (paper.sections[name](work) for name in names)
-    commands = [f"{paper.script} --tables {name}" for name in names]
-    write_page(options, _head(paper, work), sections, _record(paper, work), commands)
-    return 0 if any(not encoder.reason for encoder in work.encoders) else 1
-
-
-def _apply_protocol(options: argparse.Namespace, dataset: Dataset) -> None:
-    """Divide the rows anew, and change the options to read the result.
-
-    Raises:
-        UserError: the data has a test split with ratings, so no other protocol is needed.
-    """
-    test = dataset.splits.get("test")
-    if test is not None and test.rated.any():
-        raise UserError(
-            f"--protocol {options.protocol} divides dev anew, but {options.data_name} has a rated "
-            "test split, which is scored. Leave out --protocol."
-        )
-    train, dev = dataset.splits["train"], dataset.splits["dev"]
-    splits: Mapping[str, Rows]
-    if options.protocol == "9:1":
-        splits = {**split_by_pair(train, {"train": 0.9, "dev": 0.1}, seed=0), "test": dev}
-    else:
-        splits = {"train": train, **split_by_pair(dev, {"dev": 0.7, "test": 0.3}, seed=0)}
-    options.folder /= options.protocol.replace(":", "-")
-    folder = options.folder / "data"
-    for name, rows in splits.items():
-        labels = [str(rating) if rating >= 0 else "-1" for rating in rows.rating.tolist()]
-        texts = (rows.sentence1, rows.sentence2, rows.condition, labels)
-        write_csv(folder / f"{name}.csv", asdict(Columns()), zip(*texts, strict=True))
-    options.data, options.columns = str(folder), None
-    options.rating_range, options.unrated = [0.0, 1.0], None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -790,177 +807,125 @@ class _Source(ColumnOptions, _Device):
     data: str | None = option(None, metavar="SRC", help=f"{DATA} (default: the bundled sample)")
 
 
-def _source(options: argparse.Namespace) -> _Source:
-    return create_command(_Source, vars(options))
+#: Function from whether an encoder takes instructions to the prompts to extract.
+Prompts = Callable[[bool], list[str]]
 
 
-def shared_parser(
-    doc: str,
-    folder: str,
-    tables: Sequence[str] = (),
-    source: type[Command] = _Device,
-    encoders: str = "aliases, hub names or folders",
-) -> Options:
-    """Return a parser with the options that all scripts have.
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A paper, and how a script reproduces it.
 
-    Args:
+    Attributes:
+        name: name of the paper.
         doc: docstring of the script.
+        script: file name of the script.
+        sections: name of each table on the command line -> function that computes its sections.
+        about: function that returns the notes on all tables.
+        work: class that prepares the data and the encoders.
+        names: hub name -> name in the paper.
+        poolings: hub name -> pooling in the paper.
+        prompts: function that returns the prompts to extract.
+        options: name -> arguments of ``Options.option``, for options that only this script has.
         folder: default folder of the runs.
-        tables: names of the tables that can be requested; without any, there is no ``--tables``.
-        source: command whose options say where the data is and on which device to compute.
-        encoders: how ``--encoders`` names them.
     """
-    parser = Options(doc)
-    add = parser.option
+
+    name: str
+    doc: str | None
+    script: str
+    sections: Mapping[str, Callable[[Any], Section | Sequence[Section]]]
+    about: Callable[[Any], list[str]]
+    work: type[Work] = RatedWork
+    names: Mapping[str, str] = field(default_factory=dict)
+    poolings: Mapping[str, str] = field(default_factory=dict)
+    prompts: Prompts = lambda instructs: []
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    folder: str = "runs/reproduce"
+
+
+def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
+    """Run a script; return its exit code: 0 for success, 2 for invalid input, 1 otherwise."""
+    options = _parser(paper).parse_args(arguments)
+    log_to_terminal()
+    try:
+        create_command(_Device, vars(options))  # loads the code that --plugin names
+        for name in ("seeds", "epochs"):
+            if vars(options).get(name, 1) < 1:
+                raise UserError(f"--{name} is {vars(options)[name]}; it must be at least 1.")
+        check_output(options.out, (".md",))
+        return _reproduce(paper.work(paper, options))
+    except LlmcondError as error:
+        log.info(f"{paper.script}: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        log.info(
+            "interrupted; the same command resumes from the features and fits computed so far."
+        )
+        return 1
+
+
+def _reproduce(work: Work) -> int:
+    """Print the tables, each as soon as it is complete, and write the page of ``--out``."""
+    paper, options = work.paper, work.options
+    about = [*paper.about(work), *work.notes()]
+    if options.quick:
+        about.append("This is a quick trial with few epochs and one seed; the figures are low.")
+    lines = "\n".join(f"- {text}" for text in about)
+    table = markdown_table(work.headings, map(work.describe, work.encoders))
+    table = f"\n{table}\n" if work.headings else ""
+    command = f"```bash\n{work.command()}\n```"
+    texts, records = [f"# {paper.name}, reproduced\n\n{command}\n\n{lines}\n{table}"], []
+    print(texts[0], flush=True)
+    for name in (name for name in paper.sections if name in (options.tables or paper.sections)):
+        computed = paper.sections[name](work)
+        for section in [computed] if isinstance(computed, Section) else computed:
+            records.append(section_record(section, f"{paper.script} --tables {name}"))
+            texts.append(section.markdown())
+            print(texts[-1], flush=True)
+    record = {"paper": paper.name, "command": work.command(), "seeds": work.seeds}
+    record |= {"quick": options.quick, **work.record(), "sections": records, **provenance()}
+    if options.out is not None:
+        write_text(options.out, "\n".join(texts))
+        write_json(options.out.with_suffix(".json"), record)
+        log.info(f"tables -> {options.out}, and their figures as JSON next to it")
+    print_json(options, record)
+    sys.stdout.flush()
+    return 0 if any(not encoder.reason for encoder in work.encoders) else 1
+
+
+def _parser(paper: Paper) -> Options:
+    """Return a parser with the options that all scripts have, and those of a paper."""
+    parser = Options(paper.doc)
+    add, is_rated = parser.option, paper.work is RatedWork
+    encoders = "aliases, hub names or folders"
+    if is_rated:
+        encoders += "; NAME=FOLDER is a local copy of the encoder NAME"
     add("--encoders", str, encoders, nargs="+", required=True, metavar="NAME")
-    add_arguments(parser, source)
+    add_arguments(parser, _Source if is_rated else _Device)
     parser.usage = None
     parser.set_defaults(data=None, device="auto", json=False)
-    add("--folder", Path(folder), "folder of the runs, one for each encoder and source")
+    add("--folder", Path(paper.folder), "folder of the runs, one for each encoder and source")
     add("--seeds", 3, "number of seeds of each fit", metavar="N")
-    if tables:
-        add("--tables", str, "tables", "all", nargs="+", choices=tables, metavar="T")
+    add("--tables", str, "tables", "all", nargs="+", choices=[*paper.sections], metavar="T")
     add("--dtype", "auto", "number format of encoders: auto, float32, bfloat16, ...")
     add("--quick", False, "trial with one seed and few epochs")
     out = "file to write the tables to, as Markdown; a .json file next to it gets the figures"
     add("--out", Path, out, metavar="FILE.md")
-    return parser
-
-
-def _parser(paper: Paper) -> Options:
-    parser = shared_parser(
-        paper.doc,
-        "runs/reproduce",
-        [*paper.sections],
-        _Source,
-        "aliases, hub names or folders; NAME=FOLDER is a local copy of the encoder NAME",
-    )
-    parser.option(
-        "--protocol",
-        "dev",
-        "rows that choose epochs and rows that are scored, without a rated test split. dev: "
-        "dev is both; 9:1: a tenth of train chooses, and dev is scored; 70:30: 70 %% of dev "
-        "chooses, and 30 %% is scored",
-        choices=tuple(PROTOCOLS),
-    )
-    parser.option("--workers", int, "number of fits that run in parallel", "number of cores")
-    parser.option("--quantize", "none", "quantisation of encoders: none, 8bit or 4bit")
+    if is_rated:
+        add(
+            "--protocol",
+            "dev",
+            "rows that choose epochs and rows that are scored, without a rated test split. dev: "
+            "dev is both; 9:1: a tenth of train chooses, and dev is scored; 70:30: 70 %% of dev "
+            "chooses, and 30 %% is scored",
+            choices=tuple(PROTOCOLS),
+        )
+        add("--workers", int, "number of fits that run in parallel", "number of cores")
+        add("--quantize", "none", "quantisation of encoders: none, 8bit or 4bit")
     for name, declared in paper.options.items():
-        parser.option(f"--{name}", **declared)
+        add(f"--{name}", **declared)
     return parser
 
 
-def _head(paper: Paper, work: Work) -> str:
-    """Return the text before the first table."""
-    about = [
-        *paper.about(work),
-        'Columns headed "paper" contain the figure as printed, or – if the paper has no such '
-        "encoder or row. In that case, brackets show the range of the paper's other encoders.",
-        'Columns headed "ours" contain mean ± deviation over seeds '
-        f"({work.seeds} per fit) [95 % interval]. The interval covers the error of sentence pairs "
-        "and of seeds, unless a table says otherwise.",
-        "Correlations and accuracies are multiplied by 100.",
-    ]
-    if work.options.quick:
-        about.append(
-            "This is a quick trial with two epochs and one seed; the figures of trained heads are "
-            "low."
-        )
-    headings = ["encoder", "in the paper", "dimensions", "pooling", "computed in", "remarks"]
-    rows = [_describe(paper, encoder) for encoder in work.encoders]
-    return page_head(paper.name, _command(paper, work), about, headings, rows)
-
-
-def _command(paper: Paper, work: Work) -> str:
-    """Return the command line, without options that do not change figures."""
-    options = work.options
-    defaults: dict[str, Any] = {"quantize": "none", "dtype": "auto", "protocol": "dev"}
-    parser = _parser(paper)
-    defaults |= {name: parser.get_default(name.replace("-", "_")) for name in paper.options}
-    values = {name: getattr(options, name.replace("-", "_")) for name in defaults}
-    changed = [
-        f"--{name} {_option_text(values[name])}".rstrip()
-        for name, default in defaults.items()
-        if values[name] != default
-    ]
-    source = [f"--data {options.data_name}"] if options.data_name else []
-    quick = ["--quick"] if options.quick else []
-    encoders = " ".join(encoder.name for encoder in work.encoders)
-    tables = [f"--tables {' '.join(options.tables)}"] if options.tables else []
-    words = ["--encoders", encoders, *source, *changed, f"--seeds {work.seeds}", *quick, *tables]
-    return " ".join([f"python scripts/{paper.script}", *words])
-
-
-def _option_text(value: Any) -> str:
-    """Return the value of an option; a path is shortened to its name, as it may be private."""
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    text = str(value)
-    return text if "://" in text else Path(text).name
-
-
-def _describe(paper: Paper, encoder: PooledEncoder) -> list[str]:
-    paper_name = paper.names.get(encoder.repo, "no")
-    if encoder.reason:
-        return [encoder.name, paper_name, "–", "–", "–", f"not done: {encoder.reason}"]
-    identity = encoder.identity
-    kind = identity.dtype + ("" if identity.quantize == "none" else f", {identity.quantize}")
-    remark = "takes instructions" if encoder.instructs else "takes no instructions"
-    return [encoder.name, paper_name, str(encoder.dim), identity.pooling, kind, remark]
-
-
-def _record(paper: Paper, work: Work) -> dict[str, Any]:
-    """Return the JSON record, which contains none of the rows' texts."""
-    data = work.dataset.to_json()
-    return {
-        "paper": paper.name,
-        "command": _command(paper, work),
-        "split": work.split,
-        "protocol": work.options.protocol,
-        "data": {key: data[key] for key in ("digest", "rows", "unrated")},
-        "seeds": work.seeds,
-        "quick": work.options.quick,
-        "encoders": [
-            {
-                "name": encoder.name,
-                "in_paper": paper.names.get(encoder.repo),
-                "dim": encoder.dim or None,
-                "identity": encoder.identity and encoder.identity.to_json(),
-                "reason": encoder.reason or None,
-            }
-            for encoder in work.encoders
-        ],
-    }
-
-
-def section_record(section: Section, command: str) -> dict[str, Any]:
-    """Return the JSON record of a table.
-
-    Args:
-        section: the table.
-        command: the command that computes it, unless the section names another one.
-    """
-    rows, keys = [], [measure.key for measure in section.measures]
-    for row in section.rows:
-        rows.append(
-            {
-                "encoder": row.encoder,
-                **dict(zip(section.labels, row.labels, strict=True)),
-                "paper": {key: _number(text) for key, text in row.paper.items()},
-                "paper_others": {
-                    key: [_number(text) for text in texts] for key, texts in row.others.items()
-                },
-                "ours": None
-                if isinstance(row.ours, str)
-                else {key: asdict(row.ours[key]) for key in keys if key in row.ours},
-                "reason": row.ours if isinstance(row.ours, str) else None,
-                "set_up": list(row.set_up),
-            }
-        )
-    return {
-        "table": section.table,
-        "title": section.title,
-        "command": section.command or command,
-        "measures": [asdict(measure) for measure in section.measures],
-        "rows": rows,
-    }
+def declare(default: Any, text: str, unset: str = "", **settings: Any) -> Mapping[str, Any]:
+    """Return the arguments of ``Options.option`` for an option of a paper's script."""
+    return {"default": default, "text": text, "unset": unset, **settings}

@@ -16,20 +16,24 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from reproduce import (
     ACCURACY,
     SPEARMAN,
+    Encoder,
+    Figures,
     Measure,
     Paper,
-    PooledEncoder,
+    Printed,
     Row,
     Section,
+    Table,
     Value,
-    Work,
     average_over_seeds,
     failure_reason,
     fit_once,
@@ -38,6 +42,7 @@ from reproduce import (
     result_figures,
     run_paper,
 )
+from reproduce import RatedWork as Work
 
 from llmcond.commands.score import analyse
 from llmcond.errors import LlmcondError
@@ -244,6 +249,15 @@ SCORES = (SPEARMAN, ACCURACY)
 EPOCHS, PATIENCE = 60, 15
 #: The rotation of ICA changes no cosine, so that one iteration ranks as well as many.
 ICA_ITERATIONS = 1
+STAND_IN_NOTE = (
+    "pair-sent and pair-cond are not in the paper; they replace sent and cond for encoders that "
+    "take no instruction. The encoder reads the other text first, as the first text of a pair, and "
+    "only the tokens of the sentence, or of the condition, are pooled."
+)
+ISOTROPY_NOTE = (
+    "The measure covers the vectors of both sentences of each scored row; the paper does not say "
+    "which vectors it used."
+)
 
 
 def prompts(instructs: bool) -> list[str]:
@@ -255,16 +269,19 @@ def prompts(instructs: bool) -> list[str]:
     return [*INSTRUCTED] if instructs else [*INSTRUCTED, *CONCATENATED, *STAND_INS]
 
 
-def settings_of(encoder: PooledEncoder) -> list[tuple[str, bool]]:
+def settings_of(encoder: Encoder) -> list[tuple[str, bool]]:
     """Return the pairs of prompt and subtraction of an encoder's rows in tables 1 and 6."""
-    return [
-        (prompt, subtract) for prompt in prompts(encoder.instructs) for subtract in (True, False)
-    ]
+    return list(product(prompts(encoder.instructs), (True, False)))
 
 
-def main_prompts(encoder: PooledEncoder) -> list[str]:
+def main_prompts(encoder: Encoder) -> list[str]:
     """Return the prompts whose features heads are fitted on; the first is the main one."""
     return ["cond"] if encoder.instructs else ["pair-cond", "concat-cond-sent", "concat-sent-cond"]
+
+
+def dim_of(encoder: Encoder) -> int:
+    """Return the number of dimensions of a head on an encoder."""
+    return min(DIM, encoder.dim or DIM)
 
 
 def setting_label(prompt: str, subtract: bool) -> str:
@@ -272,43 +289,10 @@ def setting_label(prompt: str, subtract: bool) -> str:
     return LABELS.get(prompt, prompt) + (" - c" if subtract else "")
 
 
-def zeroshot_figures(
-    encoder: PooledEncoder, prompt: str, subtract: bool
-) -> Mapping[str, Value] | str:
+def zeroshot_figures(encoder: Encoder, prompt: str, subtract: bool) -> Figures:
     """Return the zero-shot figures of a prompt, or the reason why there are none."""
     reason = encoder.missing_reason(prompt)
     return reason or result_figures(encoder.zeroshot[prompt, subtract])
-
-
-# -- tables ------------------------------------------------------------------------------------
-
-
-def table_1(work: Work) -> Section:
-    """Compute table 1: zero-shot results by prompt, with and without subtraction."""
-    rows = []
-    for encoder in work.encoders:
-        paper_name = NAMES.get(encoder.repo, "")
-        for prompt, subtract in settings_of(encoder):
-            paper, others = printed_figures(
-                TABLE_1, SCORES, paper_name, prompt, "yes" if subtract else "no"
-            )
-            rows.append(
-                Row(
-                    encoder.name,
-                    [setting_label(prompt, subtract)],
-                    zeroshot_figures(encoder, prompt, subtract),
-                    [*work.differences(encoder, NAMES), *stand_in_note(prompt)],
-                    paper,
-                    others,
-                )
-            )
-    about = [
-        "Nothing is trained: the score is the cosine of the encoder's vectors, with or without "
-        "e(c) subtracted from all of them.",
-        *accuracy_notes(work),
-        STAND_IN_NOTE,
-    ]
-    return Section("Table 1", "zero-shot", about, ["setting"], SCORES, rows)
 
 
 def stand_in_note(prompt: str) -> list[str]:
@@ -316,11 +300,34 @@ def stand_in_note(prompt: str) -> list[str]:
     return ["not in the paper: our stand-in"] if prompt in STAND_INS else []
 
 
-STAND_IN_NOTE = (
-    "pair-sent and pair-cond are not in the paper; they replace sent and cond for encoders that "
-    "take no instruction. The encoder reads the other text first, as the first text of a pair, and "
-    "only the tokens of the sentence, or of the condition, are pooled."
-)
+def yes_or_no(subtract: bool) -> str:
+    """Return whether c is subtracted, as in the keys of the paper's tables."""
+    return "yes" if subtract else "no"
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def table_1(work: Work) -> Section:
+    """Compute table 1: zero-shot results by prompt, with and without subtraction."""
+    rows = [
+        work.row(
+            encoder,
+            [setting_label(prompt, subtract)],
+            zeroshot_figures(encoder, prompt, subtract),
+            stand_in_note(prompt),
+            printed_figures(TABLE_1, SCORES, work.paper_name(encoder), prompt, yes_or_no(subtract)),
+        )
+        for encoder in work.encoders
+        for prompt, subtract in settings_of(encoder)
+    ]
+    about = [
+        "Nothing is trained: the score is the cosine of the encoder's vectors, with or without "
+        "e(c) subtracted from all of them.",
+        *accuracy_notes(work),
+        STAND_IN_NOTE,
+    ]
+    return Section("Table 1", "zero-shot", about, ["setting"], SCORES, rows)
 
 
 def accuracy_notes(work: Work) -> list[str]:
@@ -346,22 +353,17 @@ def table_2(work: Work) -> Section:
         if not encoder.instructs:
             reason = encoder.missing_reason("cond")
             rows.append(Row(encoder.name, [setting_label("cond", True), "any", "–"], reason))
-        for number, prompt in enumerate(main_prompts(encoder)):
-            for head in HEADS:
-                rows.append(head_row(work, encoder, head, prompt, min(DIM, encoder.dim or DIM)))
-            # The paper has no such rows; they show how much subtraction improves a fitted head.
-            for head in HEADS[:2] if number == 0 else ():
-                rows.append(
-                    head_row(work, encoder, head, prompt, min(DIM, encoder.dim or DIM), False)
-                )
-    return Section(
-        "Table 2",
-        "heads on cond - c",
-        head_notes(work),
-        ["features", "head", "dimensions"],
-        SCORES,
-        rows,
-    )
+        first, *others = main_prompts(encoder)
+        rows += [head_row(work, encoder, head, first, dim_of(encoder)) for head in HEADS]
+        # The paper has no such rows; they show how much subtraction improves a fitted head.
+        rows += [head_row(work, encoder, head, first, dim_of(encoder), False) for head in HEADS[:2]]
+        rows += [
+            head_row(work, encoder, head, prompt, dim_of(encoder))
+            for prompt in others
+            for head in HEADS
+        ]
+    labels = ["features", "head", "dimensions"]
+    return Section("Table 2", "heads on cond - c", head_notes(work), labels, SCORES, rows)
 
 
 def head_notes(work: Work) -> list[str]:
@@ -380,7 +382,7 @@ def head_notes(work: Work) -> list[str]:
 
 
 def head_row(
-    work: Work, encoder: PooledEncoder, head: str, prompt: str, dim: int, subtract: bool = True
+    work: Work, encoder: Encoder, head: str, prompt: str, dim: int, subtract: bool = True
 ) -> Row:
     """Fit a head, and return its row in table 2 or figure 4."""
     changes: dict[str, str] = {"dim": str(dim)}
@@ -389,39 +391,32 @@ def head_row(
         changes, seeds = work.training_settings(EPOCHS, PATIENCE, dim=dim), work.seeds
     elif head == "ica":
         changes["max_iterations"] = str(ICA_ITERATIONS)
-    paper_name = NAMES.get(encoder.repo, "")
-    in_paper = subtract and dim == min(DIM, encoder.dim or DIM) and prompt not in STAND_INS
-    column = HEADS.index(head)
-    paper = {}
-    if in_paper and (paper_name,) in TABLE_2:
-        paper = {"spearman": TABLE_2[paper_name,][column]}
-    others = {"spearman": [figures[column] for figures in TABLE_2.values()]} if in_paper else {}
-    set_up = work.differences(encoder, NAMES, changes)
+    in_paper = subtract and dim == dim_of(encoder) and prompt not in STAND_INS
+    printed: Printed = ({}, {})
+    if in_paper:
+        column = {key: (figures[HEADS.index(head)],) for key, figures in TABLE_2.items()}
+        printed = printed_figures(column, [SPEARMAN], work.paper_name(encoder))
+    notes = []
     if in_paper and dim < DIM:
-        set_up.append(f"{dim} dimensions, all that the encoder has")
+        notes.append(f"{dim} dimensions, all that the encoder has")
     if prompt in CONCATENATED:
-        set_up.append("the paper does not say which CONC it used")
-    set_up += stand_in_note(prompt)
+        notes.append("the paper does not say which CONC it used")
+    notes += stand_in_note(prompt)
     if not subtract:
-        set_up.append("not in the paper: without subtraction")
-    return Row(
-        encoder.name,
-        [setting_label(prompt, subtract), head, str(dim)],
-        work.fit(encoder, head, prompt, changes, subtract, seeds),
-        set_up,
-        paper,
-        others,
-    )
+        notes.append("not in the paper: without subtraction")
+    labels = [setting_label(prompt, subtract), head, str(dim)]
+    ours = work.fit(encoder, head, prompt, changes, subtract, seeds)
+    return work.row(encoder, labels, ours, notes, printed, changes)
 
 
 def figure_4(work: Work) -> Section:
     """Compute figure 4: heads by number of dimensions."""
-    rows = []
-    for encoder in work.encoders:
-        full = min(DIM, encoder.dim or DIM)
-        for head in HEADS:
-            for dim in dict.fromkeys(max(1, full // part) for part in (8, 4, 2, 1)):
-                rows.append(head_row(work, encoder, head, main_prompts(encoder)[0], dim))
+    rows = [
+        head_row(work, encoder, head, main_prompts(encoder)[0], dim)
+        for encoder in work.encoders
+        for head in HEADS
+        for dim in dict.fromkeys(max(1, dim_of(encoder) // part) for part in (8, 4, 2, 1))
+    ]
     about = [
         "The paper plots this figure for NV and prints no numbers. Supervised heads stay level "
         "above about 200 dimensions and are best at about 500.",
@@ -429,14 +424,8 @@ def figure_4(work: Work) -> Section:
         "dimensions.",
         *head_notes(work)[2:],
     ]
-    return Section(
-        "Figure 4",
-        "heads by number of dimensions",
-        about,
-        ["features", "head", "dimensions"],
-        SCORES,
-        rows,
-    )
+    labels = ["features", "head", "dimensions"]
+    return Section("Figure 4", "heads by number of dimensions", about, labels, SCORES, rows)
 
 
 PEAK_EPOCH = Measure("epoch", "epoch of the highest score", 1, 0)
@@ -446,24 +435,19 @@ LAST = Measure("last", "last Spearman")
 
 def figure_3(work: Work) -> Section:
     """Compute figure 3: the score of supervised heads during training."""
-    rows = []
-    notes = []
+    rows, notes = [], []
+    changes = work.training_settings(EPOCHS, PATIENCE)
     for encoder in work.encoders:
         prompt = main_prompts(encoder)[0]
-        reason = encoder.missing_reason(prompt)
-        curves = reason or train_curves(work, encoder, prompt)
+        curves = encoder.missing_reason(prompt) or train_curves(work, encoder, prompt)
         if not isinstance(curves, str):
-            draw = partial(plot_steps, curves, split=work.split)
-            notes += save_figure(work, 3, encoder, draw)
+            notes += save_figure(work, 3, encoder, partial(plot_steps, curves, split=work.split))
         for head in HEADS[:2]:
-            ours: Mapping[str, Value] | str
-            if isinstance(curves, str):
-                ours = curves
-            else:
+            ours: Figures = curves if isinstance(curves, str) else {}
+            if not isinstance(curves, str):
                 ours = describe_curve(next(c for c in curves if c.head == head), work.split)
-            changes = work.training_settings(EPOCHS, PATIENCE)
-            set_up = [*work.differences(encoder, NAMES, changes), *stand_in_note(prompt)]
-            rows.append(Row(encoder.name, [setting_label(prompt, True), head], ours, set_up))
+            labels = [setting_label(prompt, True), head]
+            rows.append(work.row(encoder, labels, ours, stand_in_note(prompt), fit=changes))
     about = [
         f"The curves are on {work.split} (the paper: test); figures are means over seeds, with "
         "intervals over seeds only. The highest score of a curve is optimistic: it was chosen on "
@@ -476,7 +460,7 @@ def figure_3(work: Work) -> Section:
     return Section("Figure 3", "training curves", about, ["features", "head"], measures, rows)
 
 
-def train_curves(work: Work, encoder: PooledEncoder, prompt: str) -> Sequence[Result] | str:
+def train_curves(work: Work, encoder: Encoder, prompt: str) -> Sequence[Result] | str:
     """Fit the supervised heads with curves on the scored split, or return why that fails."""
     options = SweepOptions(
         run=encoder.run,
@@ -508,7 +492,7 @@ def describe_curve(result: Result, split: str) -> dict[str, Value]:
 
 
 def save_figure(
-    work: Work, number: int, encoder: PooledEncoder, draw: Callable[[Path], None]
+    work: Work, number: int, encoder: Encoder, draw: Callable[[Path], None]
 ) -> list[str]:
     """Draw a figure next to the page, and return its Markdown; nothing without --out."""
     if work.options.out is None or not can_draw():
@@ -524,21 +508,16 @@ def save_figure(
 BEFORE, AFTER = Measure("before", "before", 1, 4), Measure("after", "after", 1, 4)
 
 
-def example_similarities(work: Work, encoder: PooledEncoder) -> dict[tuple[str, ...], Any] | str:
+def example_similarities(work: Work, encoder: Encoder) -> dict[tuple[str, ...], Any] | str:
     """Return the similarities of tables 3 and 8 by both texts and the condition.
 
     They are computed once. If there are none, the reason is returned.
     """
     prompt = main_prompts(encoder)[0]
+    names = ("sentence1", "sentence2", "condition", "answer1", "answer2")
     questions = [
-        {
-            "sentence1": EXAMPLES[subject][0],
-            "sentence2": EXAMPLES[subject][1],
-            "condition": condition,
-            "answer1": answer1,
-            "answer2": answer2,
-        }
-        for subject, condition, answer1, answer2, _ in CONDITIONS
+        dict(zip(names, (*EXAMPLES[subject][:2], *texts), strict=True))
+        for subject, *texts, _ in CONDITIONS
     ]
 
     def compute() -> dict[tuple[str, ...], Any]:
@@ -559,21 +538,15 @@ def example_similarities(work: Work, encoder: PooledEncoder) -> dict[tuple[str, 
 
 def examples_section(work: Work, with_answers: bool) -> Section:
     """Compute table 3, or table 8 with the answers."""
-    rows = []
+    rows, changes = [], work.training_settings(EPOCHS, PATIENCE)
     for encoder in work.encoders:
         similarities = example_similarities(work, encoder)
         for labels, texts, figures in list_comparisons(with_answers):
             row = similarities if isinstance(similarities, str) else similarities[texts]
+            printed = printed_figures({("NV",): figures}, (BEFORE, AFTER), work.paper_name(encoder))
+            notes = stand_in_note(main_prompts(encoder)[0])
             ours = read_row(row, (BEFORE, AFTER))
-            paper = dict(zip(("before", "after"), figures, strict=True))
-            others = {key: [figure] for key, figure in paper.items()}
-            in_paper = NAMES.get(encoder.repo) == "NV"
-            changes = work.training_settings(EPOCHS, PATIENCE)
-            set_up = [
-                *work.differences(encoder, NAMES, changes),
-                *stand_in_note(main_prompts(encoder)[0]),
-            ]
-            rows.append(Row(encoder.name, labels, ours, set_up, paper if in_paper else {}, others))
+            rows.append(work.row(encoder, labels, ours, notes, printed, changes))
     about = [
         "Each figure is a cosine before and after the linear head (seed 0). The sentences are "
         "those of the paper's tables, and are part of the script.",
@@ -605,18 +578,97 @@ def list_comparisons(
                 yield [subject, label], (text1, text2, condition), printed
 
 
+def table_7(work: Work) -> Section:
+    """Compute table 7: earlier methods, and our non-linear head."""
+    rows = [
+        Row("–", [method], f"not done: {note}", (), {"spearman": printed})
+        for method, (printed, note) in TABLE_7.items()
+    ]
+    case: Table = {("NV",): (CASE_SPEARMAN,)}
+    for encoder in work.encoders:
+        row = head_row(work, encoder, "mlp", main_prompts(encoder)[0], dim_of(encoder))
+        paper, others = printed_figures(case, [SPEARMAN], work.paper_name(encoder))
+        rows.append(replace(row, labels=["CASE, non-linear head"], paper=paper, others=others))
+    about = [
+        "The paper copies the figures of earlier methods from their papers; their test rows differ "
+        "from its own, except for those of Tu et al., which are another part of the same rows.",
+    ]
+    return Section("Table 7", "earlier methods", about, ["method"], [SPEARMAN], rows)
+
+
+MEAN = Measure("mean_cosine", "mean", 1, 3)
+DEVIATION = Measure("std_cosine", "deviation", 1, 3)
+RATIO_SUBTRACTED = Measure("minus", "ratio, - c", 1, 4)
+RATIO = Measure("plain", "ratio", 1, 4)
+
+
+def isotropy_of(work: Work, encoder: Encoder, prompt: str, subtract: bool) -> dict[str, Any] | str:
+    """Return both measures of a prompt's features, or the reason why there are none."""
+
+    def compute() -> dict[tuple[str, bool], Any]:
+        options: dict[str, Any] = {"what": ["isotropy"], "figure_format": "svg"}
+        result = analyse(run=encoder.run, head=["none"], split=work.split, **options)
+        return {(row["prompt"], row["subtract"]): row for row in result["isotropy"]}
+
+    if reason := encoder.missing_reason(prompt):
+        return reason
+    rows = work.once(("isotropy", encoder.name), compute)
+    return rows if isinstance(rows, str) else rows[prompt, subtract]
+
+
+def read_row(row: Mapping[str, Any] | str, measures: Sequence[Measure]) -> Any:
+    """Return the figures of a row of an analysis, or the reason why there is none."""
+    return row if isinstance(row, str) else {m.key: Value(row[m.key]) for m in measures}
+
+
+def isotropy_prompts(encoder: Encoder) -> list[str]:
+    """Return the prompts of tables 4 and 5."""
+    others = ["concat-cond-sent", "concat-sent-cond", "pair-cond"]
+    return ["cond", *([] if encoder.instructs else others)]
+
+
+def isotropy_notes(prompt: str) -> list[str]:
+    """Return the notes on a prompt's row in tables 4 and 5."""
+    extra = ["not in the paper's table"] if prompt == "concat-sent-cond" else []
+    return [*stand_in_note(prompt), *extra]
+
+
+def isotropy_table(table: Table, prompt: str) -> Table:
+    """Return the rows of table 4 or 5 with a prompt; the paper has one prompt for each encoder."""
+    return {
+        key: figures
+        for key, figures in table.items()
+        if prompt == ("concat-cond-sent" if key[0].startswith("SimCSE") else "cond")
+    }
+
+
+def table_4(work: Work) -> Section:
+    """Compute table 4: the cosine to the mean vector."""
+    measures, rows = (MEAN, DEVIATION), []
+    for encoder in work.encoders:
+        for prompt, subtract in product(isotropy_prompts(encoder), (True, False)):
+            ours = read_row(isotropy_of(work, encoder, prompt, subtract), measures)
+            key = (work.paper_name(encoder), yes_or_no(subtract))
+            printed = printed_figures(isotropy_table(TABLE_4, prompt), measures, *key)
+            labels = [setting_label(prompt, subtract)]
+            rows.append(work.row(encoder, labels, ours, isotropy_notes(prompt), printed))
+    about = [
+        ISOTROPY_NOTE,
+        "Vectors are more evenly distributed if the mean is lower and the deviation is larger.",
+    ]
+    return Section("Table 4", "cosine to the mean vector", about, ["setting"], measures, rows)
+
+
 def histogram_section(work: Work, number: int) -> Section:
     """Compute figure 5, encoders with instructions, or figure 6, the others."""
-    rows = []
-    notes = []
+    rows, notes = [], []
     for encoder in work.encoders:
         with_instructions, *others = isotropy_prompts(encoder)
-        for prompt in [with_instructions] if number == 5 else others:
-            for subtract in (True, False):
-                isotropy = isotropy_of(work, encoder, prompt, subtract)
-                ours = read_row(isotropy, (MEAN, DEVIATION))
-                set_up = [*work.differences(encoder, NAMES), *stand_in_note(prompt)]
-                rows.append(Row(encoder.name, [setting_label(prompt, subtract)], ours, set_up))
+        chosen_prompts = [with_instructions] if number == 5 else others
+        for prompt, subtract in product(chosen_prompts, (True, False)):
+            ours = read_row(isotropy_of(work, encoder, prompt, subtract), (MEAN, DEVIATION))
+            labels = [setting_label(prompt, subtract)]
+            rows.append(work.row(encoder, labels, ours, stand_in_note(prompt)))
         figure_path = encoder.run / "analyses" / "isotropy.svg"
         if figure_path.is_file() and encoder.instructs == (number == 5):
             notes += save_figure(work, number, encoder, partial(copy_figure, figure_path))
@@ -636,140 +688,22 @@ def copy_figure(source: Path, path: Path) -> None:
     shutil.copyfile(data_path(source), data_path(path))
 
 
-def table_7(work: Work) -> Section:
-    """Compute table 7: earlier methods, and our non-linear head."""
-    rows = [
-        Row("–", [method], f"not done: {note}", (), {"spearman": printed})
-        for method, (printed, note) in TABLE_7.items()
-    ]
-    for encoder in work.encoders:
-        row = head_row(work, encoder, "mlp", main_prompts(encoder)[0], min(DIM, encoder.dim or DIM))
-        paper = {"spearman": CASE_SPEARMAN} if NAMES.get(encoder.repo) == "NV" else {}
-        others = {"spearman": [CASE_SPEARMAN]}
-        rows.append(
-            Row(encoder.name, ["CASE, non-linear head"], row.ours, row.set_up, paper, others)
-        )
-    about = [
-        "The paper copies the figures of earlier methods from their papers; their test rows differ "
-        "from its own, except for those of Tu et al., which are another part of the same rows.",
-    ]
-    return Section("Table 7", "earlier methods", about, ["method"], [SPEARMAN], rows)
-
-
-MEAN = Measure("mean_cosine", "mean", 1, 3)
-DEVIATION = Measure("std_cosine", "deviation", 1, 3)
-RATIO_SUBTRACTED = Measure("minus", "ratio, - c", 1, 4)
-RATIO = Measure("plain", "ratio", 1, 4)
-
-
-def isotropy_of(
-    work: Work, encoder: PooledEncoder, prompt: str, subtract: bool
-) -> dict[str, Any] | str:
-    """Return both measures of a prompt's features, or the reason why there are none."""
-
-    def compute() -> dict[tuple[str, bool], Any]:
-        options: dict[str, Any] = {"what": ["isotropy"], "figure_format": "svg"}
-        result = analyse(run=encoder.run, head=["none"], split=work.split, **options)
-        return {(row["prompt"], row["subtract"]): row for row in result["isotropy"]}
-
-    if reason := encoder.missing_reason(prompt):
-        return reason
-    rows = work.once(("isotropy", encoder.name), compute)
-    return rows if isinstance(rows, str) else rows[prompt, subtract]
-
-
-def read_row(row: Mapping[str, Any] | str, measures: Sequence[Measure]) -> Any:
-    """Return the figures of a row of an analysis, or the reason why there is none."""
-    return row if isinstance(row, str) else {m.key: Value(row[m.key]) for m in measures}
-
-
-def isotropy_prompts(encoder: PooledEncoder) -> list[str]:
-    """Return the prompts of tables 4 and 5."""
-    return (
-        ["cond"]
-        if encoder.instructs
-        else ["cond", "concat-cond-sent", "concat-sent-cond", "pair-cond"]
-    )
-
-
-ISOTROPY_NOTE = (
-    "The measure covers the vectors of both sentences of each scored row; the paper does not say "
-    "which vectors it used."
-)
-
-
-def table_4(work: Work) -> Section:
-    """Compute table 4: the cosine to the mean vector."""
-    measures = (MEAN, DEVIATION)
-    rows = []
-    for encoder in work.encoders:
-        paper_name = NAMES.get(encoder.repo, "")
-        for prompt in isotropy_prompts(encoder):
-            for subtract in (True, False):
-                isotropy = isotropy_of(work, encoder, prompt, subtract)
-                kin = {k: f for k, f in TABLE_4.items() if is_in_paper(k[0], prompt)}
-                key = (paper_name, "yes" if subtract else "no")
-                set_up = [
-                    *work.differences(encoder, NAMES),
-                    *stand_in_note(prompt),
-                    *extra_prompt_note(prompt),
-                ]
-                rows.append(
-                    Row(
-                        encoder.name,
-                        [setting_label(prompt, subtract)],
-                        read_row(isotropy, measures),
-                        set_up,
-                        *printed_figures(kin, measures, *key),
-                    )
-                )
-    about = [
-        ISOTROPY_NOTE,
-        "Vectors are more evenly distributed if the mean is lower and the deviation is larger.",
-    ]
-    return Section("Table 4", "cosine to the mean vector", about, ["setting"], measures, rows)
-
-
-def is_in_paper(paper_name: str, prompt: str) -> bool:
-    """Return whether the paper's tables 4 and 5 have this prompt for an encoder."""
-    return prompt == ("concat-cond-sent" if paper_name.startswith("SimCSE") else "cond")
-
-
-def extra_prompt_note(prompt: str) -> list[str]:
-    """Return a note on the concatenation that the paper's tables 4 and 5 lack."""
-    return ["not in the paper's table"] if prompt == "concat-sent-cond" else []
-
-
 def table_5(work: Work) -> Section:
     """Compute table 5: the partition ratio."""
-    measures = (RATIO_SUBTRACTED, RATIO)
-    rows = []
+    measures, rows = (RATIO_SUBTRACTED, RATIO), []
     for encoder in work.encoders:
-        paper_name = NAMES.get(encoder.repo, "")
         for prompt in isotropy_prompts(encoder):
             both = [isotropy_of(work, encoder, prompt, subtract) for subtract in (True, False)]
-            measured = [row for row in both if not isinstance(row, str)]
-            kin = {k: f for k, f in TABLE_5.items() if is_in_paper(k[0], prompt)}
-            ours = {
-                measure.key: Value(row["partition_ratio"])
-                for measure, row in zip(measures, measured, strict=False)
-            }
-            set_up = [
-                *work.differences(encoder, NAMES),
-                *stand_in_note(prompt),
-                *extra_prompt_note(prompt),
-            ]
+            ratios = [row["partition_ratio"] for row in both if not isinstance(row, str)]
+            ours: Figures = str(both[0])
+            if len(ratios) == 2:
+                ours = {m.key: Value(ratio) for m, ratio in zip(measures, ratios, strict=True)}
+            notes = isotropy_notes(prompt)
             if encoder.dim:
-                set_up.append(f"{encoder.dim} dimensions: compare along a row only")
-            rows.append(
-                Row(
-                    encoder.name,
-                    [LABELS.get(prompt, prompt)],
-                    ours if len(measured) == 2 else str(both[0]),
-                    set_up,
-                    *printed_figures(kin, measures, paper_name),
-                )
-            )
+                notes.append(f"{encoder.dim} dimensions: compare along a row only")
+            table = isotropy_table(TABLE_5, prompt)
+            printed = printed_figures(table, measures, work.paper_name(encoder))
+            rows.append(work.row(encoder, [LABELS.get(prompt, prompt)], ours, notes, printed))
     about = [
         ISOTROPY_NOTE,
         "The ratio is computed over 1,000 random directions, as in the paper; a ratio of 1 means "
@@ -784,31 +718,20 @@ def table_6(work: Work) -> Section:
     """Compute table 6: zero-shot results by pooling."""
     rows = []
     for encoder in work.encoders:
-        paper_name = NAMES.get(encoder.repo, "")
+        paper_name = work.paper_name(encoder)
         for pooling in poolings_of(encoder, paper_name):
             other = with_pooling(work, encoder, pooling)
+            # No other table shows why a pooling could not be used.
+            failed = failure_reason(other.reason) if other is not encoder and other.reason else ""
+            notes = work.differences(other, pooling=False) if paper_name else ["other encoder"]
             for prompt, subtract in settings_of(other):
                 if prompt in STAND_INS or (prompt in INSTRUCTED and not other.instructs):
                     continue
-                key = (pooling, prompt, "yes" if subtract else "no")
-                paper, others = printed_figures(TABLE_6, SCORES, paper_name, *key)
-                # No other table shows why a pooling could not be used.
-                reason = (
-                    failure_reason(other.reason) if other is not encoder and other.reason else ""
-                )
-                reason = reason or other.missing_reason(prompt)
-                rows.append(
-                    Row(
-                        encoder.name,
-                        [pooling, setting_label(prompt, subtract)],
-                        reason or zeroshot_figures(other, prompt, subtract),
-                        work.differences(other, dict.fromkeys(NAMES, ""))
-                        if paper_name
-                        else ["other encoder"],
-                        paper,
-                        others,
-                    )
-                )
+                key = (paper_name, pooling, prompt, yes_or_no(subtract))
+                ours = failed or zeroshot_figures(other, prompt, subtract)
+                labels = [pooling, setting_label(prompt, subtract)]
+                printed = printed_figures(TABLE_6, SCORES, *key)
+                rows.append(Row(encoder.name, labels, ours, notes, *printed))
     about = [
         "This table repeats table 1 by pooling: the paper's encoders with the poolings of the "
         "paper, others with mean pooling, last-token pooling and their default.",
@@ -817,7 +740,7 @@ def table_6(work: Work) -> Section:
     return Section("Table 6", "poolings", about, ["pooling", "setting"], SCORES, rows)
 
 
-def poolings_of(encoder: PooledEncoder, paper_name: str) -> list[str]:
+def poolings_of(encoder: Encoder, paper_name: str) -> list[str]:
     """Return the poolings of an encoder's rows in table 6."""
     if paper_name:
         return list(dict.fromkeys(key[1] for key in TABLE_6 if key[0] == paper_name))
@@ -825,7 +748,7 @@ def poolings_of(encoder: PooledEncoder, paper_name: str) -> list[str]:
     return list(dict.fromkeys([*default_pooling, "mean", "last"]))
 
 
-def with_pooling(work: Work, encoder: PooledEncoder, pooling: str) -> PooledEncoder:
+def with_pooling(work: Work, encoder: Encoder, pooling: str) -> Encoder:
     """Return an encoder with a pooling; the encoder itself if that is its pooling already."""
     if encoder.reason or encoder.identity.pooling == pooling:
         return encoder
@@ -848,11 +771,8 @@ def about(work: Work) -> list[str]:
 
 PAPER = Paper(
     name="CASE",
-    doc=__doc__ or "",
+    doc=__doc__,
     script="reproduce_case.py",
-    names=NAMES,
-    poolings=POOLINGS,
-    prompts=prompts,
     sections={
         "1": table_1,
         "2": table_2,
@@ -868,6 +788,9 @@ PAPER = Paper(
         "figure6": partial(histogram_section, number=6),
     },
     about=about,
+    names=NAMES,
+    poolings=POOLINGS,
+    prompts=prompts,
 )
 
 

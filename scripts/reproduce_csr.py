@@ -25,14 +25,17 @@ import numpy as np
 from reproduce import (
     PEARSON,
     SPEARMAN,
+    Encoder,
+    Figures,
     Measure,
     Paper,
-    PooledEncoder,
+    Printed,
     Row,
     Section,
+    Table,
     Value,
-    Work,
     average_figures,
+    declare,
     failure_reason,
     parse_table,
     printed_figures,
@@ -40,6 +43,7 @@ from reproduce import (
     result_figures,
     run_paper,
 )
+from reproduce import RatedWork as Work
 
 from llmcond.commands.encode import extract
 from llmcond.commands.score import evaluate
@@ -173,7 +177,7 @@ def training_settings(work: Work) -> dict[str, Any]:
     return {"epochs": 2 if options.quick else options.epochs, "rank": rank}
 
 
-def score_trained(work: Work, encoder: PooledEncoder, system: System) -> Mapping[str, Value] | str:
+def score_trained(work: Work, encoder: Encoder, system: System) -> Figures:
     """Return the figures of a trained encoder over seeds, or the reason why there are none.
 
     The encoder is trained when it is first used.
@@ -193,7 +197,7 @@ def score_trained(work: Work, encoder: PooledEncoder, system: System) -> Mapping
 
 
 def train(
-    work: Work, encoder: PooledEncoder, system: System, seed: int, data_name: str, **data: Any
+    work: Work, encoder: Encoder, system: System, seed: int, data_name: str, **data: Any
 ) -> dict[str, dict[str, Any]]:
     """Train an encoder, unless it was trained before.
 
@@ -228,10 +232,10 @@ def settings_notes(work: Work) -> list[str]:
     return [f"LoRA of rank {rank} instead of all weights"] if rank else []
 
 
-def training_notes(work: Work, encoder: PooledEncoder) -> list[str]:
+def training_notes(work: Work, encoder: Encoder) -> list[str]:
     """Return how the training of an encoder differs from the paper's, in words."""
     options, settings = work.options, training_settings(work)
-    notes = [*work.differences(encoder, NAMES), *settings_notes(work)]
+    notes = [*work.differences(encoder), *settings_notes(work)]
     if options.train_share > 1:
         notes.append(f"1/{options.train_share} of train")
     epochs = f"{settings['epochs']} epochs"
@@ -240,24 +244,20 @@ def training_notes(work: Work, encoder: PooledEncoder) -> list[str]:
     return [*notes, epochs]
 
 
-def trained_row(
-    work: Work, encoder: PooledEncoder, system: System, key: str, table: Mapping[Any, Any]
-) -> Row:
+def trained_row(work: Work, encoder: Encoder, system: System, key: str, table: Table) -> Row:
     """Return the row of a trained encoder, with the paper's figures of the system ``key``."""
     return Row(
         encoder.name,
         [system.label],
         score_trained(work, encoder, system),
         [*training_notes(work, encoder), *system.notes],
-        *paper_figures(table, encoder, key),
+        *paper_figures(work, table, encoder, key),
     )
 
 
-def paper_figures(
-    table: Mapping[tuple[str, ...], tuple[str, ...]], encoder: PooledEncoder, key: str
-) -> tuple[dict[str, str], dict[str, list[str]]]:
+def paper_figures(work: Work, table: Table, encoder: Encoder, key: str) -> Printed:
     """Return the paper's Spearman and Pearson of a system, and those of its other encoders."""
-    return printed_figures(table, (SPEARMAN, PEARSON), NAMES.get(encoder.repo, ""), key)
+    return printed_figures(table, (SPEARMAN, PEARSON), work.paper_name(encoder), key)
 
 
 # -- data and encoders -------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def in_memory(splits: Mapping[str, Rows]) -> dict[str, Any]:
 
 
 def encoder_options(
-    work: Work, encoder: PooledEncoder, router: Mapping[str, Any] | None = None
+    work: Work, encoder: Encoder, router: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the options that load an encoder, with a router or without."""
     router = router or {}
@@ -307,7 +307,7 @@ def encoder_options(
     }
 
 
-def folder_of(encoder: PooledEncoder, name: str) -> Path:
+def folder_of(encoder: Encoder, name: str) -> Path:
     """Return a folder for runs of an encoder, next to the run of its features."""
     return encoder.run.with_name(f"{encoder.run.name}-csr") / name
 
@@ -317,9 +317,7 @@ def joint_prompt(instructs: bool) -> str:
     return "cond" if instructs else "concat-sent-cond"
 
 
-def score_untrained(
-    work: Work, encoder: PooledEncoder, system: System
-) -> Mapping[str, Value] | str:
+def score_untrained(work: Work, encoder: Encoder, system: System) -> Figures:
     """Return the figures of an encoder without training and without subtraction."""
     if encoder.reason:
         return encoder.missing_reason("")
@@ -365,7 +363,7 @@ def table_1(work: Work) -> Section:
         )
         rows += [trained_row(work, encoder, system, key, TABLE_1) for system, key in systems]
         reason = "not done: hypercl.md has a frozen encoder with this head"
-        paper = paper_figures(TABLE_1, encoder, "hyper-cl")
+        paper = paper_figures(work, TABLE_1, encoder, "hyper-cl")
         rows.append(Row(encoder.name, ["Hyper-CL"], reason, [], *paper))
     about = [
         f"Our routers are in the last {layers} layers. In the paper's figure 4, 3 are best.",
@@ -412,9 +410,9 @@ def table_4(work: Work) -> Section:
     rows = []
     for encoder in work.encoders:
         for system, key in systems:
-            notes = work.differences(encoder, NAMES) + ([] if key else ["not in the paper's table"])
+            notes = work.differences(encoder) + ([] if key else ["not in the paper's table"])
             ours = score_untrained(work, encoder, system)
-            paper = paper_figures(TABLE_4, encoder, key)
+            paper = paper_figures(work, TABLE_4, encoder, key)
             rows.append(Row(encoder.name, [system.label], ours, notes, *paper))
     name, figures = EMBEDDING_API
     printed = dict(zip((SPEARMAN.key, PEARSON.key), figures, strict=True))
@@ -474,7 +472,7 @@ def figure_4(work: Work) -> Section:
 
 
 def _score_layers(
-    work: Work, encoder: PooledEncoder, layers: int | None
+    work: Work, encoder: Encoder, layers: int | None
 ) -> tuple[dict[str, Value], list[str]]:
     """Return the figures and notes for a number of routed layers; None is the bi-encoder."""
     system = System.routed("CSR", "paper", layers) if layers else UNTRAINED_TRI
@@ -486,14 +484,14 @@ def _score_layers(
     figures = {UNTRAINED.key: untrained[SPEARMAN.key], SECONDS.key: Value(seconds)}
     trained_layers = work.options.trained_layers
     if trained_layers is not None and layers not in trained_layers:
-        return figures, [*work.differences(encoder, NAMES), "not trained"]
+        return figures, [*work.differences(encoder), "not trained"]
     trained = score_trained(work, encoder, UNCONDITIONAL if layers == 0 else system)
     if isinstance(trained, str):
-        return figures, [*work.differences(encoder, NAMES), trained]
+        return figures, [*work.differences(encoder), trained]
     return {**figures, TRAINED.key: trained[SPEARMAN.key]}, training_notes(work, encoder)
 
 
-def _time_encoding(work: Work, encoder: PooledEncoder, system: System) -> float:
+def _time_encoding(work: Work, encoder: Encoder, system: System) -> float:
     """Return the seconds to encode the scored rows with an untrained encoder."""
     rows = work.dataset.splits[work.split]
     sentences = [*rows.sentence1, *rows.sentence2]
@@ -577,11 +575,11 @@ def table_2(work: Work) -> Section:
 
 def _score_graph(
     work: Work,
-    encoder: PooledEncoder,
+    encoder: Encoder,
     system: System,
     source: str | None,
     is_trained: bool = False,
-) -> Mapping[str, Value] | str:
+) -> Figures:
     """Return the figures of an encoder on a graph, or the reason why there are none.
 
     ``source`` is the folder of the graph. Unless ``is_trained``, the encoder is not trained.
@@ -666,35 +664,31 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _option(default: Any, text: str, unset: str = "", **settings: Any) -> Mapping[str, Any]:
-    return {"default": default, "text": text, "unset": unset, **settings}
-
-
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "epochs": _option(4, "epochs of each training", type=_count),
-    "rank": _option("16", "rank of LoRA, or full to train all weights as in the paper", type=_rank),
-    "train-share": _option(1, "train on every N-th sentence pair only", type=_count, metavar="N"),
-    "router-layers": _option(
+    "epochs": declare(4, "epochs of each training", type=_count),
+    "rank": declare("16", "rank of LoRA, or full to train all weights as in the paper", type=_rank),
+    "train-share": declare(1, "train on every N-th sentence pair only", type=_count, metavar="N"),
+    "router-layers": declare(
         3, "number of layers with a router in all tables", type=_count, metavar="N"
     ),
-    "layers": _option(
+    "layers": declare(
         list(range(7)), "numbers of layers with a router in figure 4", "0 to 6", metavar="N"
     ),
-    "trained-layers": _option(
+    "trained-layers": declare(
         int, "those of --layers for which an encoder is trained", "all", nargs="*", metavar="N"
     ),
-    "kgc-data": _option(
+    "kgc-data": declare(
         str,
         "folder of a knowledge graph for table 2",
         "the bundled sample graph",
         metavar="FOLDER",
     ),
-    "kgc-share": _option(1, "use every N-th triple of the graph only", type=_count, metavar="N"),
+    "kgc-share": declare(1, "use every N-th triple of the graph only", type=_count, metavar="N"),
 }
 
 PAPER = Paper(
     name="CSR",
-    doc=__doc__ or "",
+    doc=__doc__,
     script="reproduce_csr.py",
     names=NAMES,
     poolings=POOLINGS,

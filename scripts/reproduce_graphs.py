@@ -8,34 +8,34 @@ interrupted command resumes from them. ``bench_cache.py --graph`` measures table
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from common import Options
 from reproduce import (
+    Encoder,
+    Figures,
     Measure,
+    Paper,
     Row,
     Section,
-    Value,
+    Work,
     average_figures,
+    declare,
     failure_reason,
     fit_once,
-    page_head,
     parse_table,
     printed_figures,
     result_figures,
-    run_script,
-    shared_parser,
-    write_page,
+    run_paper,
+    slug,
 )
 
 from llmcond.commands.encode import extract
 from llmcond.commands.score import evaluate
-from llmcond.errors import LlmcondError, UserError
+from llmcond.errors import LlmcondError
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.log import log
 from llmcond.runs.open import open_any_run
@@ -76,21 +76,50 @@ HEADS = (
 MEASURES = tuple(map(Measure.of, ("mrr", "hits@1", "hits@3", "hits@10")))
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A graph, an encoder and the run of both.
+@dataclass
+class GraphEncoder(Encoder):
+    """An encoder on one of the graphs.
 
     Attributes:
-        encoder: name of the encoder, as given on the command line.
         graph: name of the graph.
         source: folder of the graph.
-        run: folder of the run.
     """
 
-    encoder: str
-    graph: str
-    source: str
-    run: Path
+    graph: str = ""
+    source: str = ""
+
+    def scored_split(self) -> Split:
+        """Return the split that is scored: test, or dev if there is none."""
+        return "test" if "test" in open_any_run(self.run).splits else "dev"
+
+
+class GraphWork(Work):
+    """The command on one graph or several."""
+
+    def __init__(self, paper: Paper, options: Any) -> None:
+        super().__init__(paper, options)
+        graphs = {source: name_graph(read_graph(source), source) for source in options.data}
+        for source, graph in graphs.items():
+            for name in dict.fromkeys(options.encoders):
+                run = options.folder / f"{slug(name)}-{slug(graph)}"
+                self.encoders.append(GraphEncoder(name, run, graph=graph, source=source))
+        for encoder in self.encoders:
+            try:
+                extract(
+                    task="kgc",
+                    model=encoder.name,
+                    data=encoder.source,
+                    run=encoder.run,
+                    dtype=options.dtype,
+                    device=options.device,
+                )
+            except LlmcondError as error:
+                log.info(f"{encoder.name}, {encoder.graph}: {error}")
+                encoder.reason = failure_reason(error)
+
+    def record(self) -> dict[str, Any]:
+        """Return what the JSON record says about all tables."""
+        return {"epochs": self.options.epochs}
 
 
 def name_graph(graph: Graph, source: str) -> str:
@@ -100,174 +129,129 @@ def name_graph(graph: Graph, source: str) -> str:
     return GRAPHS.get(sizes, Path(source).name)
 
 
-def scored_split(run: Path) -> Split:
-    """Return the split that is scored: test, or dev if there is none."""
-    return "test" if "test" in open_any_run(run).splits else "dev"
-
-
 # -- table 2 -----------------------------------------------------------------------------------
 
 
-def table_2(options: argparse.Namespace, tasks: Sequence[Task]) -> Iterator[Section]:
-    """Yield table 2 for each graph."""
-    for graph in dict.fromkeys(task.graph for task in tasks):
-        rows = [
-            row for task in tasks if task.graph == graph for row in link_prediction(options, task)
-        ]
-        about = [
-            "Every entity is a candidate, other known answers are left out (filtered), and ranks "
-            "are realistic if scores are tied. Both directions are averaged.",
-            "The paper prints fractions. All figures of this table are multiplied by 100.",
-            "Intervals cover the error of head and tail entities and, with several fits, of seeds.",
-            '"Neighbours" are the mean features of the entities that train links to an entity. The '
-            "paper has nothing like it.",
-        ]
-        yield Section(
-            "Table 2", f"knowledge graphs, {graph}", about, ["architecture"], MEASURES, rows
-        )
+def table_2(work: GraphWork) -> list[Section]:
+    """Compute table 2 for each graph."""
+    about = [
+        "Every entity is a candidate, other known answers are left out (filtered), and ranks "
+        "are realistic if scores are tied. Both directions are averaged.",
+        "The paper prints fractions. All figures of this table are multiplied by 100.",
+        "Intervals cover the error of head and tail entities and, with several fits, of seeds.",
+        '"Neighbours" are the mean features of the entities that train links to an entity. The '
+        "paper has nothing like it.",
+    ]
+    sections = []
+    for graph in dict.fromkeys(encoder.graph for encoder in work.encoders):
+        encoders = [encoder for encoder in work.encoders if encoder.graph == graph]
+        rows = [row for encoder in encoders for row in link_prediction(work, encoder)]
+        title, labels = f"knowledge graphs, {graph}", ["architecture"]
+        command = work.paper.script
+        sections.append(Section("Table 2", title, about, labels, MEASURES, rows, command))
+    return sections
 
 
-def link_prediction(options: argparse.Namespace, task: Task) -> list[Row]:
+def link_prediction(work: GraphWork, encoder: GraphEncoder) -> list[Row]:
     """Return the rows of a graph and an encoder."""
-    rows, set_up = [], ["frozen encoder", "other encoder"]
-    try:
-        extract(
-            task="kgc",
-            model=task.encoder,
-            data=task.source,
-            run=task.run,
-            dtype=options.dtype,
-            device=options.device,
-        )
-        zero_shot = evaluate(
-            run=task.run, head=["none"], split=scored_split(task.run), exclude_head=True
-        )
-        notes = [*set_up, "not in the paper", "the head is no candidate"]
-        ours: Mapping[str, Value] | str = result_figures(zero_shot[0])
-    except LlmcondError as error:
-        log.info(f"{task.encoder}, {task.graph}: {error}")
-        ours, notes = failure_reason(error), []
-    rows.append(Row(task.encoder, ["no head: e(h)"], ours, notes))
-    failed = ours if isinstance(ours, str) else ""
+    options, set_up = work.options, ["frozen encoder", "other encoder"]
+
+    ours = score_none(work, encoder)
+    notes = [*set_up, "not in the paper", "the head is no candidate"]
+    rows = [Row(encoder.label, ["no head: e(h)"], ours, notes)]
     for neighbours in (False, True) if options.neighbours else (False,):
         for head, label, key in HEADS:
             if head not in options.heads:
                 continue
             epochs = 1 if options.quick else options.epochs
             changes = {"epochs": str(epochs), **({"neighbours": "true"} if neighbours else {})}
-            figures = failed or score_head(options, task, head, changes)
+            figures = score_head(work, encoder, head, changes)
             notes = [*set_up, f"at most {epochs} epochs"]
-            if neighbours:
-                notes.append("reads neighbours")
-            paper = {} if neighbours else printed_figures(TABLE_2, MEASURES, task.graph, key)[0]
-            suffix = ", neighbours" if neighbours else ""
-            rows.append(Row(task.encoder, [f"{label}{suffix}"], figures, notes, paper))
+            notes += ["reads neighbours"] if neighbours else []
+            paper, _ = printed_figures(TABLE_2, MEASURES, encoder.graph, key)
+            labels = [f"{label}{', neighbours' if neighbours else ''}"]
+            rows.append(Row(encoder.label, labels, figures, notes, {} if neighbours else paper))
     for name in ("StAR", "SimKGC"):
-        paper = printed_figures(TABLE_2, MEASURES, task.graph, name)[0]
+        paper, _ = printed_figures(TABLE_2, MEASURES, encoder.graph, name)
         if paper:
             reason = "not done: a bi-encoder, trained"
             rows.append(Row("BERT or RoBERTa", [name], reason, [], paper))
     return rows
 
 
+def score_none(work: GraphWork, encoder: GraphEncoder) -> Figures:
+    """Return the figures without a head, or why there are none."""
+
+    def score() -> Figures:
+        split = encoder.scored_split()
+        results = evaluate(run=encoder.run, head=["none"], split=split, exclude_head=True)
+        return result_figures(results[0])
+
+    return encoder.reason or work.once(("none", str(encoder.run)), score)
+
+
 def score_head(
-    options: argparse.Namespace, task: Task, head: str, changes: Mapping[str, str]
-) -> Mapping[str, Value] | str:
-    """Return the figures of a head on test, as averages over seeds, or why there are none."""
-    try:
-        suffix = "-neighbours" if "neighbours" in changes else ""
+    work: GraphWork, encoder: GraphEncoder, head: str, changes: dict[str, str]
+) -> Figures:
+    """Return the figures of a head as averages over seeds, or why there are none."""
+    suffix = "-neighbours" if "neighbours" in changes else ""
+
+    def score() -> Figures:
         names = [
             fit_once(
-                run=task.run,
+                run=encoder.run,
                 head=head,
                 seed=seed,
-                set=dict(changes),
+                set=changes,
                 name=f"{head}{suffix}-seed{seed}",
-                device=options.device,
+                device=work.options.device,
             )
-            for seed in range(1 if options.quick else options.seeds)
+            for seed in range(work.seeds)
         ]
-        split = scored_split(task.run)
-        results = [
-            result
-            for result in evaluate(run=task.run, head=names, split=split)
-            if result.name in names
-        ]
-        figures = [result_figures(result) for result in results]
-    except LlmcondError as error:
-        log.info(f"{task.encoder}, {task.graph}, {head}: {error}")
-        return failure_reason(error)
-    return average_figures(figures)
+        results = evaluate(run=encoder.run, head=names, split=encoder.scored_split())
+        return average_figures([result_figures(r) for r in results if r.name in names])
 
+    return encoder.reason or work.once((str(encoder.run), head, suffix), score)
 
-ABOUT = [
-    "The paper trains BERT-base together with the head. We freeze the encoder: vectors of "
-    "entities and relations are computed once, and only the head and a linear map of "
-    "candidates are fitted.",
-    "The epoch is chosen by the MRR of at most 1,000 dev queries; test is only scored.",
-    "The descriptions of FB15k-237 are those of StAR, one sentence, and not SimKGC's 50 words.",
-]
 
 # -- the command -------------------------------------------------------------------------------
 
 
+def about(work: GraphWork) -> list[str]:
+    """Return the notes on all tables."""
+    return [
+        "The paper trains BERT-base together with the head. We freeze the encoder: vectors of "
+        "entities and relations are computed once, and only the head and a linear map of "
+        "candidates are fitted.",
+        "The epoch is chosen by the MRR of at most 1,000 dev queries; test is only scored.",
+        "The descriptions of FB15k-237 are those of StAR, one sentence, and not SimKGC's 50 words.",
+    ]
+
+
+NAMES = [head for head, _, _ in HEADS]
+NEIGHBOURS = "fit each head again with neighbours, which the paper does not have"
+PAPER = Paper(
+    name="Hyper-CL on knowledge graphs",
+    doc=__doc__,
+    script="reproduce_graphs.py",
+    sections={"2": table_2},
+    about=about,
+    work=GraphWork,
+    options={
+        "data": declare(str, "folders of the graphs", nargs="+", required=True, metavar="FOLDER"),
+        "epochs": declare(8, "maximum number of epochs"),
+        "heads": declare(
+            NAMES, f"heads, among {', '.join(NAMES)}", "all", choices=NAMES, metavar="NAME"
+        ),
+        "neighbours": declare(False, NEIGHBOURS),
+    },
+    folder="runs/reproduce-graphs",
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script and return its exit code; see ``run_script``."""
-    return run_script("reproduce_graphs.py", _parser().parse_args(arguments), _reproduce)
-
-
-def _reproduce(options: argparse.Namespace) -> int:
-    if options.epochs < 1:
-        raise UserError(f"--epochs is {options.epochs}; it must be at least 1.")
-    names = {source: name_graph(read_graph(source), source) for source in options.data}
-    tasks = [
-        Task(encoder, graph, source, options.folder / f"{_slug(encoder)}-{_slug(graph)}")
-        for source, graph in names.items()
-        for encoder in dict.fromkeys(options.encoders)
-    ]
-    command = _command(options, list(names))
-    record = {
-        "paper": "Hyper-CL on knowledge graphs",
-        "command": command,
-        "seeds": options.seeds,
-        "epochs": options.epochs,
-        "quick": options.quick,
-    }
-    commands = ["reproduce_graphs.py"] * len(tasks)
-    head = page_head("Hyper-CL on knowledge graphs", command, ABOUT)
-    sections = write_page(options, head, table_2(options, tasks), record, commands)
-    done = any(not isinstance(row.ours, str) for section in sections for row in section.rows)
-    return 0 if done else 1
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name).strip("-.") or "graph"
-
-
-def _command(options: argparse.Namespace, sources: Sequence[str]) -> str:
-    """Return the command of the page; folders are specific to one machine and may be private."""
-    texts = [
-        "python scripts/reproduce_graphs.py --encoders",
-        *(Path(name).name if Path(name).is_dir() else name for name in options.encoders),
-        "--data",
-        *(Path(source).name for source in sources),
-        f"--epochs {options.epochs} --seeds {options.seeds}",
-        *(["--heads", *options.heads] if len(options.heads) < len(HEADS) else []),
-        *(["--neighbours"] if options.neighbours else []),
-        *([f"--dtype {options.dtype}"] if options.dtype != "auto" else []),
-        *(["--quick"] if options.quick else []),
-    ]
-    return " ".join(texts)
-
-
-def _parser() -> Options:
-    parser = shared_parser(__doc__ or "", "runs/reproduce-graphs")
-    add, names = parser.option, [head for head, _, _ in HEADS]
-    add("--data", str, "folders of the graphs", nargs="+", required=True, metavar="FOLDER")
-    add("--heads", names, f"heads, among {', '.join(names)}", "all", choices=names, metavar="NAME")
-    add("--neighbours", False, "fit each head again with neighbours, which the paper does not have")
-    add("--epochs", 8, "maximum number of epochs")
-    return parser
+    """Run the script and return its exit code."""
+    return run_paper(PAPER, arguments)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,14 @@ from bench_cache import HEADS, TABLE_3, Architecture, Bench, Workload, make_sect
 from reproduce import (
     PEARSON,
     SPEARMAN,
+    Encoder,
+    Figures,
     Measure,
     Paper,
-    PooledEncoder,
+    Printed,
     Row,
     Section,
     Value,
-    Work,
     average_figures,
     failure_reason,
     fit_once,
@@ -42,6 +43,7 @@ from reproduce import (
     result_figures,
     run_paper,
 )
+from reproduce import RatedWork as Work
 
 from llmcond.arrays import MatrixLike, as_matrix
 from llmcond.commands.score import analyse, evaluate
@@ -170,13 +172,13 @@ def rank_of(dim: int, divisor: int = DIVISOR) -> int:
     return max(1, dim // divisor)
 
 
-def name_of(encoder: PooledEncoder, contrast: bool = True) -> str:
+def name_of(encoder: Encoder, contrast: bool = True) -> str:
     """Return the paper's name of a low-rank hypernetwork on an encoder."""
     rank = rank_of(encoder.dim) if encoder.dim else "K"
     return f"hyper{rank}-cl" if contrast else f"hyper{rank}"
 
 
-def analysed_heads(encoder: PooledEncoder) -> tuple[tuple[str, str], ...]:
+def analysed_heads(encoder: Encoder) -> tuple[tuple[str, str], ...]:
     """Return the names and the keys of the heads that are analysed."""
     return (
         ("tri-encoder, Hadamard product", "tri"),
@@ -185,7 +187,7 @@ def analysed_heads(encoder: PooledEncoder) -> tuple[tuple[str, str], ...]:
     )
 
 
-def spec_of(work: Work, encoder: PooledEncoder, key: str, rank: int | None = None) -> Spec:
+def spec_of(work: Work, encoder: Encoder, key: str, rank: int | None = None) -> Spec:
     """Return the recipe and the settings of a head for an encoder.
 
     Args:
@@ -222,18 +224,18 @@ def spec_of(work: Work, encoder: PooledEncoder, key: str, rank: int | None = Non
         "full": "hypernet-full" if contrast else "hypernet-full-mse",
     }
     if contrast:
-        row = TABLE_7.get((NAMES.get(encoder.repo, ""), key), (TEMPERATURE,))
+        row = TABLE_7.get((work.paper_name(encoder), key), (TEMPERATURE,))
         settings = {**settings, "info_nce": "1.0", "temperature": row[-1]}
     changes = work.training_settings(epochs, patience, **settings)
     return Spec(key if rank == rank_of(dim) else f"{key}{rank}", heads.get(kind, kind), changes)
 
 
-def score_by_sweep(work: Work, encoder: PooledEncoder, spec: Spec) -> Mapping[str, Value] | str:
+def score_by_sweep(work: Work, encoder: Encoder, spec: Spec) -> Figures:
     """Return the figures of a head that is scored but not saved."""
     return work.fit(encoder, spec.head, "separate", spec.changes)
 
 
-def fit_saved(work: Work, encoder: PooledEncoder, spec: Spec) -> list[str] | str:
+def fit_saved(work: Work, encoder: Encoder, spec: Spec) -> list[str] | str:
     """Fit and save a head for analysis, when it is first used.
 
     Returns:
@@ -255,7 +257,7 @@ def fit_saved(work: Work, encoder: PooledEncoder, spec: Spec) -> list[str] | str
     return reason or work.once(key, lambda: [fit(seed) for seed in range(work.seeds)])
 
 
-def score_saved(work: Work, encoder: PooledEncoder, spec: Spec) -> Mapping[str, Value] | str:
+def score_saved(work: Work, encoder: Encoder, spec: Spec) -> Figures:
     """Return the figures of a saved head."""
     names = fit_saved(work, encoder, spec)
     if isinstance(names, str):
@@ -271,28 +273,24 @@ def score_saved(work: Work, encoder: PooledEncoder, spec: Spec) -> Mapping[str, 
 # -- tables ------------------------------------------------------------------------------------
 
 
-#: Figures of a row as printed: those of its encoder, and those of other encoders.
-Printed = tuple[Mapping[str, str], Mapping[str, Sequence[str]]]
-
-
 def head_row(
     work: Work,
-    encoder: PooledEncoder,
+    encoder: Encoder,
     labels: Sequence[str],
     spec: Spec,
-    ours: Mapping[str, Value] | str,
+    ours: Figures,
     printed: Printed,
     *notes: str,
 ) -> Row:
     """Return the row of a fitted head; ``notes`` say what differs besides the encoder and fit."""
-    set_up = ["frozen encoder", *work.differences(encoder, NAMES, spec.changes), *notes]
-    return Row(encoder.name, labels, ours, set_up, *printed)
+    row = work.row(encoder, labels, ours, notes, printed, spec.changes)
+    return replace(row, set_up=["frozen encoder", *row.set_up])
 
 
 def analysed_rows(
     work: Work,
-    analyse_heads: Callable[[PooledEncoder, str, list[str]], Mapping[str, Value]],
-    printed: Callable[[PooledEncoder, str], Printed],
+    analyse_heads: Callable[[Encoder, str, list[str]], Mapping[str, Value]],
+    printed: Callable[[Encoder, str], Printed],
     note: str = "",
     first: int = 0,
 ) -> list[Row]:
@@ -311,7 +309,7 @@ def analysed_rows(
         for name, key in analysed_heads(encoder)[first:]:
             spec = spec_of(work, encoder, key)
             names = fit_saved(work, encoder, spec)
-            ours: Mapping[str, Value] | str
+            ours: Figures
             try:
                 ours = names if isinstance(names, str) else analyse_heads(encoder, key, names)
             except LlmcondError as error:
@@ -320,16 +318,6 @@ def analysed_rows(
             notes = [note] if note and not paper[0] else []
             rows.append(head_row(work, encoder, [name], spec, ours, paper, *notes))
     return rows
-
-
-def paper_figures(
-    table: Mapping[tuple[str, ...], tuple[str, ...]],
-    encoder: PooledEncoder,
-    key: str,
-    measures: Sequence[Measure],
-) -> Printed:
-    """Return a row's figures in a table of the paper, and those of its other encoders."""
-    return printed_figures(table, measures, NAMES.get(encoder.repo, ""), key)
 
 
 def table_1(work: Work) -> Section:
@@ -348,12 +336,15 @@ def table_1(work: Work) -> Section:
             ("hyper-cl", "full-cl", []),
         ):
             spec = spec_of(work, encoder, key)
-            printed = paper_figures(TABLE_1, encoder, key, measures)
+            printed = printed_figures(TABLE_1, measures, work.paper_name(encoder), key)
             ours = score_saved(work, encoder, spec)
             rows.append(head_row(work, encoder, [name], spec, ours, printed, *notes))
         rows += [
             trained_row(
-                work, encoder, training, paper_figures(TABLE_1, encoder, training.key, measures)
+                work,
+                encoder,
+                training,
+                printed_figures(TABLE_1, measures, work.paper_name(encoder), training.key),
             )
             for training in TRAININGS
         ]
@@ -411,7 +402,7 @@ TRAININGS = (
 
 def trained_row(
     work: Work,
-    encoder: PooledEncoder,
+    encoder: Encoder,
     training: Training,
     printed: Printed,
 ) -> Row:
@@ -439,20 +430,20 @@ def trained_row(
         return Row(encoder.name, [label], "not done: its run has other rows", [], *printed)
     n_train = int(run.rows("train").rated.sum())
     notes = [f"`{command}`", f"trained on {n_train:,} rows, one seed"]
-    differences = work.differences(encoder, NAMES)
-    return Row(encoder.name, [label], result_figures(result), [*differences, *notes], *printed)
+    return work.row(encoder, [label], result_figures(result), notes, printed)
 
 
-def frozen_bi_encoder(work: Work, encoder: PooledEncoder) -> Row:
+def frozen_bi_encoder(work: Work, encoder: Encoder) -> Row:
     """Return the row of an MLP on the joint features of sentence and condition."""
     prompt = joint_prompt(encoder.instructs)
     changes = work.training_settings(60, 15, dim=min(512, encoder.dim or 512))
-    return Row(
-        encoder.name,
+    row = work.row(
+        encoder,
         [f"bi-encoder, frozen: MLP on {prompt}, minus e(c)"],
         work.fit(encoder, "mlp", prompt, changes),
-        ["not in the paper: CASE's head", *work.differences(encoder, NAMES, changes)],
+        fit=changes,
     )
+    return replace(row, set_up=["not in the paper: CASE's head", *row.set_up])
 
 
 def joint_prompt(instructs: bool) -> str:
@@ -466,13 +457,13 @@ def table_3(work: Work) -> Section:
     costs: dict[tuple[str, str], list[Architecture] | str] = {}
     for encoder in work.encoders:
         reason = encoder.missing_reason("separate")
-        paper_name = NAMES.get(encoder.repo, "")
+        paper_name = work.paper_name(encoder)
         costs[encoder.name, paper_name] = reason or _measure_costs(work, encoder, workload)
     section = make_section("Table 3", "time, cache and memory on C-STS", TABLE_3, costs)
     return replace(section, about=[workload.describe(), *section.about])
 
 
-def _measure_costs(work: Work, encoder: PooledEncoder, workload: Workload) -> list[Architecture]:
+def _measure_costs(work: Work, encoder: Encoder, workload: Workload) -> list[Architecture]:
     """Return the costs of an encoder, which are stored in its run."""
     sample = 3 if work.options.quick else SAMPLE
     settings = {"sample": sample, "versions": provenance()["versions"]}
@@ -498,7 +489,7 @@ def table_5(work: Work) -> Section:
     )
     shares = []
 
-    def by_condition(encoder: PooledEncoder, key: str, names: list[str]) -> dict[str, Value]:
+    def by_condition(encoder: Encoder, key: str, names: list[str]) -> dict[str, Value]:
         result = analyse(run=encoder.run, head=names, split=work.split, what=["conditions"])
         rows = [row for row in result["conditions"] if row["name"] in names]
         unseen, n = rows[0]["n_unseen"], rows[0]["n_overall"]
@@ -506,7 +497,9 @@ def table_5(work: Work) -> Section:
         return average_figures([read_values(row, measures) for row in rows])
 
     rows = analysed_rows(
-        work, by_condition, lambda encoder, key: paper_figures(TABLE_5, encoder, key, measures)
+        work,
+        by_condition,
+        lambda encoder, key: printed_figures(TABLE_5, measures, work.paper_name(encoder), key),
     )
     about = [
         "The figures are Spearman correlations. A condition is seen if training has exactly the "
@@ -533,7 +526,7 @@ def table_6(work: Work) -> Section:
             ("hyper", "full", False),
         ):
             spec = spec_of(work, encoder, key)
-            printed = paper_figures(TABLE_6, encoder, key, (SPEARMAN,))
+            printed = printed_figures(TABLE_6, (SPEARMAN,), work.paper_name(encoder), key)
             ours = (score_saved if is_saved else score_by_sweep)(work, encoder, spec)
             notes = [] if printed[1] else [NOT_PRINTED]
             rows.append(head_row(work, encoder, [name], spec, ours, printed, *notes))
@@ -556,7 +549,7 @@ def table_8(work: Work) -> Section:
             rank = rank_of(encoder.dim, divisor)
             key = "full-cl" if divisor == 1 else "low-cl"
             spec = spec_of(work, encoder, key, None if divisor == 1 else rank)
-            printed = paper_figures(TABLE_8, encoder, str(divisor), (SPEARMAN,))
+            printed = printed_figures(TABLE_8, (SPEARMAN,), work.paper_name(encoder), str(divisor))
             is_saved = divisor in (1, DIVISOR)
             ours = (score_saved if is_saved else score_by_sweep)(work, encoder, spec)
             labels = [str(rank) if encoder.dim else "–", f"H / {divisor}"]
@@ -613,7 +606,7 @@ UNPRINTED = "not in the paper"
 def section_52(work: Work) -> Section:
     """Compute the clusters of conditions of section 5.2."""
 
-    def impurities(encoder: PooledEncoder, key: str, names: list[str]) -> dict[str, Value]:
+    def impurities(encoder: Encoder, key: str, names: list[str]) -> dict[str, Value]:
         return average_figures([_clusters(work, encoder, n, seed) for seed, n in enumerate(names)])
 
     rows = analysed_rows(
@@ -633,7 +626,7 @@ def section_52(work: Work) -> Section:
 
 
 def _clusters(
-    work: Work, encoder: PooledEncoder, name: str, seed: int, **options: Any
+    work: Work, encoder: Encoder, name: str, seed: int, **options: Any
 ) -> dict[str, Value]:
     """Return the impurities of a head; ``options`` are further options of ``analyse``."""
     result = analyse(
@@ -647,7 +640,7 @@ def figure_4(work: Work) -> Section:
     """Draw figure 4, the clusters of section 5.2, next to the page if there is one."""
     about = ["The points are those of section 5.2 with seed 0, projected onto a plane."]
 
-    def draw(encoder: PooledEncoder, key: str, names: list[str]) -> dict[str, Value]:
+    def draw(encoder: Encoder, key: str, names: list[str]) -> dict[str, Value]:
         options: dict[str, Any] = {}
         if work.options.out is not None:
             folder = work.options.out.with_suffix("")
@@ -665,7 +658,7 @@ def figure_4(work: Work) -> Section:
 def section_541(work: Work) -> Section:
     """Compute the norms of W_c, the weights generated from conditions, of section 5.4.1."""
 
-    def printed(encoder: PooledEncoder, key: str) -> Printed:
+    def printed(encoder: Encoder, key: str) -> Printed:
         return {VARIANCES.key: VARIANCE[key]} if key in VARIANCE else {}, {}
 
     rows = analysed_rows(work, partial(_variances, work), printed, UNPRINTED)
@@ -681,9 +674,7 @@ def section_541(work: Work) -> Section:
     return Section("Section 5.4.1", "norms of W_c", about, ["head"], measures, rows)
 
 
-def _variances(
-    work: Work, encoder: PooledEncoder, key: str, names: Sequence[str]
-) -> dict[str, Value]:
+def _variances(work: Work, encoder: Encoder, key: str, names: Sequence[str]) -> dict[str, Value]:
     """Return both measures of norms as averages over seeds."""
     if key == "tri":
         run = open_run(encoder.run)
@@ -740,7 +731,7 @@ def prompts(instructs: bool) -> list[str]:
 
 PAPER = Paper(
     name="Hyper-CL on C-STS",
-    doc=__doc__ or "",
+    doc=__doc__,
     script="reproduce_hypercl.py",
     names=NAMES,
     poolings=dict.fromkeys(NAMES, "cls"),

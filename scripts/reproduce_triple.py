@@ -11,29 +11,30 @@ causal language model gives the candidates of table 3, as in the paper.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Options
 from reproduce import (
+    Encoder,
+    Figures,
     Measure,
+    Paper,
     Row,
     Section,
     Value,
+    Work,
     average_figures,
+    declare,
     failure_reason,
     fit_once,
-    page_head,
-    run_script,
-    shared_parser,
+    run_paper,
+    slug,
     to_value,
-    write_page,
 )
 
 from llmcond.commands.encode import extract
@@ -141,59 +142,39 @@ FIGURE_8 = {
 }
 
 
-# -- one encoder -------------------------------------------------------------------------------
+# -- encoders and heads ------------------------------------------------------------------------
 
 
 @dataclass
-class Encoder:
-    """An encoder with its run, the heads in it and their figures.
+class DialogueEncoder(Encoder):
+    """An encoder with the heads in its run and their figures.
 
     Attributes:
-        name: name as given on the command line.
-        options: options of the command line.
-        reason: why the encoder cannot be used; empty if it can.
+        work: the command.
     """
 
-    name: str
-    options: argparse.Namespace
-    reason: str = ""
-    _results: dict[str, Mapping[str, Sequence[Result]] | str] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """The name in tables: of a folder, which is specific to one machine, its last part."""
-        return Path(self.name).name if Path(self.name).exists() else self.name
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run."""
-        return Path(self.options.folder, Path(self.name).name)
+    work: Any = None
 
     @cached_property
-    def run(self) -> Run:
+    def opened(self) -> Run:
         """The run, whose features are extracted first.
 
         Raises:
             LlmcondError: The encoder or the data cannot be used.
         """
-        options = self.options
+        options = self.work.options
         extract(
             task="dialogue",
             model=self.name,
             data=options.data,
             dtype=options.dtype,
             device=options.device,
-            run=self.folder,
+            run=self.run,
         )
-        run = open_any_run(self.folder)
+        run = open_any_run(self.run)
         if not isinstance(run.kind, DialogueTask):
-            raise UserError(f"{self.folder} is a run of another task. Use another --folder.")
+            raise UserError(f"{self.run} is a run of another task. Use another --folder.")
         return run
-
-    @property
-    def seeds(self) -> range:
-        """The seeds of each head."""
-        return range(1 if self.options.quick else self.options.seeds)
 
     def fit(self, key: str) -> list[str]:
         """Return the names of a head for all seeds, and fit those that the run lacks.
@@ -202,35 +183,28 @@ class Encoder:
             LlmcondError: A fit failed.
         """
         recipe_name, changes, start = HEADS[key]
-        if self.options.quick:
+        if self.work.options.quick:
             changes = {**changes, "epochs": "1"}
-        starts = self.fit(start) if start else [None] * len(self.seeds)
+        seeds = range(self.work.seeds)
+        starts = self.fit(start) if start else [None] * len(seeds)
         return [
             fit_once(
-                run=self.folder,
+                run=self.run,
                 head=recipe_name,
                 start=start_name,
                 set=changes,
                 seed=seed,
                 name=f"{key}-{seed}",
-                device=self.options.device,
+                device=self.work.options.device,
             )
-            for seed, start_name in zip(self.seeds, starts, strict=True)
+            for seed, start_name in zip(seeds, starts, strict=True)
         ]
 
-    def results(self, key: str) -> Mapping[str, Sequence[Result]] | str:
-        """Return the results of a head by score, one per seed; or why there are none."""
-        if key not in self._results:
-            try:
-                self._results[key] = self._evaluate(key)
-            except LlmcondError as error:
-                self._results[key] = failure_reason(error)
-        return self._results[key]
-
-    def _evaluate(self, key: str) -> Mapping[str, Sequence[Result]]:
-        names = ["none"] if key == "none" else self.fit(key)
+    def _results(self, key: str) -> Mapping[str, Sequence[Result]]:
+        """Return the results of a head by score, one per seed."""
+        names, device = ["none"] if key == "none" else self.fit(key), self.work.options.device
         results: list[Any] = list(
-            evaluate(run=self.folder, head=names, score=SCORES[key], device=self.options.device)
+            evaluate(run=self.run, head=names, score=SCORES[key], device=device)
         )
         fitted = [result for result in results if (result.head == "none") == (key == "none")]
         return {
@@ -238,12 +212,12 @@ class Encoder:
             for score in SCORES[key]
         }
 
-    def figures(self, key: str, score: str) -> Mapping[str, Value] | str:
+    def figures(self, key: str, score: str) -> Figures:
         """Return the figures of a head over seeds: all histories, and each history by its number.
 
         The intervals cover the error of dialogues and of seeds.
         """
-        results = self.results(key)
+        results = self.work.once((str(self.run), key), lambda: self._results(key))
         if isinstance(results, str):
             return results
         figures = [
@@ -268,25 +242,29 @@ class Encoder:
         return notes
 
 
-# -- tables ------------------------------------------------------------------------------------
+class DialogueWork(Work):
+    """The command on dialogues."""
 
+    headings = ("encoder", "computed in", "data")
 
-@dataclass
-class Work:
-    """The options and the encoders of one command.
-
-    Attributes:
-        options: options of the command line.
-        encoders: the encoders, in the order of the command line.
-    """
-
-    options: argparse.Namespace
-    encoders: list[Encoder]
+    def __init__(self, paper: Paper, options: Any) -> None:
+        super().__init__(paper, options)
+        if options.out is not None:
+            check_figure(_figure_path(options.out, "figure"))
+        read_dialogues(options.data)  # reports invalid data before any other work
+        for name in dict.fromkeys(options.encoders):
+            encoder = DialogueEncoder(name, Path(options.folder, slug(name)), work=self)
+            self.encoders.append(encoder)
+            try:
+                _ = encoder.opened
+            except LlmcondError as error:
+                log.info(f"{encoder.name}: {error}")
+                encoder.reason = failure_reason(error)
 
     def rows(
         self,
         table: Mapping[Any, tuple[str, str, str]],
-        figures: Callable[[Encoder, str, str], Mapping[str, Value] | str] = Encoder.figures,
+        figures: Callable[[DialogueEncoder, str, str], Figures] = DialogueEncoder.figures,
     ) -> list[Row]:
         """Return the rows of a table: label -> head, score and printed average rank."""
         return [
@@ -301,8 +279,33 @@ class Work:
             for label, (key, score, printed) in table.items()
         ]
 
+    def describe(self, encoder: DialogueEncoder) -> list[str]:
+        """Return an encoder's row in the table of encoders."""
+        if encoder.reason:
+            return [encoder.label, "–", encoder.reason]
+        run = encoder.opened
+        sizes = run.manifest["data"]["rows"].items()
+        counts = ", ".join(f"{n:,} {split}" for split, n in sizes)
+        data = f"{counts} dialogues, scored on {run.default_split()}"
+        return [encoder.label, run.identity.dtype, data]
 
-def table_2(work: Work) -> Section:
+    def record(self) -> dict[str, Any]:
+        """Return what the JSON record says about all tables, without texts of dialogues."""
+        encoders = []
+        for encoder in self.encoders:
+            about: dict[str, Any] = {"name": encoder.label, "reason": encoder.reason or None}
+            if not encoder.reason:
+                data = encoder.opened.manifest["data"]
+                about["identity"] = encoder.opened.identity.to_json()
+                about["data"] = {key: data[key] for key in ("digest", "rows", "utterances")}
+            encoders.append(about)
+        return {"encoders": encoders}
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def table_2(work: DialogueWork) -> Section:
     """Compute table 2: the last rows of the triangle of pairs."""
     table = {score: ("c3l", score, printed) for score, printed in TABLE_2.items()}
     rows = work.rows({**table, "average (all rows)": ("c3l", "average", "21.25")})
@@ -313,7 +316,7 @@ def table_2(work: Work) -> Section:
     return Section("Table 2", "last rows of pairs", about, ["rows"], [AVERAGE_RANK], rows)
 
 
-def table_3(work: Work) -> Section:
+def table_3(work: DialogueWork) -> Section:
     """Compute table 3: short-term planning."""
     options, rows = work.options, []
     pools = {"retrieved": {"plan": "retrieved"}, "same-depth": {"plan": "same-depth"}}
@@ -321,7 +324,7 @@ def table_3(work: Work) -> Section:
     for encoder in work.encoders:
         for label, (key, score, printed) in TABLE_3.items():
             paper = dict(zip((measure.key for measure in HITS), printed, strict=True))
-            ours: Mapping[str, Value] | str = "not done: it needs a language model (--generate)"
+            ours: Figures = "not done: it needs a language model (--generate)"
             if generated:
                 ours = _plan(encoder, key, score, {"generate": generated, "samples": 100})
             rows.append(
@@ -354,15 +357,13 @@ def table_3(work: Work) -> Section:
     return Section("Table 3", "short-term planning", about, ["system", "candidates"], HITS, rows)
 
 
-def _plan(
-    encoder: Encoder, key: str, score: str, changes: Mapping[str, Any]
-) -> Mapping[str, Value] | str:
+def _plan(encoder: DialogueEncoder, key: str, score: str, changes: Mapping[str, Any]) -> Figures:
     """Return the figures of planning towards a goal."""
-    options = encoder.options
+    options = encoder.work.options
     try:
         results: list[Any] = list(
             evaluate(
-                run=encoder.folder,
+                run=encoder.run,
                 head=encoder.fit(key),
                 score=[score],
                 history=options.plan_history,
@@ -378,7 +379,7 @@ def _plan(
     )
 
 
-def table_4(work: Work) -> Section:
+def table_4(work: DialogueWork) -> Section:
     """Compute table 4: ablations of the objective."""
     about = [
         "After CCL: the fit starts from the head of CCL (`fit-head --start`), whose role before is "
@@ -391,14 +392,14 @@ def table_4(work: Work) -> Section:
     return Section("Table 4", "ablations of the objective", about, ["head"], [AVERAGE_RANK], rows)
 
 
-def table_5(work: Work) -> Section:
+def table_5(work: DialogueWork) -> Section:
     """Compute table 5: components of the score."""
     rows = work.rows({label: ("c3l", *values) for label, values in TABLE_5.items()})
     about = ["One triple encoder, fitted by C3L after CCL, with the scores of `evaluate --score`."]
     return Section("Table 5", "components of the score", about, ["terms"], [AVERAGE_RANK], rows)
 
 
-def table_6(work: Work) -> Section:
+def table_6(work: DialogueWork) -> Section:
     """Compute table 6: mean similarities."""
     keys = ("random", "correct", "difference")
     measures = [Measure(key, key, 1, 4) for key in keys]
@@ -429,23 +430,23 @@ def _similarities(row: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _analyses(
-    encoder: Encoder,
+    encoder: DialogueEncoder,
     key: str,
     score: str,
     what: Any,
     figures: Callable[[Mapping[str, Any]], dict[str, Value]],
-) -> Mapping[str, Value] | str:
+) -> Figures:
     """Return the figures of an analysis of a head over seeds."""
     try:
         names = encoder.fit(key)
-        result = analyse(run=encoder.folder, head=names, what=[what])
+        result = analyse(run=encoder.run, head=names, what=[what])
     except LlmcondError as error:
         return failure_reason(error)
     rows = [row for row in result[what] if row["name"] in names and row["score"] == score]
     return average_figures([figures(row) for row in rows])
 
 
-def table_7(work: Work) -> Section:
+def table_7(work: DialogueWork) -> Section:
     """Compute table 7: the cost of a step."""
     measures = [
         Measure("texts", "texts encoded", 1, 0),
@@ -460,7 +461,7 @@ def table_7(work: Work) -> Section:
         "all turns as one text, no head (ConveRT: O(n), O(|C|))": ("none", "joined", ""),
     }
 
-    def figures(encoder: Encoder, key: str, score: str) -> Mapping[str, Value] | str:
+    def figures(encoder: DialogueEncoder, key: str, score: str) -> Figures:
         ranks = encoder.figures(key, score)
         if isinstance(ranks, str):
             return ranks
@@ -484,9 +485,9 @@ def table_7(work: Work) -> Section:
     return Section("Table 7", "cost per step", about, ["system"], measures, rows)
 
 
-def encoder_tokens(encoder: Encoder) -> tuple[float, float]:
+def encoder_tokens(encoder: DialogueEncoder) -> tuple[float, float]:
     """Return the mean number of tokens of the newest turn and of all turns of the queries."""
-    run, options = encoder.run, encoder.options
+    run, options = encoder.opened, encoder.work.options
     queries = next_queries(run.data, run.default_split())
     joined, new_texts = join_turns(queries, run.data.texts)
     texts = [*run.data.texts, *new_texts]
@@ -506,7 +507,7 @@ def encoder_tokens(encoder: Encoder) -> tuple[float, float]:
     return means[0], means[1]
 
 
-def figure_6(work: Work) -> Section:
+def figure_6(work: DialogueWork) -> Section:
     """Compute figure 6: the average rank by history length."""
     measures = [AVERAGE_RANK, *(Measure(str(h), f"after {h}", 1, 1) for h in HISTORIES)]
     rows = work.rows(FIGURE_6)
@@ -526,12 +527,12 @@ def figure_6(work: Work) -> Section:
     )
 
 
-def figure_7(work: Work) -> Section:
+def figure_7(work: DialogueWork) -> Section:
     """Compute figure 7: contexts with and without the turns outside the training window."""
     window = load_recipe(HEADS["c3l"][0], "dialogue").settings.window
     measures = [AVERAGE_RANK, *(Measure(str(h), f"after {h}", 1, 1) for h in HISTORIES)]
 
-    def figures(encoder: Encoder, key: str, score: str) -> Mapping[str, Value] | str:
+    def figures(encoder: DialogueEncoder, key: str, score: str) -> Figures:
         turns, _, turn_score = score.partition(" ")
         if turns == "all":
             return encoder.figures(key, turn_score)
@@ -557,9 +558,11 @@ def figure_7(work: Work) -> Section:
     )
 
 
-def _rank_last_turns(encoder: Encoder, key: str, score: str, n_turns: int) -> Mapping[str, Value]:
+def _rank_last_turns(
+    encoder: DialogueEncoder, key: str, score: str, n_turns: int
+) -> Mapping[str, Value]:
     """Rank next turns by the last turns of each context only."""
-    run = encoder.run
+    run = encoder.opened
     queries = next_queries(run.data, run.default_split())
     shortened: list[NextQueries] = [
         replace(subset, contexts=subset.contexts[:, -n_turns:]) for subset in queries
@@ -577,7 +580,7 @@ def _rank_last_turns(encoder: Encoder, key: str, score: str, n_turns: int) -> Ma
     return average_figures(figures)
 
 
-def figure_8(work: Work) -> Section:
+def figure_8(work: DialogueWork) -> Section:
     """Compute figure 8: how much each turn of a context contributes."""
     turns = [str(turn) for turn in range(1, 9)]
     rows = [
@@ -609,7 +612,9 @@ def _differences(row: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
-def _draw(work: Work, section: Section, keys: Iterable[str], xlabel: str, ylabel: str) -> Section:
+def _draw(
+    work: DialogueWork, section: Section, keys: Iterable[str], xlabel: str, ylabel: str
+) -> Section:
     """Return a section with a picture of its rows, which is drawn next to the page."""
     if work.options.out is None:
         return section
@@ -636,74 +641,12 @@ def _figure_path(out: Path, table: str) -> Path:
     return out.with_name(f"{out.stem}-{table.lower().replace(' ', '-')}.svg")
 
 
-#: Name of each table on the command line -> function that computes it.
-MAKERS: Mapping[str, Callable[[Work], Section]] = {
-    "2": table_2,
-    "3": table_3,
-    "4": table_4,
-    "5": table_5,
-    "6": table_6,
-    "7": table_7,
-    "figure6": figure_6,
-    "figure7": figure_7,
-    "figure8": figure_8,
-}
-
-
 # -- the command -------------------------------------------------------------------------------
 
 
-def _parser() -> Options:
-    parser = shared_parser(__doc__ or "", "runs/reproduce-triple", [*MAKERS])
-    parser.option("--data", str, "file or folder of dialogues", "the bundled sample", metavar="SRC")
-    generate = "causal language model that generates the candidates of table 3, such as "
-    generate += "microsoft/DialoGPT-large"
-    parser.option("--generate", str, generate, metavar="MODEL")
-    parser.option("--plan-history", "2,5,10", "history lengths of table 3", metavar="N,N")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script and return its exit code; see ``run_script``."""
-    return run_script("reproduce_triple.py", _parser().parse_args(arguments), _reproduce)
-
-
-def _reproduce(options: argparse.Namespace) -> int:
-    tables = [table for table in MAKERS if table in (options.tables or MAKERS)]
-    if options.out is not None and any(table.startswith("figure") for table in tables):
-        check_figure(_figure_path(options.out, "figure"))
-    read_dialogues(options.data)  # reports invalid data before any other work
-    work = Work(options, [Encoder(name, options) for name in dict.fromkeys(options.encoders)])
-    for encoder in work.encoders:
-        try:
-            _ = encoder.run
-        except LlmcondError as error:
-            log.info(f"{encoder.name}: {error}")
-            encoder.reason = failure_reason(error)
-    sections = (MAKERS[table](work) for table in tables)
-    commands = [f"reproduce_triple.py --tables {table}" for table in tables]
-    write_page(options, _head(work), sections, _record(work), commands)
-    return 0 if any(not encoder.reason for encoder in work.encoders) else 1
-
-
-def _command(work: Work) -> str:
-    """Return the command line, without options that do not change figures."""
-    options = work.options
-    words = ["--encoders", *(encoder.label for encoder in work.encoders)]
-    if options.data:
-        words += ["--data", options.data if "://" in options.data else Path(options.data).name]
-    words += [] if options.dtype == "auto" else ["--dtype", options.dtype]
-    words += ["--seeds", str(1 if options.quick else options.seeds)]
-    words += ["--quick"] if options.quick else []
-    words += ["--tables", *options.tables] if options.tables else []
-    return " ".join(["python scripts/reproduce_triple.py", *words])
-
-
-def _head(work: Work) -> str:
-    """Return the text before the first table."""
-    options = work.options
-    seeds = 1 if options.quick else options.seeds
-    about = [
+def about(work: DialogueWork) -> list[str]:
+    """Return the notes on all tables."""
+    return [
         "The paper trains GTE-base as a whole on DailyDialog, with special tokens for the roles of "
         "utterances. We freeze the encoder and fit a linear map for each role, on each utterance's "
         "only vector.",
@@ -712,45 +655,43 @@ def _head(work: Work) -> str:
         "The objectives and the target values are those of the released code (`c3l-released`). "
         "Dev chose the epochs by the average rank.",
         'Columns headed "paper" contain the figure as printed, or – if the paper has no such row.',
-        f'Columns headed "ours" contain mean ± deviation over seeds ({seeds} per fit) '
+        f'Columns headed "ours" contain mean ± deviation over seeds ({work.seeds} per fit) '
         "[95 % interval, over dialogues and seeds].",
         "Average ranks are means over histories of 2 to 10 turns; lower is better.",
     ]
-    rows = []
-    for encoder in work.encoders:
-        if encoder.reason:
-            rows.append([encoder.label, "–", encoder.reason])
-            continue
-        data = encoder.run.manifest["data"]
-        counts = ", ".join(f"{n:,} {split}" for split, n in data["rows"].items())
-        rows.append(
-            [encoder.label, encoder.run.identity.dtype, f"{counts} dialogues, scored on "
-             f"{encoder.run.default_split()}"]
-        )  # fmt: skip
-    if options.quick:
-        about.append("This is a quick trial with one epoch and one seed.")
-    headings = ["encoder", "computed in", "data"]
-    return page_head("Triple-Encoders on dialogues", _command(work), about, headings, rows)
 
 
-def _record(work: Work) -> dict[str, Any]:
-    """Return the JSON record, which contains none of the dialogues' texts."""
-    options = work.options
-    encoders = []
-    for encoder in work.encoders:
-        about: dict[str, Any] = {"name": encoder.label, "reason": encoder.reason or None}
-        if not encoder.reason:
-            data = encoder.run.manifest["data"]
-            about["identity"] = encoder.run.identity.to_json()
-            about["data"] = {key: data[key] for key in ("digest", "rows", "utterances")}
-        encoders.append(about)
-    return {
-        "paper": "Triple-Encoders on dialogues",
-        "command": _command(work),
-        "seeds": 1 if options.quick else options.seeds,
-        "quick": options.quick,
-        "encoders": encoders,
-    }
+GENERATE = "causal language model that generates the candidates of table 3, such as "
+GENERATE += "microsoft/DialoGPT-large"
+PAPER = Paper(
+    name="Triple-Encoders on dialogues",
+    doc=__doc__,
+    script="reproduce_triple.py",
+    sections={
+        "2": table_2,
+        "3": table_3,
+        "4": table_4,
+        "5": table_5,
+        "6": table_6,
+        "7": table_7,
+        "figure6": figure_6,
+        "figure7": figure_7,
+        "figure8": figure_8,
+    },
+    about=about,
+    work=DialogueWork,
+    options={
+        "data": declare(str, "file or folder of dialogues", "the bundled sample", metavar="SRC"),
+        "generate": declare(str, GENERATE, metavar="MODEL"),
+        "plan-history": declare("2,5,10", "history lengths of table 3", metavar="N,N"),
+    },
+    folder="runs/reproduce-triple",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script and return its exit code."""
+    return run_paper(PAPER, arguments)
 
 
 if __name__ == "__main__":
