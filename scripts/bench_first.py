@@ -1,15 +1,13 @@
 """Measure how long a new process takes to its first result, and how much memory it needs.
 
-    python scripts/bench_first.py
-    python scripts/bench_first.py --imports --json
+    python scripts/bench_first.py --rounds 5 --json
 
 Each program embeds or compares two sentences and exits. The programs take turns, after a warm-up
 round that reads their files into memory and is not counted. Times are medians over rounds: wall
 time, and processor time (user and system time of all threads). Memory is the peak over all rounds.
 Commit 17f6c5ba can also measure programs that use only OpenVINO or ONNX Runtime.
 
-``--imports`` profiles the imports of ``llmcond similarity`` and prints the slowest packages. The
-time of a package includes its modules but not the other packages that they import.
+``python -X importtime -m llmcond similarity ...`` profiles the imports.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +29,6 @@ from llmcond.encoders import EncoderOptions, resolve
 FIRST, SECOND = "Two women read a book at the beach.", "Two women cook at night."
 CONDITION = "the place"
 COMMAND = ["-m", "llmcond", "similarity", FIRST, SECOND, "--condition", CONDITION]
-#: Number of packages in the table of imports.
-PACKAGES = 15
 _TEXTS = f"texts = [{FIRST!r}, {SECOND!r}]\n"
 _ENCODE = f"""
 import llmcond
@@ -127,39 +122,6 @@ def summarize(name: str, turns: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def profile_imports(scratch: str) -> list[dict[str, Any]]:
-    """Return the packages that ``llmcond similarity`` imports, slowest first."""
-    process = subprocess.run(
-        [sys.executable, "-X", "importtime", *COMMAND],
-        cwd=scratch,
-        env=environment(),
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return add_up_imports(process.stderr)
-
-
-def add_up_imports(log: str) -> list[dict[str, Any]]:
-    """Return the milliseconds and the number of modules of each package in a log of imports.
-
-    A line of the log has the microseconds of a module, the microseconds including the modules that
-    it imports, and its name.
-    """
-    microseconds: Counter[str] = Counter()
-    modules: Counter[str] = Counter()
-    for line in log.splitlines():
-        self_time, _, name = line.removeprefix("import time:").partition("|")
-        if line.startswith("import time:") and self_time.strip().isdecimal():
-            package = name.rpartition("|")[2].strip().partition(".")[0]
-            microseconds[package] += int(self_time)
-            modules[package] += 1
-    return [
-        {"package": package, "milliseconds": time_taken / 1_000, "modules": modules[package]}
-        for package, time_taken in microseconds.most_common()
-    ]
-
-
 COLUMNS = {
     "way": "way",
     "wall s": "seconds:.2f",
@@ -167,29 +129,18 @@ COLUMNS = {
     "processor s": "processor_seconds:.2f",
     "peak memory MiB": "memory_mib:,.0f",
 }
-IMPORT_COLUMNS = {
-    "package": "package",
-    "ms of its modules": "milliseconds:.1f",
-    "modules": "modules",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, and print tables."""
     parser = BenchOptions(__doc__)
     parser.rounds(5)
-    parser.option("--imports", False, "profile the imports as well")
     options = parser.parse_args(arguments)
     # The folder contains no run, so that the command uses the bundled model.
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(options.rounds, scratch)
-        imports = profile_imports(scratch) if options.imports else []
     print(format_table(rows, COLUMNS))
-    if imports:
-        total = sum(package["milliseconds"] for package in imports)
-        print(f"\nImports of llmcond similarity: {total:,.0f} ms in all.\n")
-        print(format_table(imports[:PACKAGES], IMPORT_COLUMNS))
-    print_json(options, {"rounds": options.rounds, "rows": rows, "imports": imports})
+    print_json(options, {"rounds": options.rounds, "rows": rows})
 
 
 if __name__ == "__main__":

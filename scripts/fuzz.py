@@ -31,7 +31,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -290,23 +289,29 @@ def try_input(kind: str, seed: int, base: Base) -> str:
             os.chdir(before)
 
 
-def run_worker(pipe: Connection, folder: Path) -> None:
-    """Try the inputs from a pipe; answer each with its failure and the peak memory so far."""
+def run_worker(pipe: Connection, folder: Path, log: Path) -> None:
+    """Try the inputs from a pipe; answer each with its failure and the peak memory so far.
+
+    Requests go to a server in another process, whose log is ``log``.
+    """
     import torch
 
     limit_process()
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    server = None
     while True:
-        kind, seed, server = pipe.recv()
-        pipe.send((try_input(kind, seed, Base(folder, server)), peak_memory()))
+        kind, seed = pipe.recv()
+        if kind == "request" and server is None:
+            server = preloading_context().Process(target=serve, args=(folder, log))
+            server.start()
+        address = (int(server.pid or 0), log) if server else None
+        failure = try_input(kind, seed, Base(folder, address))
+        pipe.send((failure, peak_memory()))
 
 
 class Worker:
-    """A process that tries inputs, and a server that it sends requests to.
-
-    A process that hangs or ends unexpectedly is replaced by a new one.
-    """
+    """A process that tries inputs. If it hangs, ends, grows or fails, a new one replaces it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -315,61 +320,39 @@ class Worker:
     def _start(self) -> None:
         context = preloading_context()
         self.pipe, worker_end = context.Pipe()
-        self._process = context.Process(
-            target=run_worker, args=(worker_end, self._folder), daemon=True
-        )
+        log = self._folder / f"server-{time.monotonic_ns()}.log"
+        arguments = (worker_end, self._folder, log)
+        self._process = context.Process(target=run_worker, args=arguments)
         self._process.start()
         worker_end.close()
         self._memory: list[int] = []
-        self._server: tuple[BaseProcess, Path] | None = None
-
-    def _serve(self) -> tuple[int, Path]:
-        """Start the server unless it runs already; return its process id and its log."""
-        if self._server is None:
-            log = self._folder / f"server-{time.monotonic_ns()}.log"
-            arguments = (self._folder, log)
-            process = preloading_context().Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            self._server = process, log
-        return int(self._server[0].pid or 0), self._server[1]
 
     def send(self, kind: str, seed: int) -> None:
         """Send an input to the process."""
         self.input, self.deadline = (kind, seed), time.monotonic() + load_factor() * LIMIT_SECONDS
-        self.pipe.send((kind, seed, self._serve() if kind == "request" else None))
+        self.pipe.send((kind, seed))
 
     def answer(self) -> str | None:
         """Return the failure of the input; empty if it passed, None while it is being tried."""
+        failure = None
         if self.pipe.poll():
             try:
                 failure, memory = self.pipe.recv()
+                self._memory.append(memory)
+                if not failure and memory - self._memory[:FIRST_INPUTS][-1] > GROWTH:
+                    failure = f"memory has grown to {memory / 2**20:,.0f} MiB"
             except EOFError:
-                self.kill()
-                code = self._process.exitcode
-                self._start()
-                return f"the process ended ({code})"
-            if failure and self.input[0] == "request":
-                self._end_server()
-            self._memory.append(memory)
-            if memory - self._memory[:FIRST_INPUTS][-1] > GROWTH:
-                self._memory = [memory] * FIRST_INPUTS
-                return str(failure or f"memory has grown to {memory / 2**20:,.0f} MiB")
-            return str(failure)
-        if time.monotonic() > self.deadline:
+                self._process.join()
+                failure = f"the process ended ({self._process.exitcode})"
+        elif time.monotonic() > self.deadline:
+            failure = f"not finished after {LIMIT_SECONDS} s"
+        if failure:
             self.kill()
             self._start()
-            return f"not finished after {LIMIT_SECONDS} s"
-        return None
-
-    def _end_server(self) -> None:
-        if self._server is not None:
-            self._server[0].kill()
-            self._server[0].join()
-            self._server = None
+        return failure
 
     def kill(self) -> None:
-        """Kill the processes."""
-        self._end_server()
+        """Kill the process; its server ends with it."""
         self._process.kill()
         self._process.join()
 

@@ -1,7 +1,6 @@
 """Generate texts that carry several attributes at once, and the conditions that ask for them.
 
     python scripts/make_aspects.py --out FOLDER [--texts 1500] [--seed 0] [--only DOMAIN ...]
-    python scripts/make_aspects.py --check [--show 20] [--only DOMAIN ...]
 
 Each file ``scripts/aspects/DOMAIN.toml`` with templates becomes ``FOLDER/DOMAIN.json``. A template
 is a text with pieces in braces:
@@ -14,29 +13,25 @@ is a text with pieces in braces:
 * ``{2-3 of a, b, c}`` is two or three of the names, as sentences in random order.
 
 Pieces may contain pieces. ``include`` names files whose values, words and conditions can also be
-used. ``manners`` is the share of texts that are rewritten in a manner (see ``manners.py``).
+used. ``manners`` is the share of texts that are rewritten in a manner, such as casual or terse.
 Values are sampled independently and uniformly, so that any two attributes of a domain are crossed.
 
-The texts depend on the seed and the files only. ``--check`` also reports, for each domain, what
-would make the texts too easy or too monotonous.
+The texts depend on the seed and the files only.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import statistics
 import sys
 import tomllib
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-import manners
 from common import Options
 
 FOLDER: Final = Path(__file__).resolve().parent / "aspects"
@@ -48,10 +43,160 @@ LOWERED: Final = (  # words that only begin a sentence with a capital
     "|Some|Somebody|Someone|Any|All|Every|Everything|Each|One|Two|Three|After|Before|So|Just|Only"
 )
 SAMPLE: Final = re.compile(r"(\d+)-(\d+) of (.+)")
-FEWEST: Final = 12  # fewer texts than this show nothing about the words of a value
 TRIES: Final = 50  # attempts to generate a text that does not exist yet
 
 Ways = list[str] | dict[str, list[str]]
+
+
+# -- manners -------------------------------------------------------------------------------------
+
+CONTRACTIONS: Final = (
+    ("cannot", "can't"),
+    ("will not", "won't"),
+    ("it is", "it's"),
+    ("that is", "that's"),
+    ("there is", "there's"),
+    ("I am", "I'm"),
+    ("I have", "I've"),
+    ("I would", "I'd"),
+    ("I will", "I'll"),
+    ("we are", "we're"),
+    ("we have", "we've"),
+    ("they are", "they're"),
+    ("you are", "you're"),
+    ("let us", "let's"),
+    *((f"{verb} not", f"{verb}n't") for verb in ("do", "does", "did", "is", "are", "was", "were")),
+    *((f"{verb} not", f"{verb}n't") for verb in ("has", "have", "had", "would", "could", "should")),
+)
+SLANG: Final = (
+    ("because", "cos"),
+    ("want to", "wanna"),
+    ("going to", "gonna"),
+    ("please", "pls"),
+    ("thank you", "thx"),
+    ("thanks", "thx"),
+    ("you", "u"),
+    ("your", "ur"),
+    ("really", "rly"),
+    ("very", "super"),
+    ("about", "abt"),
+    ("with", "w/"),
+    ("tomorrow", "tmrw"),
+    ("probably", "prob"),
+    ("people", "ppl"),
+)
+FORMAL: Final = (
+    ("thanks", "thank you"),
+    ("a lot of", "a great deal of"),
+    ("lots of", "a considerable number of"),
+    ("really", "truly"),
+    ("pretty", "rather"),
+    ("buy", "purchase"),
+    ("bought", "purchased"),
+    ("also", "furthermore"),
+    ("kids", "children"),
+)
+TAGS: Final = ("tbh", "lol", "ngl", "btw", "imo", "fyi", "just saying", "haha", "anyway")
+HESITATIONS: Final = (
+    "um,",
+    "well,",
+    "I mean,",
+    "let's see,",
+    "er,",
+    "how do I put this,",
+    "so, like,",
+)
+OPENINGS: Final = (
+    "I am writing with regard to the following.",
+    "Please permit me to state my case.",
+    "It should be noted that this is written in good faith.",
+    "Further to our previous correspondence, allow me to add these lines.",
+    "With reference to the above, I wish to put on record what occurred.",
+    "",
+    "",
+    "",
+)
+EXCITED: Final = ("OMG", "Wow", "Guys", "You won't believe this", "Aaah", "Whoa", "Okay so")
+
+
+def _replace(text: str, pairs: tuple[tuple[str, str], ...]) -> str:
+    """Replace whole words, and preserve a capital at their beginning."""
+    replacements = {old.lower(): new for old, new in pairs}
+    pattern = "|".join(sorted(replacements, key=len, reverse=True))
+
+    def replace(match: re.Match[str]) -> str:
+        new = replacements[match[0].lower()]
+        return new[0].upper() + new[1:] if match[0][0].isupper() else new
+
+    return re.sub(rf"\b(?:{pattern})\b", replace, text, flags=re.IGNORECASE)
+
+
+def _sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?]) ", text)
+
+
+def _casual(text: str, rng: Random) -> str:
+    text = _replace(_replace(text, CONTRACTIONS), SLANG).lower().rstrip(".")
+    tag = rng.choice(TAGS)
+    text = text if rng.random() < 0.5 else rng.choice((f"{tag} {text}", f"{text} {tag}"))
+    return re.sub(r"(?<!\.)\. ", rng.choice((". ", "... ", " - ", ", ")), text)
+
+
+def _formal(text: str, rng: Random) -> str:
+    expanded = _replace(text, tuple((short, long) for long, short in CONTRACTIONS))
+    expanded = _replace(expanded, FORMAL).replace("!", ".")
+    return f"{rng.choice(OPENINGS)} {expanded}".strip()
+
+
+def _shouting(text: str, rng: Random) -> str:
+    return re.sub(r"[.!]+(?= |$)", lambda _: "!" * rng.randint(1, 3), text.upper())
+
+
+def _terse(text: str, rng: Random) -> str:
+    text = re.sub(
+        r"\b(?:the|a|an|my|our|your|very|really|just|i am|i'm|it is|it's|there is|i have|i've)\b ",
+        "",
+        text,
+        flags=re.IGNORECASE,
+    )
+    text = re.sub(r"(^|[.!?] )(?:I|We|It|They|He|She) ", r"\1", text).replace("!", ".")
+    text = re.sub(r"(^|[.!?] )([a-z])", lambda match: match[1] + match[2].upper(), text)
+    return re.sub(",? and ", rng.choice((", ", " + ", " & ")), text)
+
+
+def _excited(text: str, rng: Random) -> str:
+    text = re.sub(r"(?<!\.)\.(?= |$)", lambda _: rng.choice(("!", "!!", "!!!")), text)
+    text = re.sub(r"\bso\b", "sooo", text)
+    return rng.choice(
+        (f"{rng.choice(EXCITED)}! {text}", f"{text} {rng.choice((':D', '!!1', 'xx', '<3'))}")
+    )
+
+
+def _hesitant(text: str, rng: Random) -> str:
+    sentences = _sentences(text)
+    for index, sentence in enumerate(sentences):
+        if index == 0 or rng.random() < 0.5:
+            opening = rng.choice(HESITATIONS)
+            first = sentence if re.match(r"I\b", sentence) else sentence[:1].lower() + sentence[1:]
+            sentences[index] = f"{opening[0].upper()}{opening[1:]} {first}"
+    return re.sub(
+        r"(?<!\.)\.$", rng.choice((".", "...", ", sort of.", ", I suppose.")), " ".join(sentences)
+    )
+
+
+# Each manner takes a text and a random generator, and returns the rewritten text.
+MANNERS: Final[Mapping[str, Callable[[str, Random], str]]] = {
+    "plain": lambda text, _: text,
+    "casual": _casual,
+    "formal": _formal,
+    "shouting": _shouting,
+    "terse": _terse,
+    "excited": _excited,
+    "hesitant": _hesitant,
+}
+
+
+# -- domains -------------------------------------------------------------------------------------
 
 
 class DomainError(Exception):
@@ -223,8 +368,8 @@ def generate(domain: Domain, number: int, seed: int) -> list[Text]:
             draft = Draft(domain, rng)
             text = tidy(draft.expand(domain.templates[template]))
             if rng.random() < domain.manners:
-                draft.attrs["manner"] = manner = rng.choice(list(manners.MANNERS))
-                text = manners.MANNERS[manner](text, rng)
+                draft.attrs["manner"] = manner = rng.choice(list(MANNERS))
+                text = MANNERS[manner](text, rng)
             if text not in texts:
                 texts[text] = Text(text, template, draft.attrs)
                 break
@@ -256,68 +401,6 @@ def to_wordings(condition: Mapping[str, Any]) -> dict[str, Any]:
     return {"text": condition["text"], "question": condition["question"], "para": para}
 
 
-# --- The report of --check ----------------------------------------------------------------------
-
-
-def summary(numbers: Sequence[int]) -> str:
-    """Return the smallest number, the median and the largest number."""
-    return f"{min(numbers)}, {statistics.median(numbers):g}, {max(numbers)}"
-
-
-def report(domain: Domain, texts: Sequence[Text], number: int) -> Iterator[str]:
-    """Yield lines that describe the texts of a domain and what is wrong with them."""
-    used = {attribute for text in texts for attribute in text.attrs}
-    size = f"{len(domain.templates)} templates, {len(used)} conditions"
-    yield f"{domain.name}: {len(texts)} texts, {size}"
-    yield f"  words a text (min, median, max): {summary([len(t.text.split()) for t in texts])}"
-    yield f"  attributes a text (min, median, max): {summary([len(t.attrs) for t in texts])}"
-    if len(texts) < number:
-        yield f"  only {len(texts)} of {number} texts are different"
-    if len(domain.templates) < 15:
-        yield f"  only {len(domain.templates)} templates"
-    fewest: dict[int, int] = defaultdict(lambda: sys.maxsize)
-    for text in texts:
-        fewest[text.template] = min(fewest[text.template], len(text.attrs))
-    for template, attributes in sorted(fewest.items()):
-        if attributes < 3:
-            carries = f"template {template + 1} carries only {attributes}"
-            yield f"  {carries}: {domain.templates[template]}"
-    for attribute in sorted(used & domain.values.keys()):
-        yield from few_ways(attribute, domain.values[attribute])
-    yield from revealing_words(texts, used)
-
-
-def few_ways(attribute: str, values: Mapping[str, Ways]) -> Iterator[str]:
-    """Yield a line for an attribute with too few or too many values, and for few wordings."""
-    if not 2 <= len(values) <= 10:
-        yield f"  {attribute}: {len(values)} values"
-    for value, ways in values.items():
-        shortest = min(map(len, ways.values())) if isinstance(ways, dict) else len(ways)
-        if shortest < 6:
-            yield f"  {attribute} = {value}: {shortest} ways"
-
-
-def revealing_words(texts: Sequence[Text], attributes: set[str]) -> Iterator[str]:
-    """Yield a line for each word that most texts of a value have and few texts of the others."""
-    tokens = [set(re.findall(r"\w+", text.text.lower())) for text in texts]
-    for attribute in sorted(attributes):
-        counts: dict[str, Counter[str]] = defaultdict(Counter)
-        for text, words in zip(texts, tokens, strict=True):
-            if attribute in text.attrs:
-                counts[text.attrs[attribute]].update({*words, ""})  # "" counts the texts
-        everywhere = sum(counts.values(), Counter[str]())
-        for value, frequency in counts.items():
-            if frequency[""] < FEWEST:
-                continue
-            others = max(everywhere[""] - frequency[""], 1)
-            for word, texts_with in frequency.items():
-                rest = (everywhere[word] - texts_with) / others
-                if word and texts_with > 0.6 * frequency[""] and rest < 0.05:
-                    share = texts_with / frequency[""]
-                    where = f"{word!r} is in {share:.0%} of its texts, {rest:.0%} of others"
-                    yield f"  {attribute} = {value}: {where}"
-
-
 def domain_names(folder: Path = FOLDER) -> list[str]:
     """Return the names of the files that have templates; the others are only included."""
     names = sorted(path.stem for path in folder.glob("*.toml"))
@@ -325,31 +408,25 @@ def domain_names(folder: Path = FOLDER) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the texts of each domain, or report on them."""
+    """Write the texts of each domain."""
     parser = Options(__doc__)
     add = parser.option
-    add("--out", Path, "folder of the JSON files, one for each domain")
+    out = "folder of the JSON files, one for each domain"
+    add("--out", Path, out, required=True, metavar="FOLDER")
     add("--texts", 1500, "texts for each domain")
     add("--seed", 0, "random seed of the texts")
     add("--only", [], "domains", "all", metavar="DOMAIN")
-    add("--check", False, "report on the texts of each domain")
-    add("--show", 0, "number of texts to print per domain")
     args = parser.parse_args(argv)
-    if not (args.out or args.check or args.show):
-        parser.error("give --out FOLDER to write the texts, or --check or --show to look at them")
     try:
         domains = [read_domain(name) for name in args.only or domain_names()]
     except DomainError as error:
         parser.error(str(error))
+    args.out.mkdir(parents=True, exist_ok=True)
     for domain in domains:
         texts = generate(domain, args.texts, args.seed)
-        lines = [f"{t.text}\n    {t.attrs}" for t in texts[: args.show]]
-        print("\n".join([*lines, *(report(domain, texts, args.texts) if args.check else [])]))
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            path = args.out / f"{domain.name}.json"
-            path.write_text(json.dumps(to_json(domain, texts), indent=1) + "\n", encoding="utf-8")
-            print(f"{path}: {len(texts)} texts")
+        path = args.out / f"{domain.name}.json"
+        path.write_text(json.dumps(to_json(domain, texts), indent=1) + "\n", encoding="utf-8")
+        print(f"{path}: {len(texts)} texts")
     return 0
 
 

@@ -16,8 +16,8 @@ The ratings can only be predicted from *both sentences and the condition*:
 * A sentence is used in one pair only, so no sentence is shared between splits.
 
 The script needs the standard library only and writes the same bytes on every Python version.
-With ``--check`` it writes nothing: it compares the files with newly generated ones, prints the
-fairness figures, and exits with 1 on a mismatch or a leak.
+With ``--check`` it writes nothing: it compares the files with newly generated ones, and exits with
+1 on a mismatch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -527,76 +526,13 @@ def to_csv(rows: Iterable[Row]) -> bytes:
     return buffer.getvalue().encode("utf-8")
 
 
-# --- Check ------------------------------------------------------------------------------------
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the ranks of values; ties have their mean rank."""
-    positions: defaultdict[float, list[int]] = defaultdict(list)
-    for position, value in enumerate(sorted(values)):
-        positions[value].append(position)
-    return [statistics.fmean(positions[value]) for value in values]
-
-
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the rank correlation; 0 if one side is constant and so predicts nothing."""
-    if len(set(first)) < 2 or len(set(second)) < 2:
-        return 0.0
-    return statistics.correlation(_ranks(first), _ranks(second))
-
-
-def jaccard(first: str, second: str) -> float:
-    """Return the share of words two sentences have in common."""
-    words1, words2 = (set(re.findall(r"\w+", text.lower())) for text in (first, second))
-    return len(words1 & words2) / len(words1 | words2)
-
-
-def condition_only(train: Iterable[Row], test: Sequence[Row]) -> float:
-    """Return the rank correlation of test ratings with the mean training rating per condition."""
-    ratings: defaultdict[str, list[int]] = defaultdict(list)
-    for row in train:
-        ratings[row.condition].append(row.label)
-    means = {condition: statistics.fmean(labels) for condition, labels in ratings.items()}
-    return spearman([means.get(row.condition, 3.0) for row in test], [row.label for row in test])
-
-
-def leaks(splits: Mapping[str, Sequence[Row]]) -> dict[str, int]:
-    """Count sentences shared between splits, and sentences used in more than one pair."""
-    sentences = {
-        name: {text for row in rows for text in (row.sentence1, row.sentence2)}
-        for name, rows in splits.items()
-    }
-    counts = {f"{a}/{b}": len(sentences[a] & sentences[b]) for a, b in combinations(splits, 2)}
-    pairs = {(row.sentence1, row.sentence2) for rows in splits.values() for row in rows}
-    uses = Counter(text for pair in pairs for text in pair)
-    counts["reused"] = sum(count > 1 for count in uses.values())
-    return counts
-
-
-def _report(splits: Mapping[str, Sequence[Row]]) -> None:
-    """Print the figures that need no encoder."""
-    for name, rows in splits.items():
-        histogram = sorted(Counter(row.label for row in rows).items())
-        ties = sum(a.label == b.label for a, b in zip(rows[::2], rows[1::2], strict=True))
-        overlap = [jaccard(row.sentence1, row.sentence2) for row in rows]
-        print(
-            f"{name}: {len(rows)} rows, labels {dict(histogram)}, tied pairs {ties}, "
-            f"Jaccard Spearman {spearman(overlap, [row.label for row in rows]):+.3f}"
-        )
-    from_condition = condition_only(splits["train"], splits["test"])
-    print(f"condition-only Spearman on test: {from_condition:+.3f}")
-    print(f"leaked sentences: {leaks(splits)}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the sample files, and print the figures that need no encoder."""
-    splits = make_splits()
-    _report(splits)
+    """Write or check the sample files."""
 
     def make() -> dict[str, bytes]:
-        return {f"{name}.csv": to_csv(rows) for name, rows in splits.items()}
+        return {f"{name}.csv": to_csv(rows) for name, rows in make_splits().items()}
 
-    return int(any(leaks(splits).values())) or sample_files(__doc__, "sample", make, argv)
+    return sample_files(__doc__, "sample", make, argv)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 The bundled sample is replaced by its first rows, so that fits take a second.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,12 +27,6 @@ def user_files(in_tmp, monkeypatch):
     Path("docs").mkdir()
     lines = (ROOT / "docs" / "tickets.csv").read_text(encoding="utf-8").splitlines()
     Path("docs/tickets.csv").write_text("\n".join(lines[:40]), encoding="utf-8")
-
-
-def test_tickets_are_those_of_the_script(in_tmp):
-    command = [sys.executable, ROOT / "scripts" / "make_tickets.py", "tickets.csv"]
-    subprocess.run(command, check=True, capture_output=True)
-    assert Path("tickets.csv").read_bytes() == (ROOT / "docs" / "tickets.csv").read_bytes()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/install.md"])

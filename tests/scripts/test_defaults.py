@@ -25,7 +25,7 @@ ARGUMENTS_AND_OUTPUT = {
     ),
     "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
     "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
-    "bench_first": ("--rounds 1 --imports", "| json |"),
+    "bench_first": ("--rounds 1", "| an empty program |"),
     "bench_fit": (
         "--rows 32 --epochs 1 --rounds 1 --sentences 2 --conditions 2",
         "| hypernet-full-mse |",
@@ -42,7 +42,7 @@ ARGUMENTS_AND_OUTPUT = {
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
     "golden": ("record {tmp}/golden --only prompts models", "models: exit 0"),
-    "make_aspects": ("--out {tmp}/aspects --texts 40 --check", ": 40 texts, "),
+    "make_aspects": ("--out {tmp}/texts --texts 40", ".json: 40 texts"),
     "make_weights": ("--out {tmp}", "SHA-256"),
 }
 
@@ -93,7 +93,6 @@ def threads_for_processes(monkeypatch):
         monkeypatch.setattr(import_module(name), "multiprocessing", threads)
     monkeypatch.setattr(import_module("bench"), "PRODUCT", 64)
     monkeypatch.setattr(import_module("bench_first"), "WAYS", {"an empty program": ""})
-    monkeypatch.setattr(import_module("bench_first"), "COMMAND", ["-c", "import json"])
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
     for name in ("bench", "bench_encoders", "bench_fit"):
