@@ -664,8 +664,8 @@ def histogram_section(work: Work, number: int) -> Section:
     rows, notes = [], []
     for encoder in work.encoders:
         with_instructions, *others = isotropy_prompts(encoder)
-        chosen_prompts = [with_instructions] if number == 5 else others
-        for prompt, subtract in product(chosen_prompts, (True, False)):
+        selected_prompts = [with_instructions] if number == 5 else others
+        for prompt, subtract in product(selected_prompts, (True, False)):
             ours = read_row(isotropy_of(work, encoder, prompt, subtract), (MEAN, DEVIATION))
             labels = [setting_label(prompt, subtract)]
             rows.append(work.row(encoder, labels, ours, stand_in_note(prompt)))
