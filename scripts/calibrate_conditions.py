@@ -23,10 +23,10 @@ import random
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from common import Options
@@ -63,23 +63,12 @@ RESAMPLES = 2_000
 #: Texts with this many characters or more are not sampled.
 LONGEST_TEXT = 600
 
-#: Function from n (text, condition) rows to (n, d) vectors.
-Encode = Callable[[Sequence[tuple[str, str]]], NDArray[Any]]
 Triples = list[tuple[int, int, int]]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class ConditionSample:
-    """Sampled texts with a condition, and paired triples among them.
-
-    Attributes:
-        set: name of the dataset.
-        key: key of the condition in the dataset.
-        condition: text of the condition.
-        texts: the texts.
-        triples: positions of anchor, nearer and further text.
-    """
+class ConditionSample(NamedTuple):
+    """Sampled texts with a condition, and the positions of paired triples among them."""
 
     set: str
     key: str
@@ -166,55 +155,38 @@ def accuracy_of(vectors: NDArray[Any], triples: Triples) -> float:
     return float(np.where(np.abs(difference) <= 1e-7, 0.5, difference > 0).mean())
 
 
-def compute_figures(condition_sample: ConditionSample, encode: Encode, model: str) -> Figures:
-    """Compute the figures of one condition."""
-    vectors = encode([(text, condition_sample.condition) for text in condition_sample.texts])
-    return Figures(
-        model=model,
-        set=condition_sample.set,
-        key=condition_sample.key,
-        condition=condition_sample.condition,
-        n_texts=len(condition_sample.texts),
-        n_triples=len(condition_sample.triples),
-        accuracy=accuracy_of(vectors, condition_sample.triples),
-        indicators=indicators(vectors),
-    )
-
-
-def sample_conditions(sample: AspectSample, most: int, seed: int) -> Iterator[ConditionSample]:
-    """Yield the samples of up to ``most`` conditions with enough texts, in random order."""
-    keys = sorted(sample.conditions)
-    random.Random(seed).shuffle(keys)
-    samples = (sample_condition(sample, key, seed) for key in keys)
-    complete = [condition_sample for condition_sample in samples if condition_sample is not None]
-    log.info(f"{sample.name}: {len(complete)} of {len(keys)} conditions have enough texts")
-    yield from complete[:most]
-
-
 def measure(options: argparse.Namespace, folder: Path) -> list[Figures]:
     """Return the figures of all conditions; those in the file of figures are not recomputed."""
     embedder = load_embedder(folder, device=options.device)
     model = f"{embedder.encoder.identity.fingerprint} {embedder.view.name} {embedder.name}"
     known = read_figures(options.figures, model)
-
-    def encode(rows: Sequence[tuple[str, str]]) -> NDArray[Any]:
-        return embedder.encode([text for text, _ in rows], [condition for _, condition in rows])
-
     figures_of_conditions = []
-    for sample in (data_set for data in options.data for data_set in read_aspect_datasets(data)):
-        if options.only and sample.name not in options.only:
-            continue
-        for condition_sample in sample_conditions(sample, options.most, options.seed):
-            figures = known.get((condition_sample.set, condition_sample.key))
-            if figures is None and not options.fit_only:
+    for dataset in (dataset for data in options.data for dataset in read_aspect_datasets(data)):
+        keys = sorted(dataset.conditions)
+        random.Random(options.seed).shuffle(keys)
+        samples = [sample_condition(dataset, key, options.seed) for key in keys]
+        complete = [sample for sample in samples if sample is not None]
+        log.info(f"{dataset.name}: {len(complete)} of {len(keys)} conditions have enough texts")
+        for sample in complete[: options.most]:
+            figures = known.get((sample.set, sample.key))
+            if figures is None:
                 began = time.process_time()
-                figures = compute_figures(condition_sample, encode, model)
-                append_figures(options.figures, figures)
+                vectors = embedder.encode(sample.texts, sample.condition)
+                figures = Figures(
+                    *(model, sample.set, sample.key, sample.condition),
+                    n_texts=len(sample.texts),
+                    n_triples=len(sample.triples),
+                    accuracy=accuracy_of(vectors, sample.triples),
+                    indicators=indicators(vectors),
+                )
+                if options.figures is not None:
+                    with options.figures.open("a", encoding="utf-8") as stream:
+                        stream.write(json.dumps(asdict(figures)) + "\n")
                 log.info(
                     f"{figures.set}, {figures.condition}: accuracy {100 * figures.accuracy:.1f}; "
                     f"{time.process_time() - began:.1f} s of CPU time"
                 )
-            figures_of_conditions += [figures] if figures is not None else []
+            figures_of_conditions.append(figures)
     return figures_of_conditions
 
 
@@ -225,13 +197,6 @@ def read_figures(path: Path | None, model: str) -> dict[tuple[str, str], Figures
     rows = [Figures(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     complete = [row for row in rows if row.indicators.keys() == INDICATORS.keys()]
     return {(row.set, row.key): row for row in complete if row.model == model}
-
-
-def append_figures(path: Path | None, figures: Figures) -> None:
-    """Append figures to the file of figures, if there is one."""
-    if path is not None:
-        with path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(figures)) + "\n")
 
 
 # -- the fit -----------------------------------------------------------------------------------
@@ -342,14 +307,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.option
     add("--data", Path, "folders of datasets", nargs="+", required=True, metavar="FOLDER")
     add("--model", DEFAULT_MODEL, "bundled model, or run folder")
-    add("--only", [], "datasets to use", "all", metavar="NAME")
     add("--most", 30, "maximum number of conditions of each set", metavar="N")
     family = "sets that are left out together; repeatable (default: each set separately)"
     parser.add_argument(
         "--family", action="append", default=[], metavar="NAME=SET,SET", help=family
     )
     add("--figures", Path, "file to store figures of conditions in", metavar="FILE.jsonl")
-    add("--fit-only", False, "use only the conditions in the file --figures")
     coefficients = f"{CALIBRATION} in the folder of the model"
     add("--out", Path, "file of the coefficients", coefficients, metavar="FILE.json")
     add("--device", "auto", "device: auto, cpu, cuda or cuda:N")

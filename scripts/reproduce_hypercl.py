@@ -4,7 +4,7 @@
 
 The script covers tables 1 (scores), 3 (time and cache), 5 (unseen conditions), 6 (with and without
 contrast), 7 (hyperparameters) and 8 (ranks), figure 4 (clusters), and the analyses of sections 5.2
-(clusters) and 5.4.1 (norms). ``bench_cache.py --graph`` measures table 4, the costs on WN18RR.
+(clusters) and 5.4.1 (norms). ``reproduce_graphs.py`` has tables 2 and 4, of knowledge graphs.
 Encoders are frozen. Table 1 also has encoders that ``llmcond train-lora`` trained in the runs that
 its rows name.
 
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from bench_cache import HEADS, TABLE_3, Architecture, Bench, Workload, make_section
+from cache_costs import TABLE_3, Workload, cost_section
 from reproduce import (
     PEARSON,
     SPEARMAN,
@@ -50,12 +50,9 @@ from llmcond.commands.score import analyse, evaluate
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.analyses import frobenius_variance
 from llmcond.features.view import FeatureView
-from llmcond.files import read_json, write_json
 from llmcond.heads import load_recipe
 from llmcond.runs import RunFittedHead, open_run
-from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.rated import RatedExamples
-from llmcond.system import provenance
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -146,8 +143,6 @@ VARIANCE = {"low-cl": "0.0248", "tri": "0.001"}
 NOT_PRINTED = "not in the paper's table"
 #: Divisor of H that gives the paper's choice of K (appendix B).
 DIVISOR = 12
-#: Number of texts and rows that table 3 measures.
-SAMPLE = 300
 
 # -- what is fitted ----------------------------------------------------------------------------
 
@@ -453,31 +448,8 @@ def joint_prompt(instructs: bool) -> str:
 
 def table_3(work: Work) -> Section:
     """Compute table 3: time, hit rate and size of caches, measured once for each run."""
-    workload = Workload.of_dataset(work.dataset)
-    costs: dict[tuple[str, str], list[Architecture] | str] = {}
-    for encoder in work.encoders:
-        reason = encoder.missing_reason("separate")
-        paper_name = work.paper_name(encoder)
-        costs[encoder.name, paper_name] = reason or _measure_costs(work, encoder, workload)
-    section = make_section("Table 3", "time, cache and memory on C-STS", TABLE_3, costs)
-    return replace(section, about=[workload.describe(), *section.about])
-
-
-def _measure_costs(work: Work, encoder: Encoder, workload: Workload) -> list[Architecture]:
-    """Return the costs of an encoder, which are stored in its run."""
-    sample = 3 if work.options.quick else SAMPLE
-    settings = {"sample": sample, "versions": provenance()["versions"]}
-    path = encoder.run / "costs.json"
-    if path.is_file():
-        record = read_json(path)
-        if record["settings"] == settings:
-            return [Architecture(**row) for row in record["architectures"]]
-    loaded = LazyEncoder(open_run(encoder.run).resolve_encoder(work.options.device))()
-    architectures = Bench(loaded, workload, sample).architectures(HEADS)
-    write_json(
-        path, {"settings": settings, "architectures": [asdict(row) for row in architectures]}
-    )
-    return architectures
+    workload, title = Workload.of_dataset(work.dataset), "time, cache and memory on C-STS"
+    return cost_section(work, "Table 3", title, TABLE_3, workload, work.encoders)
 
 
 def table_5(work: Work) -> Section:

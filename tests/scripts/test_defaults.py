@@ -19,10 +19,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 #: The arguments of each script, with tiny sizes, and an excerpt of its output.
 ARGUMENTS_AND_OUTPUT = {
     "bench_aspects": ("--model {tiny} --data {aspects} --values 0 2 --json", "| mean of 2 |"),
-    "bench_cache": (
-        "--model {tiny} --data {rows} --sample 2 --out {tmp}/costs.md",
-        "| tri-encoder, hyper-cl |",
-    ),
     "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
     "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1", "| an empty program |"),

@@ -1,22 +1,13 @@
-"""Measure inference with a cache on a whole data set: cross-, bi- and tri-encoders.
+"""Costs of a whole data set with a cache: cross-, bi- and tri-encoders (Hyper-CL, tables 3 and 4).
 
-    python scripts/bench_cache.py --data CSTS_FOLDER --sample 300
-    python scripts/bench_cache.py --graph WN18RR_FOLDER --out hypercl-wn18rr.md
-
-The script reproduces tables 3 (C-STS) and 4 (WN18RR) of Hyper-CL for any encoder. The cache is
-empty at first, and every row of all splits looks up its texts in it. A text that the cache lacks is
-encoded and added. A cross-encoder looks up both texts with their condition, a bi-encoder each text
-with the condition, and a tri-encoder each text and the condition. For a hypernetwork, the cache
-contains the matrix of the condition, or its two factors, instead of the condition's vector. In a
+The cache is empty at first, and every row of all splits looks up its texts in it. A text that the
+cache lacks is encoded and added. A cross-encoder looks up both texts with their condition, a
+bi-encoder each text with the condition, and a tri-encoder each text and the condition. In a
 knowledge graph, the condition is the relation and belongs to the head entity only.
 
-Hit rates and sizes are exact. Seconds are the costs of a random sample of texts and rows,
-multiplied by the numbers of cache misses and of rows. "One at a time" encodes one text per call,
-as the paper does; all kinds of texts take turns. "Batches" encodes distinct texts with the batches
-of ``llmcond extract`` and applies the head to all rows in one call. The plain loop encodes each
+Costs are those of a random sample, and all kinds of texts take turns. The plain loop encodes each
 text with its condition by sentence-transformers and caches nothing. Heads are fitted for one step
-only, because speed does not depend on the fit. Seconds are this process's processor time on a CPU,
-and wall time on a GPU.
+only, because speed does not depend on the fit.
 """
 
 from __future__ import annotations
@@ -31,23 +22,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from bench import fit_random_head, timed
 from bench_extract import SentenceTransformersWay
-from common import Options
-from reproduce import Measure, Row, Section, Value, parse_table, section_record
+from reproduce import (
+    Encoder as PaperEncoder,
+)
+from reproduce import (
+    Figures,
+    Measure,
+    Row,
+    Section,
+    Table,
+    Value,
+    Work,
+    parse_table,
+    printed_figures,
+)
 
 from llmcond.arrays import Array, SharedRows, cosine
-from llmcond.data.datasets import Dataset, read_dataset
-from llmcond.encoders.encoder import Encoder, load_encoder
+from llmcond.data.datasets import Dataset
+from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
-from llmcond.files import check_output, write_json, write_text
+from llmcond.files import read_json, write_json
 from llmcond.heads import FittedHead
 from llmcond.heads.fitted import ConditionCache
-from llmcond.kinds.ranking.graph import Graph, read_graph
+from llmcond.kinds.ranking.graph import Graph
 from llmcond.prompts import load_prompt
+from llmcond.runs import open_any_run
+from llmcond.runs.extraction import LazyEncoder
 from llmcond.system import provenance
 
 #: Heads of the tri-encoders in the tables.
@@ -55,6 +59,8 @@ HEADS = ("hadamard", "concat", "hypernet", "hypernet-full")
 #: Bytes of a number in a cache, and of an entry besides its numbers. With these, ``cache_size``
 #: gives the paper's sizes.
 _BYTES, _ENTRY = 4, 48
+#: Number of texts of each kind, and of rows, to measure.
+SAMPLE = 300
 #: Budget of a cache that drops nothing.
 _UNLIMITED = 2**50
 
@@ -200,12 +206,7 @@ def cache_size(dim: int, n_vectors: int, n_matrices: int = 0, matrix: int = 0) -
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a piece of work.
-
-    Attributes:
-        single: seconds of one piece, with one piece per call.
-        batched: seconds per piece in large batches.
-    """
+    """Seconds of a piece of work: with one piece per call, and per piece in large batches."""
 
     single: float
     batched: float
@@ -416,40 +417,39 @@ def compare_all(
 # -- tables ------------------------------------------------------------------------------------
 
 
-def make_section(
+def cost_section(
+    work: Work,
     table: str,
     title: str,
-    printed: Mapping[tuple[str, ...], tuple[str, ...]],
-    costs: Mapping[tuple[str, str], Sequence[Architecture] | str],
-    heads: Sequence[str] = HEADS,
+    printed: Table,
+    workload: Workload,
+    encoders: Sequence[PaperEncoder],
 ) -> Section:
-    """Return a table of the paper, with our costs next to the paper's.
+    """Measure encoders on a workload, and return a table of the paper with our costs.
 
     Args:
+        work: the command.
         table: number of the table.
         title: subject of the table.
         printed: figures of the paper, ``TABLE_3`` or ``TABLE_4``.
-        costs: for the names of each encoder, ours and the paper's: the measured costs, or the
-            reason why there are none.
-        heads: recipes of the rows of an encoder without costs.
+        workload: the rows.
+        encoders: the encoders.
     """
     rows: list[Row] = []
-    paper_measures = [measure.key for measure in (SECONDS, HITS, SIZE)]
-    for (name, paper_name), architectures in costs.items():
-        figures: Mapping[str, Mapping[str, Value] | str]
-        if isinstance(architectures, str):
-            figures = dict.fromkeys(("cross-encoder", "bi-encoder", *heads), architectures)
+    paper_measures = (SECONDS, HITS, SIZE)
+    for encoder in encoders:
+        figures: Mapping[str, Figures]
+        if reason := encoder.missing_reason("separate") if encoder.reason else "":
+            figures = dict.fromkeys(("cross-encoder", "bi-encoder", *HEADS), reason)
         else:
-            figures = make_figures(architectures)
+            figures = make_figures(_measure_costs(work, encoder, workload))
+        name = work.paper.names.get(encoder.repo, "")
         for key, ours in figures.items():
-            alike = [values for words, values in printed.items() if words[1] == key]
-            others = {k: [values[i] for values in alike] for i, k in enumerate(paper_measures)}
-            paper = dict(zip(paper_measures, printed.get((paper_name, key), ()), strict=False))
-            notes = [] if paper else ["other encoder"] if alike else ["not in the paper's table"]
-            rows.append(
-                Row(name, [LABELS.get(key, key)], ours, notes, paper, others if alike else {})
-            )
+            paper, others = printed_figures(printed, paper_measures, name, key)
+            notes = [] if paper else ["other encoder"] if others else ["not in the paper's table"]
+            rows.append(Row(encoder.label, [LABELS.get(key, key)], ours, notes, paper, others))
     about = [
+        workload.describe(),
         "The cache is empty at first. Every row of all splits looks up its texts, and texts that "
         "are missing are encoded and added.",
         "A hypernetwork caches the matrix of a condition, or its two factors, instead of the "
@@ -470,6 +470,22 @@ def make_section(
     return Section(table, title, about, ["architecture"], measures, rows)
 
 
+def _measure_costs(work: Work, encoder: PaperEncoder, workload: Workload) -> list[Architecture]:
+    """Return the costs of an encoder, which are stored in its run."""
+    sample = 3 if work.options.quick else SAMPLE
+    settings = {"sample": sample, "versions": provenance()["versions"]}
+    path = encoder.run / "costs.json"
+    if path.is_file():
+        record = read_json(path)
+        if record["settings"] == settings:
+            return [Architecture(**row) for row in record["architectures"]]
+    loaded = LazyEncoder(open_any_run(encoder.run).resolve_encoder(work.options.device))()
+    architectures = Bench(loaded, workload, sample).architectures(HEADS)
+    rows = [asdict(row) for row in architectures]
+    write_json(path, {"settings": settings, "architectures": rows})
+    return architectures
+
+
 def make_figures(architectures: Sequence[Architecture]) -> dict[str, dict[str, Value]]:
     """Return the figures of each architecture by its name, with speeds relative to the first."""
     first = architectures[0]
@@ -483,49 +499,3 @@ def make_figures(architectures: Sequence[Architecture]) -> dict[str, dict[str, V
         }
         for row in architectures
     }
-
-
-def main() -> None:
-    """Parse the command line, measure, and print a table."""
-    parser = Options(__doc__)
-    add = parser.option
-    add("--model", "minilm", "encoder")
-    add("--dtype", "float32", "data type of the encoder")
-    add("--data", str, "rated pairs", "the bundled sample")
-    add("--graph", str, "knowledge graph, instead of rated pairs")
-    add("--heads", list(HEADS), "recipes of the heads of tri-encoders")
-    add("--sample", 300, "texts of each kind to measure")
-    out = "page to write; a .json file next to it gets the figures"
-    add("--out", Path, out, metavar="FILE.md")
-    options = parser.parse_args()
-    check_output(options.out, (".md",))
-    if options.graph:
-        work = Workload.of_graph(read_graph(options.graph))
-        table, title, printed = "Table 4", "time, cache and memory on WN18RR", TABLE_4
-    else:
-        work = Workload.of_dataset(read_dataset(options.data))
-        table, title, printed = "Table 3", "time, cache and memory on C-STS", TABLE_3
-    encoder = load_encoder(options.model, dtype=options.dtype)
-    print(f"{encoder.name}, {encoder.identity.dtype}, torch {torch.__version__}\n{work.describe()}")
-    architectures = Bench(encoder, work, options.sample).architectures(options.heads)
-    section = make_section(table, title, printed, {(options.model, ""): architectures})
-    print(section.markdown(), flush=True)
-    if options.out:
-        command = "bench_cache.py"
-        for name in ("graph", "data"):
-            if source := getattr(options, name):
-                command += f" --{name} {Path(source).name}"
-        command += f" --sample {options.sample}"
-        head = f"# Hyper-CL: {title}\n\n```bash\npython scripts/{command}\n```\n\n"
-        head += f"Encoder: {encoder.name} in {encoder.identity.dtype}. {work.describe()}\n"
-        write_text(options.out, f"{head}\n{section.markdown()}")
-        record = {
-            "paper": f"Hyper-CL, {title}",
-            "command": f"python scripts/{command}",
-            "sections": [section_record(section, command)],
-        }
-        write_json(options.out.with_suffix(".json"), {**record, **provenance()})
-
-
-if __name__ == "__main__":
-    main()
