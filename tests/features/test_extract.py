@@ -22,7 +22,8 @@ from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Concurrency, Encoder
 from llmcond.encoders.spec import InputError
 from llmcond.errors import DiskFullError, LlmcondError
-from llmcond.features.extract import Chunking, Extraction, extract, order_inputs
+from llmcond.features import extract as extract_module
+from llmcond.features.extract import Chunking, extract, order_inputs
 from llmcond.features.missing import count_in_background
 from llmcond.features.store import FeatureStore
 
@@ -39,14 +40,6 @@ def make_inputs(n, seed=0):
 
 
 INPUTS = make_inputs(640)
-
-
-class SilentProgress:
-    def start(self, inputs, characters):
-        pass
-
-    def advance(self, inputs, characters, tokens, seconds):
-        pass
 
 
 class RecordingProgress:
@@ -144,7 +137,7 @@ def extract_in_worker(checkpoint, root, inputs, connection, file_limit=None, thr
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     try:
-        connection.send(extract(inputs, store, load, SilentProgress(), Chunking(CHUNK)))
+        connection.send(extract(inputs, store, load, chunking=Chunking(CHUNK)))
     except DiskFullError as error:
         connection.send(error)
 
@@ -167,8 +160,7 @@ def extract_stream_in_worker(checkpoint, root, inputs, connection, log):
         stream_inputs(),
         store,
         lambda: LoggingEncoder(encoder, log),
-        SilentProgress(),
-        Chunking(CHUNK, WINDOW),
+        chunking=Chunking(CHUNK, WINDOW),
     )
     connection.send(result)
 
@@ -202,6 +194,11 @@ def encoder(checkpoint):
     return encoder
 
 
+@pytest.fixture
+def store(tmp_path, checkpoint):
+    return open_store(tmp_path, checkpoint)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted_rows(tmp_path_factory, checkpoint):
     """Rows that one process stores if nobody interrupts it."""
@@ -212,80 +209,32 @@ def uninterrupted_rows(tmp_path_factory, checkpoint):
     return read_rows(open_store(root, checkpoint))
 
 
-def copy_with_edited_weights(checkpoint, folder, name, edit):
-    copy = shutil.copytree(checkpoint, folder)
-    weights = load_file(copy / "model.safetensors")
-    edit(weights[name])
-    save_file(weights, copy / "model.safetensors", {"format": "pt"})
-    return copy
+# -- inputs and progress ---------------------------------------------------------------------------
 
 
-def test_stored_vectors_match_the_encoder(tmp_path, checkpoint, encoder):
-    store = open_store(tmp_path, checkpoint)
-    inputs = INPUTS[:50]
-    result = extract(
-        [*inputs, *inputs[:10]], store, lambda: encoder, SilentProgress(), Chunking(CHUNK)
-    )
-    expected = encoder.encode_with_counts(inputs)
-    np.testing.assert_allclose(store.lookup(inputs).read(), expected.vectors, atol=1e-6)
-    assert (result.n_inputs, result.n_computed, result.n_truncated) == (50, 50, 0)
-    assert result.n_tokens == expected.n_tokens.sum()
-
-
-def test_second_extraction_loads_no_encoder(tmp_path, checkpoint, encoder):
-    store = open_store(tmp_path, checkpoint)
-    extract(INPUTS[:50], store, lambda: encoder, SilentProgress(), Chunking(CHUNK))
-    before = read_rows(store)
-    reopened = open_store(tmp_path, checkpoint)
-    second = extract(INPUTS[49::-1], reopened, fail_to_load, SilentProgress(), Chunking(CHUNK))
-    assert (second.n_inputs, second.n_computed, second.n_tokens) == (50, 0, 0)
-    assert read_rows(store) == before
-
-
-def test_only_missing_inputs_are_encoded(tmp_path, checkpoint, encoder):
-    store = open_store(tmp_path, checkpoint)
-    extract(INPUTS[:30], store, lambda: encoder, SilentProgress(), Chunking(CHUNK))
+def test_only_missing_inputs_are_encoded(store, checkpoint, encoder, tmp_path):
+    result = extract([*INPUTS[:30], *INPUTS[:10]], store, lambda: encoder, chunking=Chunking(CHUNK))
+    assert (result.n_inputs, result.n_computed, result.n_truncated) == (30, 30, 0)
     recorder = RecordingEncoder(encoder)
-    result = extract(INPUTS[:70], store, lambda: recorder, SilentProgress(), Chunking(CHUNK))
+    result = extract(INPUTS[:70], store, lambda: recorder, chunking=Chunking(CHUNK))
     encoded = [item for batch in recorder.batches for item in batch]
     assert sorted(encoded, key=INPUTS.index) == INPUTS[30:70]
-    assert result.n_computed == 40
+    assert (result.n_inputs, result.n_computed) == (70, 40)
+    expected = encoder.encode_with_counts(INPUTS[:70])
+    assert result.n_tokens == expected.n_tokens[30:].sum()
+    np.testing.assert_allclose(store.lookup(INPUTS[:70]).read(), expected.vectors, atol=1e-6)
+    reopened, rows = open_store(tmp_path, checkpoint), read_rows(store)
+    for inputs in (INPUTS[69::-1], []):
+        result = extract(inputs, reopened, fail_to_load)
+        assert (result.n_inputs, result.n_computed, result.n_tokens) == (len(inputs), 0, 0)
+    assert read_rows(store) == rows
 
 
-def test_extracting_no_inputs_is_not_an_error(tmp_path, checkpoint):
-    result = extract([], open_store(tmp_path, checkpoint), fail_to_load, SilentProgress())
-    assert (result.n_inputs, result.n_computed, result.n_truncated) == (0, 0, 0)
-
-
-def test_later_extraction_counts_truncated_inputs_again(tmp_path, checkpoint):
-    options = EncoderOptions(dtype="float32", device="cpu", max_length=8)
-    encoder = Encoder(resolve(str(checkpoint), options))
-    store = open_store(tmp_path, checkpoint, options=options)
-    inputs = [EncoderInput("", "red " * n) for n in (2, 6, 7, 12)]
-    first = extract(inputs, store, lambda: encoder, SilentProgress())
-    assert (first.n_truncated, first.n_tokens) == (2, 4 + 8 + 9 + 14)
-    assert extract(inputs[:3], store, fail_to_load, SilentProgress()).n_truncated == 1
-
-
-def test_progress_reports_every_stored_batch(tmp_path, checkpoint, encoder):
-    progress = RecordingProgress()
-    inputs = INPUTS[:40]
-    result = extract(
-        inputs, open_store(tmp_path, checkpoint), lambda: encoder, progress, Chunking(CHUNK)
-    )
-    characters = sum(len(item.text) for item in inputs)
-    assert progress.started == [(40, characters)]
-    # One thread computes half a chunk at a time.
-    assert [row[0] for row in progress.advanced] == [8, 8, 8, 8, 8]
-    assert sum(row[1] for row in progress.advanced) == characters
-    assert sum(row[2] for row in progress.advanced) == result.n_tokens
-
-
-def test_reported_time_excludes_loading(tmp_path, checkpoint, encoder, monkeypatch):
+def test_reported_time_excludes_loading(store, encoder, monkeypatch):
     """On the fake clock, loading takes 100 s and a batch takes 2 s."""
     clock, progress = [1_000.0], RecordingProgress()
     fake_time = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    monkeypatch.setattr("llmcond.features.extract.time", fake_time)
+    monkeypatch.setattr(extract_module, "time", fake_time)
 
     class TimedEncoder(RecordingEncoder):
         def encode_with_counts(self, inputs):
@@ -296,17 +245,28 @@ def test_reported_time_excludes_loading(tmp_path, checkpoint, encoder, monkeypat
         clock[0] += 100
         return TimedEncoder(encoder)
 
-    result = extract(INPUTS[:80], open_store(tmp_path, checkpoint), load, progress, Chunking(CHUNK))
-    assert [row[3] for row in progress.advanced] == [2] * 5
+    result = extract(INPUTS[:72], store, load, progress, Chunking(CHUNK))
+    characters = sum(len(item.text) for item in INPUTS[:72])
+    assert progress.started == [(72, characters)]
+    n_inputs, n_characters, n_tokens, seconds = zip(*progress.advanced, strict=True)
+    assert n_inputs == (16, 16, 16, 16, 8)
+    assert (sum(n_characters), sum(n_tokens)) == (characters, result.n_tokens)
+    assert seconds == (2,) * 5
     assert 2 <= result.seconds <= 10
 
 
-def test_many_inputs_are_counted_during_encoding(tmp_path, checkpoint, encoder, monkeypatch):
+def test_progress_divides_the_time_among_threads(store, encoder):
+    progress = RecordingProgress()
+    extract(INPUTS[:40], store, lambda: encoder, progress, Chunking(CHUNK))
+    # One thread computes half a chunk at a time.
+    assert [row[0] for row in progress.advanced] == [8, 8, 8, 8, 8]
+
+
+def test_many_inputs_are_counted_during_encoding(store, encoder, monkeypatch):
     progress, inputs, counted = RecordingProgress(), INPUTS[:40], threading.Event()
-    monkeypatch.setattr("llmcond.features.extract.COUNTED_FIRST", 39)
+    monkeypatch.setattr(extract_module, "COUNTED_FIRST", 39)
     progress.start = lambda *amount: (progress.started.append(amount), amount[0] and counted.set())
     progress.advance = lambda *_: counted.wait(PATIENCE)
-    store = open_store(tmp_path, checkpoint)
     extract(inputs, store, lambda: encoder, progress, Chunking(CHUNK))
     assert sorted(progress.started, key=str) == [
         (40, sum(len(item.text) for item in inputs)),
@@ -317,61 +277,97 @@ def test_many_inputs_are_counted_during_encoding(tmp_path, checkpoint, encoder, 
     assert progress.started == []
 
 
-def test_counting_ends_with_the_extraction(tmp_path, checkpoint):
+def test_counting_ends_with_the_extraction(store):
     def stream_endlessly():
         yield from INPUTS
         while True:
             yield INPUTS[0]
 
     counts = []
-    with count_in_background(
-        open_store(tmp_path, checkpoint), stream_endlessly(), 16, counts.append
-    ):
+    with count_in_background(store, stream_endlessly(), 16, counts.append):
         assert threading.active_count() > 1
     assert not counts
 
 
-def test_order_inputs_deduplicates_and_sorts_by_length():
-    shuffled = random.Random(1).sample([*INPUTS, *INPUTS[:99]], k=len(INPUTS) + 99)
-    ordered = order_inputs(shuffled)
+def test_inputs_are_ordered_by_length_or_prefix():
+    ordered = order_inputs(random.Random(1).sample([*INPUTS, *INPUTS[:99]], k=len(INPUTS) + 99))
     assert ordered == order_inputs(INPUTS)
     assert len(ordered) == len(INPUTS)
     sizes = [len(item.text) for item in ordered]
     assert sizes == sorted(sizes, reverse=True)
 
+    inputs = make_inputs_with_shared_prefixes()
+    ordered = order_inputs([*inputs, *inputs[:5]], by_prefix=True)
+    assert ordered == order_inputs(inputs[::-1], by_prefix=True)
+    assert sorted(ordered, key=inputs.index) == inputs
+    prefixes = [item.instruction for item in ordered]
+    runs = 1 + sum(prefixes[i] != prefixes[i - 1] for i in range(1, len(prefixes)))
+    assert runs == len(set(prefixes))
 
-def test_stored_chunks_do_not_shift_other_chunks(tmp_path, checkpoint, encoder):
+
+def make_inputs_with_shared_prefixes():
+    """Return every sentence under every condition, like prompts of LLMs, in random order."""
+    inputs = [
+        EncoderInput(f"Retrieve texts like the condition, given the sentence: {who} {what}", text)
+        for who in ("two dogs", "a man", "the sun")
+        for what in ("run", "sit")
+        for text in ("the number of people", "what sport is played", "the time of the day")
+    ]
+    return random.Random(3).sample(inputs, k=len(inputs))
+
+
+def test_sharing_prefixes_changes_no_vector(tmp_path):
+    model = str(checkpoints.build_checkpoint("mistral", tmp_path / "model").folder)
+    inputs = make_inputs_with_shared_prefixes()
+    stores, n_computed = [], []
+    for shared in (True, False):
+        options = EncoderOptions(
+            dtype="float32",
+            device="cpu",
+            like="intfloat/e5-mistral-7b-instruct",
+            share_prefixes=shared,
+        )
+        encoder = Encoder(resolve(model, options))
+        store = open_store(tmp_path / str(shared), model, options=options)
+        extract(inputs, store, lambda e=encoder: e, chunking=Chunking(12, by_prefix=shared))
+        stores.append(store)
+        n_computed.append(encoder.encode_with_counts(inputs).n_computed)
+    assert stores[0].folder.name == stores[1].folder.name
+    np.testing.assert_allclose(*(store.lookup(inputs).read() for store in stores), atol=1e-5)
+    assert n_computed[0] < 0.7 * n_computed[1]
+
+
+# -- chunks and interruptions ----------------------------------------------------------------------
+
+
+def test_stored_chunks_do_not_shift_other_chunks(store, encoder):
     inputs = order_inputs(INPUTS[:80])
     chunks = [inputs[i : i + CHUNK] for i in range(0, 80, CHUNK)]
-    store = open_store(tmp_path, checkpoint)
     for stored in (chunks[3], chunks[1]):
-        extract(stored, store, lambda: encoder, SilentProgress(), Chunking(CHUNK))
+        extract(stored, store, lambda: encoder, chunking=Chunking(CHUNK))
     recorder = RecordingEncoder(encoder)
-    extract(INPUTS[:80], store, lambda: recorder, SilentProgress(), Chunking(CHUNK))
+    extract(INPUTS[:80], store, lambda: recorder, chunking=Chunking(CHUNK))
     assert recorder.batches == [chunks[0], chunks[2], chunks[4]]
 
 
 def test_partly_stored_chunks_are_completed_without_changes(tmp_path, checkpoint, encoder):
     whole, partial = (open_store(tmp_path / name, checkpoint) for name in ("whole", "partial"))
-    extract(INPUTS[:200], whole, lambda: encoder, SilentProgress(), Chunking(CHUNK))
-    extract(INPUTS[:200:3], partial, lambda: encoder, SilentProgress(), Chunking(CHUNK))
+    extract(INPUTS[:200], whole, lambda: encoder, chunking=Chunking(CHUNK))
+    extract(INPUTS[:200:3], partial, lambda: encoder, chunking=Chunking(CHUNK))
     stored = read_rows(partial)
-    extract(INPUTS[:200], partial, lambda: encoder, SilentProgress(), Chunking(CHUNK))
+    extract(INPUTS[:200], partial, lambda: encoder, chunking=Chunking(CHUNK))
     assert stored.items() <= read_rows(partial).items()
     np.testing.assert_allclose(
         partial.lookup(INPUTS[:200]).read(), whole.lookup(INPUTS[:200]).read(), atol=1e-6
     )
 
 
-def test_killed_extractions_resume_bit_for_bit(tmp_path, checkpoint, uninterrupted_rows):
-    rng = random.Random(7)
-    store = open_store(tmp_path, checkpoint)
-    sizes = []
-    partial_sizes = set()
+def test_killed_extractions_resume_bit_for_bit(tmp_path, checkpoint, store, uninterrupted_rows):
+    rng, sizes = random.Random(7), []
     versions = store.folder / "vectors.lance" / "_versions"
     # How far an extraction gets depends on how busy the machine is, so it is killed shortly after
     # it has stored something.
-    while len(partial_sizes) < 4 and len(sizes) < 60:
+    while len(set(sizes) - {0, len(INPUTS)}) < 2 and len(sizes) < 60:
         process, connection = start_worker(checkpoint, tmp_path, INPUTS)
         before = len(list(versions.glob("*")))
         connection.send("go")
@@ -383,41 +379,31 @@ def test_killed_extractions_resume_bit_for_bit(tmp_path, checkpoint, uninterrupt
         assert process.exitcode == -signal.SIGKILL
         store.refresh()
         sizes.append(len(store))
-        partial_sizes |= {len(store)} - {0, len(INPUTS)}
-    assert len(partial_sizes) >= 4, sizes
+    assert len(set(sizes) - {0, len(INPUTS)}) >= 2, sizes
     process, connection = start_worker(checkpoint, tmp_path, INPUTS)
     connection.send("go")
     assert finish_worker(process, connection).n_computed == len(INPUTS) - sizes[-1]
     assert read_rows(store) == uninterrupted_rows
 
 
-def test_two_processes_share_one_extraction(tmp_path, checkpoint, uninterrupted_rows):
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_processes_share_one_extraction(tmp_path, checkpoint, uninterrupted_rows, killed):
     workers = [start_worker(checkpoint, tmp_path, INPUTS) for _ in range(2)]
     for _, connection in workers:
         connection.send("go")
-    computed = [finish_worker(*worker).n_computed for worker in workers]
-    assert min(computed) > 0
-    assert sum(computed) == len(INPUTS)
-    assert read_rows(open_store(tmp_path, checkpoint)) == uninterrupted_rows
-
-
-def test_process_takes_over_from_killed_process(tmp_path, checkpoint, uninterrupted_rows):
-    (killed, killed_connection), (survivor, connection) = (
-        start_worker(checkpoint, tmp_path, INPUTS) for _ in range(2)
-    )
-    killed_connection.send("go")
-    connection.send("go")
-    time.sleep(0.05)
-    killed.kill()
-    result = finish_worker(survivor, connection)
-    assert isinstance(result, Extraction)
+    if killed:
+        time.sleep(0.05)
+        process, _ = workers.pop()
+        process.kill()
+    n_computed = [finish_worker(*worker).n_computed for worker in workers]
+    assert min(n_computed) > 0
+    assert sum(n_computed) == len(INPUTS) or killed
     assert read_rows(open_store(tmp_path, checkpoint)) == uninterrupted_rows
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_full_disk_keeps_stored_features(tmp_path, checkpoint, encoder, threads):
-    store = open_store(tmp_path, checkpoint)
-    extract(INPUTS[:40], store, lambda: encoder, SilentProgress(), Chunking(CHUNK))
+def test_full_disk_keeps_stored_features(tmp_path, checkpoint, store, encoder, threads):
+    extract(INPUTS[:40], store, lambda: encoder, chunking=Chunking(CHUNK))
     before = read_rows(store)
     # The limit is below the size of a commit's manifest, as Lance overlooks truncated data files.
     process, connection = start_worker(checkpoint, tmp_path, INPUTS, 512, threads)
@@ -427,53 +413,36 @@ def test_full_disk_keeps_stored_features(tmp_path, checkpoint, encoder, threads)
     assert "the 40 features already stored are kept" in str(error)
     reopened = open_store(tmp_path, checkpoint)
     assert read_rows(reopened) == before
-    extract(INPUTS, reopened, lambda: encoder, SilentProgress(), Chunking(CHUNK))
+    extract(INPUTS, reopened, lambda: encoder, chunking=Chunking(CHUNK))
     assert len(read_rows(reopened)) == len(INPUTS)
 
 
 # -- streams ---------------------------------------------------------------------------------------
 
 
-def test_inputs_may_come_from_a_generator(tmp_path, checkpoint, encoder):
-    progress, store = RecordingProgress(), open_store(tmp_path, checkpoint)
-    inputs = INPUTS[:150]
-    result = extract(iter(inputs), store, lambda: encoder, progress, Chunking(CHUNK, WINDOW))
-    # The number of inputs of a generator is unknown.
-    assert progress.started == [(None, None)]
-    assert sum(row[0] for row in progress.advanced) == 150
-    expected = encoder.encode_with_counts(inputs)
-    assert (result.n_inputs, result.n_computed) == (150, 150)
-    assert result.n_tokens == expected.n_tokens.sum()
-    np.testing.assert_allclose(store.lookup(inputs).read(), expected.vectors, atol=1e-6)
-
-
-def test_generator_of_stored_inputs_loads_no_encoder(tmp_path, checkpoint, encoder):
-    store = open_store(tmp_path, checkpoint)
-    extract(INPUTS[:150], store, lambda: encoder, SilentProgress(), Chunking(CHUNK))
-    progress = RecordingProgress()
-    second = extract(iter(INPUTS[:150]), store, fail_to_load, progress, Chunking(CHUNK, WINDOW))
-    assert (second.n_inputs, second.n_computed) == (150, 0)
-    assert progress.started == []
-
-
-def test_generator_is_read_little_ahead_of_stored_inputs(tmp_path, checkpoint, encoder):
-    store = open_store(tmp_path, checkpoint)
-    ahead = []
+def test_generator_is_read_little_ahead_of_stored_inputs(store, encoder):
+    progress, ahead = RecordingProgress(), []
 
     def stream_inputs():
         for n_read, item in enumerate(INPUTS, start=1):
             ahead.append(n_read - len(store))
             yield item
 
-    extract(stream_inputs(), store, lambda: encoder, SilentProgress(), Chunking(CHUNK, WINDOW))
-    assert len(ahead) == len(INPUTS)
+    chunking = Chunking(CHUNK, WINDOW)
+    result = extract(stream_inputs(), store, lambda: encoder, progress, chunking)
+    assert len(ahead) == result.n_inputs == result.n_computed == len(INPUTS)
     assert max(ahead) <= WINDOW + 2 * CHUNK
+    # The number of inputs of a generator is unknown.
+    assert progress.started == [(None, None)]
+    assert sum(row[0] for row in progress.advanced) == len(INPUTS)
+    second = extract(stream_inputs(), store, fail_to_load, progress, chunking)
+    assert (second.n_inputs, second.n_computed) == (len(INPUTS), 0)
+    assert len(progress.started) == 1
 
 
-def test_repeats_across_windows_are_encoded_and_counted_once(tmp_path, checkpoint, encoder):
+def test_repeats_across_windows_are_encoded_and_counted_once(store, encoder):
     recorder, progress = RecordingEncoder(encoder), RecordingProgress()
     stream = iter([*INPUTS[:64], *INPUTS[32:96], *INPUTS[:96]])
-    store = open_store(tmp_path, checkpoint)
     result = extract(stream, store, lambda: recorder, progress, Chunking(CHUNK, WINDOW))
     encoded = [item for batch in recorder.batches for item in batch]
     assert sorted(encoded, key=INPUTS.index) == INPUTS[:96]
@@ -483,12 +452,11 @@ def test_repeats_across_windows_are_encoded_and_counted_once(tmp_path, checkpoin
 
 
 @pytest.mark.parametrize("step", [4, 8])
-def test_immediate_repeats_are_stored_and_counted_once(tmp_path, checkpoint, encoder, step):
+def test_immediate_repeats_are_stored_and_counted_once(store, encoder, step):
     """While one thread encodes an input, another one meets it again, in the same batch or not."""
-    store = open_store(tmp_path, checkpoint)
     starts = sorted([*range(0, 153, step), *range(0, 153, 8)])
     stream = (item for start in starts for item in INPUTS[start : start + 8])
-    result = extract(stream, store, lambda: encoder, SilentProgress(), Chunking(CHUNK, 8))
+    result = extract(stream, store, lambda: encoder, chunking=Chunking(CHUNK, 8))
     assert (result.n_inputs, result.n_computed) == (160, 160)
     assert len(read_rows(store)) == 160
 
@@ -498,10 +466,11 @@ def test_truncated_inputs_are_counted_once_across_windows(tmp_path, checkpoint):
     encoder = Encoder(resolve(str(checkpoint), options))
     store = open_store(tmp_path, checkpoint, options=options)
     inputs = [EncoderInput("", "red " * n) for n in (7, 2, 7, 12, 6, 12, 9, 3, 7)]
-    first = extract(iter(inputs), store, lambda: encoder, SilentProgress(), Chunking(window=2))
+    first = extract(iter(inputs), store, lambda: encoder, chunking=Chunking(window=2))
     # 7, 9 and 12 words are more than 8 tokens, with the two special tokens.
     assert (first.n_inputs, first.n_truncated) == (6, 3)
-    second = extract(iter(inputs[:4]), store, fail_to_load, SilentProgress(), Chunking(window=2))
+    assert first.n_tokens == sum(n + 2 for n in (7, 2, 12, 6, 9, 3))
+    second = extract(iter(inputs[:4]), store, fail_to_load, chunking=Chunking(window=2))
     assert (second.n_inputs, second.n_truncated) == (3, 2)
 
 
@@ -517,7 +486,6 @@ def test_killed_stream_recomputes_at_most_one_chunk(tmp_path, checkpoint):
     killed, _ = begin("killed", "killed.log")
     killed.kill()
     killed.join()
-    assert killed.exitcode == -signal.SIGKILL
     stored = len(open_store(tmp_path / "killed", checkpoint))
     assert 0 < stored < len(INPUTS)
     result = finish_worker(*begin("killed", "resumed.log"))
@@ -534,17 +502,16 @@ def test_killed_stream_recomputes_at_most_one_chunk(tmp_path, checkpoint):
 # -- threads ---------------------------------------------------------------------------------------
 
 
-def test_error_in_one_thread_keeps_vectors_of_other_threads(tmp_path, checkpoint, encoder):
-    store = open_store(tmp_path, checkpoint)
+def test_error_in_one_thread_keeps_vectors_of_other_threads(store, encoder):
     inputs = order_inputs(INPUTS[:64])
     failing = FailingEncoder(encoder, inputs[0])
     with pytest.raises(LlmcondError, match="ran out of memory"):
-        extract(inputs, store, lambda: failing, SilentProgress(), Chunking(CHUNK))
+        extract(inputs, store, lambda: failing, chunking=Chunking(CHUNK))
     assert len(failing.other) == CHUNK // 2
     assert store.missing(failing.other) == []
     assert 0 in store.missing(inputs)
     stored = read_rows(store)
-    result = extract(inputs, store, lambda: encoder, SilentProgress(), Chunking(CHUNK))
+    result = extract(inputs, store, lambda: encoder, chunking=Chunking(CHUNK))
     assert result.n_computed == 64 - len(stored)
     assert stored.items() <= read_rows(store).items()
 
@@ -573,20 +540,15 @@ def interruptible(checkpoint):
     return encoder
 
 
-@pytest.mark.parametrize(
-    ("chunk", "interrupted_at"), [(32, 100), (320, 10), (640, 10)], ids=["many", "two", "one"]
-)
-def test_interrupt_stops_all_threads_immediately(
-    tmp_path, checkpoint, interruptible, chunk, interrupted_at
-):
-    """Many batches are left, or one for each thread, or one in all."""
-    store = open_store(tmp_path, checkpoint)
+@pytest.mark.parametrize(("chunk", "interrupted_at"), [(32, 100), (640, 10)], ids=["many", "one"])
+def test_interrupt_stops_all_threads_immediately(store, interruptible, chunk, interrupted_at):
+    """Many batches are left, or one in all."""
     inputs = order_inputs(INPUTS[:300])
-    extract(inputs[:20], store, lambda: interruptible, SilentProgress(), Chunking(chunk))
+    extract(inputs[:20], store, lambda: interruptible, chunking=Chunking(chunk))
     stored = read_rows(store)
     interruptible.passes, interruptible.interrupted_at = 0, interrupted_at
     with pytest.raises(KeyboardInterrupt):
-        extract(inputs, store, lambda: interruptible, SilentProgress(), Chunking(chunk))
+        extract(inputs, store, lambda: interruptible, chunking=Chunking(chunk))
     passes = interruptible.passes
     time.sleep(0.1)
     # 280 inputs were missing. No thread goes on in the background.
@@ -598,113 +560,54 @@ def test_interrupt_stops_all_threads_immediately(
     assert n_stored <= 20 + passes
 
     interruptible.interrupted_at = None
-    result = extract(inputs, store, lambda: interruptible, SilentProgress(), Chunking(chunk))
+    result = extract(inputs, store, lambda: interruptible, chunking=Chunking(chunk))
     assert (result.n_inputs, result.n_computed) == (300, 300 - n_stored)
     assert len(read_rows(store)) == 300
-
-
-# -- prefixes --------------------------------------------------------------------------------------
-
-SENTENCES = [f"{who} {what}" for who in ("two dogs", "a man", "the sun") for what in ("run", "sit")]
-CONDITIONS = ["the number of people", "what sport is played", "the time of the day", "the color"]
-
-
-def make_inputs_with_shared_prefixes():
-    """Return every sentence under every condition, like prompts of LLMs, in random order."""
-    inputs = [
-        EncoderInput(f"Retrieve texts like the condition, given the sentence: {sentence}", text)
-        for sentence in SENTENCES
-        for text in CONDITIONS
-    ]
-    return random.Random(3).sample(inputs, k=len(inputs))
-
-
-def test_order_by_prefix_groups_equal_prefixes():
-    inputs = make_inputs_with_shared_prefixes()
-    ordered = order_inputs([*inputs, *inputs[:5]], by_prefix=True)
-    assert ordered == order_inputs(inputs[::-1], by_prefix=True)
-    assert sorted(ordered, key=inputs.index) == inputs
-    prefixes = [item.instruction for item in ordered]
-    runs = 1 + sum(prefixes[i] != prefixes[i - 1] for i in range(1, len(prefixes)))
-    assert runs == len(SENTENCES)
-
-
-def test_sharing_prefixes_changes_no_vector(tmp_path):
-    model = str(checkpoints.build_checkpoint("mistral", tmp_path / "model").folder)
-    inputs = make_inputs_with_shared_prefixes()
-    stores, n_computed = [], []
-    for shared in (True, False):
-        options = EncoderOptions(
-            dtype="float32",
-            device="cpu",
-            like="intfloat/e5-mistral-7b-instruct",
-            share_prefixes=shared,
-        )
-        encoder = Encoder(resolve(model, options))
-        assert encoder.resolved.shares_prefixes is shared
-        store = open_store(tmp_path / str(shared), model, options=options)
-        extract(
-            inputs,
-            store,
-            lambda e=encoder: e,
-            SilentProgress(),
-            Chunking(12, by_prefix=shared),
-        )
-        stores.append(store)
-        n_computed.append(encoder.encode_with_counts(inputs).n_computed)
-    assert stores[0].folder.name == stores[1].folder.name
-    np.testing.assert_allclose(
-        stores[0].lookup(inputs).read(), stores[1].lookup(inputs).read(), atol=1e-5
-    )
-    assert n_computed[0] < 0.7 * n_computed[1]
 
 
 # -- vectors that are not finite -------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def nan_checkpoint(tmp_path_factory, checkpoint):
-    """A checkpoint that returns NaN for texts with the word ``rain``."""
-    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
-    return copy_with_edited_weights(
+def copy_with_edited_weights(checkpoint, folder, name, edit):
+    copy = shutil.copytree(checkpoint, folder)
+    weights = load_file(copy / "model.safetensors")
+    edit(weights[name])
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def test_error_names_the_input_with_nan_vector(tmp_path, checkpoint):
+    rain = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]["rain"]
+    broken = copy_with_edited_weights(
         checkpoint,
-        tmp_path_factory.mktemp("broken") / "model",
+        tmp_path / "model",
         "embeddings.word_embeddings.weight",
-        lambda weight: weight[vocabulary["rain"]].fill_(float("nan")),
+        lambda weight: weight[rain].fill_(float("nan")),
     )
-
-
-def test_error_names_the_input_with_nan_vector(tmp_path, nan_checkpoint):
-    encoder = Encoder(resolve(str(nan_checkpoint), OPTIONS))
-    store = open_store(tmp_path, nan_checkpoint)
+    encoder = Encoder(resolve(str(broken), OPTIONS))
+    store = open_store(tmp_path, broken)
     bad_input = EncoderInput("", "two dogs walk in the rain")
     inputs = [*INPUTS[:12], bad_input]
     with pytest.raises(InputError, match="two dogs walk in the rain") as raised:
-        extract(inputs, store, lambda: encoder, SilentProgress(), Chunking(CHUNK))
-    assert raised.value.item == bad_input
-    assert raised.value.exit_code == 2
+        extract(inputs, store, lambda: encoder, chunking=Chunking(CHUNK))
+    assert (raised.value.item, raised.value.exit_code) == (bad_input, 2)
     assert store.missing(inputs) == [12]
     assert np.isfinite(store.lookup(INPUTS[:12]).read()).all()
 
 
-@pytest.fixture(scope="module")
-def overflowing_checkpoint(tmp_path_factory, checkpoint):
-    """A checkpoint whose vectors are too large for float16."""
-    return copy_with_edited_weights(
+def test_float16_overflow_is_rejected(tmp_path, checkpoint):
+    overflowing = copy_with_edited_weights(
         checkpoint,
-        tmp_path_factory.mktemp("overflowing") / "model",
+        tmp_path / "model",
         "encoder.layer.1.output.LayerNorm.weight",
         lambda weight: weight.mul_(1e7),
     )
-
-
-def test_float16_overflow_is_rejected(tmp_path, overflowing_checkpoint):
     options = EncoderOptions(dtype="float32", device="cpu", normalize=False)
-    encoder = Encoder(resolve(str(overflowing_checkpoint), options))
-    store = open_store(tmp_path, overflowing_checkpoint, "float16", options)
+    encoder = Encoder(resolve(str(overflowing), options))
+    store = open_store(tmp_path, overflowing, "float16", options)
     with pytest.raises(InputError, match="store float32 if vectors overflow float16"):
-        extract(INPUTS[:5], store, lambda: encoder, SilentProgress())
+        extract(INPUTS[:5], store, lambda: encoder)
     assert store.missing(INPUTS[:5]) == [0, 1, 2, 3, 4]
-    float32_store = open_store(tmp_path, overflowing_checkpoint, "float32", options)
-    extract(INPUTS[:5], float32_store, lambda: encoder, SilentProgress())
+    float32_store = open_store(tmp_path, overflowing, "float32", options)
+    extract(INPUTS[:5], float32_store, lambda: encoder)
     assert np.abs(float32_store.lookup(INPUTS[:5]).read()).max() > np.finfo(np.float16).max

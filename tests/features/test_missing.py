@@ -1,10 +1,14 @@
-"""Counts of the inputs that a store lacks, which are reported before encoding."""
+"""The index of keys, and the counts of inputs that a store lacks, reported before encoding."""
 
+import os
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from helpers.identities import IDENTITY
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmcond.cli import run
 from llmcond.encoders.spec import Encoded, EncoderInput
@@ -13,6 +17,36 @@ from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import count_missing, merge_counts
 from llmcond.features.store import FeatureStore
 from llmcond.progress import format_duration
+
+#: There are only a few halves, so that keys repeat or differ in one half only.
+HALVES = st.sampled_from([b"\0" * 8, b"\0" * 7 + b"\1", b"\1" + b"\0" * 7, b"\xff" * 8])
+KEYS = st.builds(bytes.__add__, HALVES, HALVES) | st.binary(min_size=16, max_size=16)
+KEY_LISTS = st.lists(KEYS, max_size=12)
+
+
+@given(chunks=st.lists(KEY_LISTS, max_size=12), queries=KEY_LISTS)
+def test_find_returns_first_position_of_each_key(chunks, queries):
+    index = KeyIndex()
+    for chunk in chunks:
+        index.add(b"".join(chunk))
+    added = [key for chunk in chunks for key in chunk]
+    assert len(index) == len(added)
+    for keys in (queries, added):
+        positions = [added.index(key) if key in added else -1 for key in keys]
+        assert index.find(b"".join(keys)).tolist() == positions
+
+
+def test_many_small_additions_leave_few_compact_arrays():
+    keys, index = os.urandom(16 * 4_096), KeyIndex()
+    for start in range(0, len(keys), 16 * 7):
+        index.add(keys[start : start + 16 * 7])
+        lengths = [len(run.first) for run in index._runs]
+        assert all(a >= 2 * b for a, b in pairwise(lengths))
+    np.testing.assert_array_equal(index.find(keys), np.arange(4_096))
+    columns = [column for run in index._runs for column in (run.first, run.second, run.positions)]
+    assert sum(column.nbytes for column in columns) == 24 * len(index)
+    # A view would keep a larger array alive.
+    assert all(column.base is None for column in columns)
 
 
 def make_inputs(numbers):
@@ -60,40 +94,24 @@ def test_counts_of_several_prompts_share_seen_keys(store):
     assert list(whole.sample) == make_inputs(range(25))
 
 
-def test_sample_is_small_and_spans_all_inputs(store, monkeypatch):
-    monkeypatch.setattr(missing, "_SAMPLE_SIZE", 16)
-    counts = count_missing(store, make_inputs(range(1000)), 50)
-    numbers = [int(item.text.split()[1]) for item in counts.sample]
-    assert counts.n_missing == 1000
-    assert 8 <= len(numbers) <= 16
-    assert numbers == sorted(set(numbers))
-    assert (numbers[0] < 300, numbers[-1] > 700) == (True, True)
-
-
-def test_sample_does_not_follow_periods_of_the_data(store):
+def test_samples_are_random_with_equal_sampling_rates(store, monkeypatch):
     """Every eighth text is short, as conditions are. The sample must keep this share."""
     items = [EncoderInput("", f"{n}" if n % 8 == 0 else f"a text {n}") for n in range(40_000)]
-    counts = count_missing(store, items, 1_000)
-    short = sum(item.text.isdigit() for item in counts.sample) / len(counts.sample)
+    many = count_missing(store, items, 1_000)
+    assert 1_024 <= len(many.sample) <= 2_048
+    short = sum(item.text.isdigit() for item in many.sample) / len(many.sample)
     assert short == pytest.approx(1 / 8, abs=0.03)
-
-
-def test_merged_samples_have_equal_sampling_rates(store):
-    few = count_missing(store, make_inputs(range(2_000)), 1_000)
-    many = count_missing(store, [EncoderInput("", f"long {n}") for n in range(100_000)], 10_000)
-    assert len(few.sample) == 2_000
+    few = count_missing(store, make_inputs(range(1_000)), 1_000)
+    assert list(few.sample) == make_inputs(range(1_000))
     for whole in (merge_counts([few, many]), merge_counts([many, few])):
-        short = sum(item.text.startswith("text") for item in whole.sample)
-        assert short / len(whole.sample) == pytest.approx(2 / 102, abs=0.012)
-        assert len(whole.sample) == pytest.approx(102_000 / whole.every, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "1 s"), (59.2, "59 s"), (89, "1 min"), (3_540, "59 min"), (7_260, "2 h 1 min")],
-)
-def test_format_duration_uses_one_or_two_units(seconds, text):
-    assert format_duration(seconds) == text
+        share = sum(item.text.startswith("text") for item in whole.sample) / len(whole.sample)
+        assert share == pytest.approx(1 / 41, abs=0.012)
+        assert len(whole.sample) == pytest.approx(41_000 / whole.every, rel=0.1)
+    monkeypatch.setattr(missing, "_SAMPLE_SIZE", 16)
+    sample = count_missing(store, make_inputs(range(1000)), 50).sample
+    numbers = [int(item.text.split()[1]) for item in sample]
+    assert 8 <= len(numbers) <= 16
+    assert numbers == sorted(set(numbers))
 
 
 def test_extraction_reports_how_many_inputs_it_encodes(
@@ -109,3 +127,8 @@ def test_extraction_reports_how_many_inputs_it_encodes(
     assert n_missing == total
     assert run([*arguments, *fixed, *prompts]) == 0
     assert f"all {total} inputs are stored already; nothing is encoded" in capsys.readouterr().err
+
+
+def test_format_duration_uses_one_or_two_units():
+    expected = {0.2: "1 s", 59.2: "59 s", 89: "1 min", 3_540: "59 min", 7_260: "2 h 1 min"}
+    assert {seconds: format_duration(seconds) for seconds in expected} == expected

@@ -1,8 +1,8 @@
-"""The feature store: vectors are stored once, come back unchanged, and are never mixed up."""
+"""The feature store: vectors are stored once, and survive killed processes and storage errors."""
 
 import json
-import multiprocessing
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -12,197 +12,26 @@ from types import SimpleNamespace
 
 import lance
 import numpy as np
+import psutil
 import pytest
 from filelock import FileLock, Timeout
+from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy, S3Server, s3_environment
 from helpers.identities import IDENTITY
-from helpers.stored import INPUTS, VECTORS, append
+from helpers.processes import FORK_CONTEXT
 from helpers.waiting import PATIENCE
 
-from llmcond import lance_io
+from llmcond import lance_io, object_stores
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.spec import Encoded
 from llmcond.errors import DiskFullError, LlmcondError, UserError
 from llmcond.features import location as location_module
 from llmcond.features import store as store_module
+from llmcond.features.location import BucketLocation, resolve_store_uri
 from llmcond.features.store import FeatureStore
 
-SPAWNING = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture
-def store(tmp_path):
-    return FeatureStore(tmp_path, IDENTITY, "float32")
-
-
-def test_float32_vectors_come_back_bit_for_bit(store):
-    append(store)
-    np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
-
-
-def test_float16_vectors_are_rounded_to_float16(tmp_path):
-    store = FeatureStore(tmp_path, IDENTITY, "float16")
-    append(store)
-    read = store.lookup(INPUTS).read()
-    assert read.dtype == np.float32
-    np.testing.assert_array_equal(read, VECTORS.astype(np.float16).astype(np.float32))
-    assert np.abs(read - VECTORS).max() > 0
-
-
-def test_vectors_are_read_in_the_requested_order(store):
-    append(store, [7, 3, 11])
-    append(store, [0, 19])
-    indices = [19, 3, 0, 7, 3, 11, 19]
-    np.testing.assert_array_equal(
-        store.lookup([INPUTS[i] for i in indices]).read(), VECTORS[indices]
-    )
-
-
-def test_reading_in_blocks_changes_nothing(store, monkeypatch):
-    monkeypatch.setattr("llmcond.features.store._READ_ROWS", 3)
-    append(store)
-    np.testing.assert_array_equal(store.lookup(INPUTS[::-1]).read(), VECTORS[::-1])
-
-
-def test_an_input_appended_twice_is_stored_once(store):
-    assert append(store, range(12)) == 12
-    assert append(store, range(12)) == 0
-    assert append(store, range(8, 20)) == 8
-    assert len(store) == 20
-    keys = lance.dataset(str(store.folder / "vectors.lance")).to_table()["key"].to_pylist()
-    assert sorted(keys) == sorted(item.key for item in INPUTS[:20])
-
-
-def test_the_first_vector_of_an_input_stays(store):
-    append(store)
-    append(store, vectors=VECTORS + 1)
-    np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
-
-
-def test_missing_inputs_are_named_by_position(store):
-    assert store.missing(INPUTS[:3]) == [0, 1, 2]
-    append(store, [1, 4])
-    assert store.missing(INPUTS[:6]) == [0, 2, 3, 5]
-    assert store.missing([]) == []
-
-
-def test_reading_missing_features_advises_to_extract_again(store):
-    append(store, range(15))
-    with pytest.raises(UserError, match=r"5 of 20 features.*Run the same `llmcond extract` again"):
-        store.lookup(INPUTS).read()
-
-
-def test_reading_an_empty_store_advises_to_extract(store):
-    with pytest.raises(UserError, match="llmcond extract"):
-        store.lookup(INPUTS[:1]).read()
-
-
-def test_key_distinguishes_instruction_from_text(store):
-    append(store)
-    assert store.missing([EncoderInput("text", " 0"), EncoderInput("text 0", "")]) == [0, 1]
-
-
-def test_truncated_inputs_are_counted(store):
-    append(store)
-    assert store.count_truncated_at(store.positions(INPUTS)) == 7
-    assert store.count_truncated_at(store.positions([INPUTS[0], INPUTS[1], INPUTS[0]])) == 2
-    assert store.count_truncated_at(store.positions([])) == 0
-
-
-@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"pooling": "cls"}, {"weights": "x"}])
-def test_different_encoders_do_not_share_vectors(tmp_path, store, change):
-    append(store)
-    other = FeatureStore(tmp_path, replace(IDENTITY, **change), "float32")
-    assert other.missing(INPUTS) == list(range(20))
-    append(other, vectors=-VECTORS)
-    np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
-    np.testing.assert_array_equal(other.lookup(INPUTS).read(), -VECTORS)
-
-
-def test_store_types_do_not_share_vectors(tmp_path, store):
-    append(store)
-    assert FeatureStore(tmp_path, IDENTITY, "float16").missing(INPUTS) == list(range(20))
-
-
-def test_reopened_store_holds_the_same_vectors(tmp_path, store):
-    append(store)
-    reopened = FeatureStore(tmp_path, IDENTITY, "float32")
-    assert len(reopened) == 20
-    np.testing.assert_array_equal(reopened.lookup(INPUTS).read(), VECTORS)
-
-
-def test_other_handle_sees_rows_after_refresh(tmp_path, store):
-    append(store, range(5))
-    other = FeatureStore(tmp_path, IDENTITY, "float32")
-    append(store, range(5, 9))
-    assert len(other) == 5
-    other.refresh()
-    np.testing.assert_array_equal(other.lookup(INPUTS[:9]).read(), VECTORS[:9])
-
-
-def test_handle_opened_before_first_row_sees_it_after_refresh(tmp_path, store):
-    other = FeatureStore(tmp_path, IDENTITY, "float32")
-    append(store)
-    other.refresh()
-    assert other.missing(INPUTS) == []
-
-
-def test_stale_handle_stores_no_duplicates(tmp_path, store):
-    stale = FeatureStore(tmp_path, IDENTITY, "float32")
-    append(store, range(10))
-    assert append(stale) == 10
-    assert len(stale) == 20
-
-
-def test_opening_writes_nothing(tmp_path, store):
-    assert len(store) == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_store_describes_its_encoder(store):
-    append(store)
-    description = json.loads((store.folder / "store.json").read_text())
-    assert description == {"format": 1, "dtype": "float32", "encoder": IDENTITY.to_json()}
-
-
-def test_store_of_newer_version_is_rejected(tmp_path, store):
-    append(store)
-    (store.folder / "store.json").write_text('{"format": 2}')
-    with pytest.raises(UserError, match=r"newer version of llmcond.*Upgrade llmcond"):
-        FeatureStore(tmp_path, IDENTITY, "float32")
-
-
-def test_store_without_format_is_rejected(tmp_path, store):
-    append(store)
-    (store.folder / "store.json").write_text("{}")
-    with pytest.raises(LlmcondError, match="no format version"):
-        FeatureStore(tmp_path, IDENTITY, "float32")
-
-
-def test_part_is_claimed_by_one_handle_at_a_time(tmp_path, store):
-    other = FeatureStore(tmp_path, IDENTITY, "float32")
-    with store.claim("part") as mine:
-        assert mine
-        with other.claim("part") as theirs, other.claim("another") as another:
-            assert not theirs
-            assert another
-    with other.claim("part") as later:
-        assert later
-
-
-def test_positions_follow_the_order_of_addition(store):
-    append(store, [7, 3])
-    append(store, [3, 11])
-    assert store.positions([INPUTS[i] for i in (11, 0, 7, 3, 7)]).tolist() == [2, -1, 0, 1, 0]
-    assert store.positions([]).tolist() == []
-    assert store.count_truncated_at(store.positions([INPUTS[3], INPUTS[7]])) == 1
-    assert store.count_truncated_at(store.positions([])) == 0
-
-
-# -- many commits ----------------------------------------------------------------------------------
-
-MANY = [EncoderInput("", f"one of many {i}") for i in range(600)]
-MANY_VECTORS = np.random.default_rng(1).normal(size=(600, 6)).astype(np.float32)
-
+N = 600
+INPUTS = [EncoderInput("", f"text {i}") for i in range(N)]
+VECTORS = np.random.default_rng(0).normal(size=(N, 6)).astype(np.float32)
 
 #: Settings that merge after every few commits, and that keep no old version.
 EAGER = {"_MERGED_FRAGMENTS": 4, "_LARGEST_PART": 2, "_FULL_ROWS": 60, "_RETAINED_VERSIONS": 1}
@@ -218,84 +47,243 @@ def eager_merging(monkeypatch):
     merge_eagerly(monkeypatch.setattr)
 
 
-def add_rows(store, indices):
-    """Add some of the many inputs. No test adds them in ascending order."""
+@pytest.fixture(params=["folder", "bucket"])
+def root(request, tmp_path):
+    return tmp_path if request.param == "folder" else request.getfixturevalue("bucket")
+
+
+def open_store(root, dtype="float32", **options):
+    return FeatureStore(root, IDENTITY, dtype, **options)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(tmp_path)
+
+
+def add_rows(store, indices, vectors=VECTORS):
+    """Add some of the inputs. Every third one is marked as truncated."""
     indices = list(indices)
     n_tokens = np.array(indices, dtype=np.int32)
-    encoded = Encoded(MANY_VECTORS[indices], n_tokens, n_tokens % 3 == 0)
-    return store.append([MANY[i] for i in indices], encoded)
+    encoded = Encoded(vectors[indices], n_tokens, n_tokens % 3 == 0)
+    return store.append([INPUTS[i] for i in indices], encoded)
 
 
-def check_contents(store, indices):
-    """Check that the store holds exactly these of the many inputs, each complete and once."""
+def open_dataset(store):
+    location = store._location
+    return lance.dataset(location.uri, storage_options=location.options)
+
+
+def check_contents(store, indices, *, once=True):
+    """Check that the store holds exactly these inputs, at the right positions.
+
+    With ``once``, each has a single row.
+    """
     indices = sorted(indices)
-    inputs = [MANY[i] for i in indices]
-    assert set(range(len(MANY))) - set(store.missing(MANY)) == set(indices)
-    assert len(store) == len(indices)
-    np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[indices])
+    inputs = [INPUTS[i] for i in indices]
+    assert sorted(set(range(N)) - set(store.missing(INPUTS))) == indices
+    np.testing.assert_array_equal(store.lookup(inputs).read(), VECTORS[indices])
     assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in indices)
-    table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
-    keys = [item.key for item in inputs]
-    assert store.positions(inputs).tolist() == [table["key"].to_pylist().index(key) for key in keys]
-    assert sorted(table["n_tokens"].to_pylist()) == indices
+    rows = open_dataset(store).to_table(columns=["key", "n_tokens"])
+    assert rows["n_tokens"].take(store.positions(inputs)).to_pylist() == indices
+    assert set(rows["key"].to_pylist()) == {item.key for item in inputs}
+    assert len(rows) == len(store)
+    assert len(rows) == len(indices) or not once
 
 
-def list_files(store, kind):
-    return list((store.folder / "vectors.lance" / kind).iterdir())
+def list_files(store, kind="."):
+    return sorted(path for path in (store.folder / kind).rglob("*") if path.is_file())
 
 
-def test_merging_preserves_row_positions(eager_merging, tmp_path, store):
-    order = np.random.default_rng(2).permutation(300)
-    add_rows(store, order[:2])
-    opened_before = FeatureStore(tmp_path, IDENTITY, "float32")
-    opened_within = None
-    block_size, start = 0, 2
-    while start < 300:
-        block_size = block_size % 5 + 1
-        add_rows(store, order[start : start + block_size])
-        start += block_size
-        if start > 100 and opened_within is None:
-            opened_within = FeatureStore(tmp_path, IDENTITY, "float32")
-        inputs = [MANY[i] for i in order[:start]]
-        assert store.positions(inputs).tolist() == list(range(min(start, 300)))
-    check_contents(store, range(300))
-    for other in (opened_before, opened_within):
-        other.refresh()
-        check_contents(other, range(300))
-    check_contents(FeatureStore(tmp_path, IDENTITY, "float32"), range(300))
+# -- reading and writing ---------------------------------------------------------------------------
 
 
-def test_old_handle_can_read_after_its_files_are_removed(eager_merging, tmp_path, store):
-    for i in range(3):
-        add_rows(store, [2 * i, 2 * i + 1])
-    old = FeatureStore(tmp_path, IDENTITY, "float32")
-    old_files = list_files(store, "data")
-    for i in range(6, 20):
-        add_rows(store, [i])
-    assert not any(path.exists() for path in old_files)
-    indices = [5, 0, 3]
-    assert len(old) == 6
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_vectors_are_stored_once_and_read_back_in_any_order(root, dtype):
+    store = open_store(root, dtype)
+    assert store.missing(INPUTS[:3]) == [0, 1, 2]
+    assert add_rows(store, [7, 3]) == 2
+    # The first vector of an input stays.
+    assert add_rows(store, [3, 11, 0, 7], VECTORS + 1) == 2
+    assert add_rows(store, [0, 3]) == 0
+    expected = np.where(np.isin(np.arange(N), [11, 0])[:, None], VECTORS + 1, VECTORS)
+    for handle in (store, open_store(root, dtype)):
+        assert len(handle) == 4
+        assert handle.missing(INPUTS[:5]) == [1, 2, 4]
+        assert handle.missing([]) == []
+        indices = [0, 7, 3, 11, 7]
+        inputs = [INPUTS[i] for i in indices]
+        assert handle.positions([INPUTS[1], *inputs]).tolist() == [-1, 3, 0, 1, 2, 0]
+        assert handle.positions([]).tolist() == []
+        read = handle.lookup(inputs).read()
+        assert read.dtype == np.float32
+        np.testing.assert_array_equal(read, expected[indices].astype(dtype).astype(np.float32))
+        assert handle.count_truncated_at(handle.positions(inputs)) == 2
+        assert handle.count_truncated_at(handle.positions([])) == 0
+        handle.check_writable()
+    assert len(open_dataset(store).to_table()) == 4
+
+
+def test_encoders_types_and_instructions_do_not_share_vectors(tmp_path, store):
+    add_rows(store, range(20))
+    assert store.missing([EncoderInput("text", " 0"), EncoderInput("text 0", "")]) == [0, 1]
+    assert open_store(tmp_path, "float16").missing(INPUTS[:20]) == list(range(20))
+    for change in ({"dtype": "bfloat16"}, {"pooling": "cls"}, {"weights": "x"}):
+        other = FeatureStore(tmp_path, replace(IDENTITY, **change), "float32")
+        assert other.missing(INPUTS[:20]) == list(range(20))
+        add_rows(other, range(20), -VECTORS)
+        np.testing.assert_array_equal(other.lookup(INPUTS[:20]).read(), -VECTORS[:20])
+    check_contents(store, range(20))
+
+
+def test_handles_see_rows_of_others_after_refresh(tmp_path, store):
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    # Opening writes nothing.
+    assert list(tmp_path.iterdir()) == []
+    add_rows(store, range(5))
+    assert len(first) == 0
+    first.refresh()
+    check_contents(first, range(5))
+    # A handle that has not been refreshed stores no duplicates.
+    assert add_rows(second, range(9)) == 4
+    check_contents(second, range(9))
+
+
+def test_store_describes_its_encoder_and_format(root, monkeypatch):
+    store = open_store(root)
+    add_rows(store, [0])
+    description = {"format": 1, "dtype": "float32", "encoder": IDENTITY.to_json()}
+    assert store._location.description(store._dataset) == description
+    monkeypatch.setattr(store_module, "FORMAT", 0)
+    with pytest.raises(UserError, match=r"newer version of llmcond.*Upgrade llmcond"):
+        open_store(root)
+    (path := store.folder / "store.json").parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        assert json.loads(path.read_text()) == description
+        path.write_text("{}")
+        with pytest.raises(LlmcondError, match="no format version"):
+            open_store(root)
+
+
+def test_rows_of_workers_are_read_once(root):
+    """Workers do not look whether the store has an input already."""
+    store = open_store(root)
+    workers = [open_store(root, only_write=True) for _ in range(2)]
+    assert [add_rows(worker, range(n)) for worker, n in zip(workers, (12, 8), strict=True)] == [
+        12,
+        8,
+    ]
+    assert add_rows(workers[0], range(10, 20)) == 10
+    store.merge()
+    assert add_rows(store, range(20)) == 0
+    check_contents(store, range(20), once=False)
+    assert len(store) == 30
+
+
+# -- lookups ---------------------------------------------------------------------------------------
+
+LOOKUP_INDICES = [19, 3, 0, 7, 3, 11, 19, 19, 5]
+
+
+def check_lookup(store, indices=LOOKUP_INDICES):
+    """Check that a lookup reads each distinct vector once, and return their table."""
+    rows = store.lookup([INPUTS[i] for i in indices])
+    table, index = rows.table.array, rows.index
+    assert table.dtype == np.dtype(store.dtype)
+    assert len({row.tobytes() for row in table}) == len(table) == len(set(indices))
+    np.testing.assert_array_equal(table[index], VECTORS[indices].astype(store.dtype))
+    return table
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 65_536])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_large_tables_are_memory_maps_of_unnamed_files(tmp_path, monkeypatch, dtype, block_size):
+    monkeypatch.setattr(store_module, "_READ_ROWS", block_size)
+    store = open_store(tmp_path, dtype)
+    add_rows(store, [7, 3, 11, 0])
+    add_rows(store, [19, 5])
+    size = 6 * VECTORS.shape[1] * np.dtype(dtype).itemsize
+    monkeypatch.setattr(store_module, "_MAX_TABLE_BYTES", size - 1)
+    check_lookup(store, [5] * 7)
+    files, process = list_files(store), psutil.Process()
+    n_opened = process.num_fds()
+    table = check_lookup(store)
+    assert isinstance(table, np.memmap)
+    assert list_files(store) == files
+    del table
+    assert process.num_fds() <= n_opened
+    monkeypatch.setattr(store_module, "_MAX_TABLE_BYTES", size)
+    assert not isinstance(check_lookup(store), np.memmap)
+
+
+def test_failed_lookup_leaves_no_file(store, monkeypatch):
+    add_rows(store, range(20))
+    files = list_files(store)
+    monkeypatch.setattr(store_module, "_READ_ROWS", 2)
+    with pytest.raises(UserError, match=r"2 of 5 features.*Run the same `llmcond extract` again"):
+        store.lookup([INPUTS[i] for i in (3, 21, 4, 20, 5)])
+    usage = SimpleNamespace(free=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(location_module.shutil, "disk_usage", lambda _: usage)
+        check_lookup(store)
+        monkeypatch.setattr(store_module, "_MAX_TABLE_BYTES", 0)
+        with pytest.raises(DiskFullError, match="the disk is full"):
+            store.lookup([INPUTS[3]])
+    results = iter([store._read_vectors(np.array([0, 3]))])
+
+    def fail_after_first_call(_):
+        if (result := next(results, None)) is None:
+            raise OSError("gone")
+        return result
+
+    store._read_vectors = fail_after_first_call
+    with pytest.raises(OSError, match="gone"):
+        store.lookup([INPUTS[i] for i in LOOKUP_INDICES])
+    assert list_files(store) == files
+
+
+def test_empty_lookup_returns_empty_arrays(store):
+    rows = store.lookup([])
+    assert (rows.table.shape, rows.index.shape) == ((0, 0), (0,))
+    with pytest.raises(UserError, match="llmcond extract"):
+        store.lookup(INPUTS[:1])
+
+
+# -- many commits ----------------------------------------------------------------------------------
+
+
+def test_merging_preserves_row_positions(eager_merging, root):
+    store = open_store(root)
+    order = np.random.default_rng(2).permutation(100).tolist()
+    add_rows(store, order[:4])
+    old, other = open_store(root), open_store(root)
+    start, size = 4, 1
+    while start < 100:
+        add_rows(store, order[start : start + size])
+        start, size = start + size, size % 5 + 1
+    assert store.positions([INPUTS[i] for i in order]).tolist() == list(range(100))
+    assert len(open_dataset(store).get_fragments()) < 10
+    # The files of the version that the old handles have opened are gone.
+    with pytest.raises((OSError, ValueError)):
+        old._dataset.to_table()
     np.testing.assert_array_equal(
-        old.lookup([MANY[i] for i in indices]).read(), MANY_VECTORS[indices]
+        old.lookup([INPUTS[i] for i in order[3::-1]]).read(), VECTORS[order[3::-1]]
     )
-    stale = FeatureStore(tmp_path, IDENTITY, "float32")
-    for i in range(20, 40):
-        add_rows(store, [i])
-    assert stale.count_truncated_at(stale.positions([MANY[i] for i in indices])) == 2
-    assert add_rows(stale, range(45)) == 5
-    check_contents(stale, range(45))
+    assert add_rows(other, range(105)) == 5
+    for handle in (other, open_store(root)):
+        check_contents(handle, range(105))
 
 
-def test_number_of_files_and_versions_stays_small(tmp_path):
-    store = FeatureStore(tmp_path, IDENTITY, "float32")
+def test_number_of_files_and_versions_stays_small(store):
     peaks = {"data": 0, "_versions": 0, "_transactions": 0}
-    for i in range(300):
+    for i in range(150):
         add_rows(store, [2 * i, 2 * i + 1])
-        peaks = {kind: max(n, len(list_files(store, kind))) for kind, n in peaks.items()}
-    # There were 300 commits. Merging leaves the old files in place for a while.
-    assert len(lance.dataset(store._location.uri).get_fragments()) < 45
-    assert all(n < 110 for n in peaks.values())
-    check_contents(store, range(600))
+        for kind, peak in peaks.items():
+            peaks[kind] = max(peak, len(list_files(store, f"vectors.lance/{kind}")))
+    # Merging leaves the old files in place for a while.
+    assert len(open_dataset(store).get_fragments()) < 45
+    assert all(peak < 110 for peak in peaks.values())
+    check_contents(store, range(300))
 
 
 def test_files_of_a_killed_merge_are_removed(eager_merging, store):
@@ -308,24 +296,18 @@ def test_files_of_a_killed_merge_are_removed(eager_merging, store):
     check_contents(store, range(8))
 
 
-def test_nothing_is_merged_on_a_full_disk(eager_merging, store, monkeypatch):
+def test_full_disk_stops_merging_before_it_stops_appending(eager_merging, store, monkeypatch):
     usage = SimpleNamespace(free=1_000)
-    monkeypatch.setattr(store_module, "SPARE_BYTES", 0)
     monkeypatch.setattr(location_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(store_module, "SPARE_BYTES", 0)
     for i in range(60):
         add_rows(store, [i])
     # A row has 6 numbers of 4 bytes, and merging needs the space of the merged rows twice.
-    assert 20 < len(lance.dataset(store._location.uri).get_fragments()) <= 60
+    assert 20 < len(open_dataset(store).get_fragments()) <= 60
+    monkeypatch.setattr(store_module, "SPARE_BYTES", 1_000)
+    with pytest.raises(DiskFullError, match="the 60 features already stored are kept"):
+        add_rows(store, [60])
     check_contents(store, range(60))
-
-
-def test_append_raises_on_a_full_disk(store, monkeypatch):
-    add_rows(store, [0])
-    usage = SimpleNamespace(free=100)
-    monkeypatch.setattr(location_module.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(DiskFullError, match="the 1 features already stored are kept"):
-        add_rows(store, [1])
-    check_contents(store, range(1))
 
 
 def test_only_the_last_fragments_are_mergeable():
@@ -363,23 +345,23 @@ def add_rows_in_random_order(store, seed, added):
     order = np.random.default_rng(seed).permutation(200)
     for start in range(0, 200, 7):
         indices = order[start : start + 7]
-        if store.missing([MANY[i] for i in indices]):
+        if store.missing([INPUTS[i] for i in indices]):
             added.append(add_rows(store, indices))
 
 
 def read_until(done, store):
     while not done.is_set():
         store.refresh()
-        stored = sorted(set(range(200)) - set(store.missing(MANY[:200])))
-        inputs = [MANY[i] for i in stored]
+        stored = sorted(set(range(200)) - set(store.missing(INPUTS[:200])))
+        inputs = [INPUTS[i] for i in stored]
         if stored:
-            np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[stored])
+            np.testing.assert_array_equal(store.lookup(inputs).read(), VECTORS[stored])
         assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in stored)
 
 
 def test_threads_add_each_input_once(eager_merging, tmp_path, store):
     """Some threads share an object, others only a folder, while two threads read."""
-    second, third = (FeatureStore(tmp_path, IDENTITY, "float32") for _ in range(2))
+    second, third = open_store(tmp_path), open_store(tmp_path)
     added, done = [], threading.Event()
     with ThreadPoolExecutor(6) as pool:
         readers = [pool.submit(read_until, done, handle) for handle in (store, third)]
@@ -398,7 +380,7 @@ def test_threads_add_each_input_once(eager_merging, tmp_path, store):
 
 
 def test_read_that_fails_twice_is_repeated_under_the_lock(store):
-    append(store)
+    add_rows(store, [0])
     locked = []
 
     def attempt():
@@ -415,109 +397,82 @@ def test_read_that_fails_twice_is_repeated_under_the_lock(store):
     assert locked == [False, False, True]
 
 
-def test_claim_may_end_in_another_thread(store):
-    block = store.claim("part")
+def test_claims_exclude_other_handles_and_leave_no_files(tmp_path, store):
+    claims = store.folder / "claims"
+    with store.claim("part") as is_claimed:
+        assert is_claimed
+        (claims / "left.lock").touch()  # as a killed process leaves it
+        with store.claim("second"):
+            # The locks of other processes are tried only once.
+            assert (claims / "left.lock").exists()
+        other = open_store(tmp_path)
+        with other.claim("part") as is_claimed_again, other.claim("another") as is_other_claimed:
+            assert not is_claimed_again
+            assert is_other_claimed
+            assert {path.name for path in claims.glob("*.lock")} == {"part.lock", "another.lock"}
+    # A claim may end in another thread.
+    block = other.claim("part")
     assert block.__enter__()
     thread = threading.Thread(target=block.__exit__, args=(None, None, None))
     thread.start()
     thread.join()
-    with store.claim("part") as mine:
-        assert mine
-
-
-def test_claims_of_killed_processes_are_removed(tmp_path, store):
-    append(store, [0])
-    with store.claim("mine") as mine:
-        assert mine
-        claims = store.folder / "claims"
-        (claims / "left.lock").touch()
-        second = FeatureStore(tmp_path, IDENTITY, "float32")
-        with second.claim("other") as other:
-            assert other
-            assert {path.name for path in claims.glob("*.lock")} == {"mine.lock", "other.lock"}
-        with second.claim("mine") as claimed_again:
-            assert not claimed_again
+    with store.claim("part") as is_claimed:
+        assert is_claimed
     assert list(claims.glob("*.lock")) == []
 
 
-def test_locks_of_other_processes_are_tried_only_once(store):
-    with store.claim("first"):
-        abandoned = store.folder / "claims" / "abandoned.lock"
-        abandoned.touch()
-        with store.claim("second"):
-            assert abandoned.exists()
-
-
-def test_claims_leave_no_files_behind(store):
-    held = [store.claim(f"held {i}") for i in range(3)]
-    assert all(block.__enter__() for block in held)
-    for i in range(50):
-        with store.claim(str(i)) as mine:
-            assert mine
-    locks = store.folder / "claims"
-    assert len(list(locks.glob("*.lock"))) == 3
-    for block in held:
-        block.__exit__(None, None, None)
-    assert list(locks.glob("*.lock")) == []
-
-
 def test_threads_claim_a_part_one_at_a_time(tmp_path, store):
-    second = FeatureStore(tmp_path, IDENTITY, "float32")
-    inside, claims, counts = [], [], []
+    second = open_store(tmp_path)
+    inside, counts = [], []
 
     def claim_repeatedly(handle):
         for _ in range(60):
-            with handle.claim("part") as mine:
-                if mine:
+            with handle.claim("part") as is_claimed:
+                if is_claimed:
                     inside.append(1)
                     counts.append(len(inside))
-                    claims.append(1)
                     inside.pop()
 
-    threads = [
-        threading.Thread(target=claim_repeatedly, args=(handle,))
-        for handle in (store, store, second)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        for task in [pool.submit(claim_repeatedly, handle) for handle in (store, store, second)]:
+            task.result()
     assert set(counts) == {1}
-    # The number of claims depends on how threads take turns, but the last one always succeeds.
-    assert claims
-    with store.claim("part") as mine:
-        assert mine
 
 
-def keep_adding(root, seed, connection, killed_in_merge):
-    """Add the many inputs in a separate process, until it is killed."""
+def keep_adding(root, environment, seed, connection):
+    """Add the inputs in a separate process, until it is killed.
+
+    With seed 0, it dies between writing a merged file and committing it.
+    """
+    os.environ.update(environment)
     merge_eagerly(setattr)
-    if killed_in_merge:
-        commit = lance_io.commit_rows
+    commit = lance_io.commit_rows
 
-        def commit_or_die(dataset, options, fragments, removed=()):
-            if removed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return commit(dataset, options, fragments)
+    def commit_or_die(dataset, options, fragments, removed=()):
+        if removed and seed == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit(dataset, options, fragments, removed)
 
-        lance_io.commit_rows = commit_or_die
+    lance_io.commit_rows = commit_or_die
     connection.send("ready")
     connection.recv()
-    store = FeatureStore(root, IDENTITY, "float32")
-    order = np.random.default_rng(seed).permutation(len(MANY))
-    for start in range(0, len(order), 3):
+    store = open_store(root)
+    order = np.random.default_rng(seed).permutation(N)
+    for start in range(0, N, 3):
         add_rows(store, order[start : start + 3])
     connection.recv()
 
 
 @pytest.fixture
-def adding_processes(tmp_path):
+def adding_processes(request, root):
     """Three processes that wait before their first input. The first one dies as it merges."""
+    is_bucket = isinstance(root, str)
+    environment = s3_environment(request.getfixturevalue("s3_server").port) if is_bucket else {}
     workers = []
     for seed in range(3):
-        parent_end, child_end = SPAWNING.Pipe()
-        arguments = (tmp_path, seed, child_end, seed == 0)
-        process = SPAWNING.Process(target=keep_adding, args=arguments, daemon=True)
+        parent_end, child_end = FORK_CONTEXT.Pipe()
+        arguments = (root, environment, seed, child_end)
+        process = FORK_CONTEXT.Process(target=keep_adding, args=arguments, daemon=True)
         process.start()
         workers.append((process, parent_end))
     assert [connection.recv() for _, connection in workers] == ["ready"] * 3
@@ -527,26 +482,281 @@ def adding_processes(tmp_path):
         process.join()
 
 
-def test_killed_processes_leave_complete_rows(tmp_path, adding_processes):
-    """One dies between writing a merged file and committing it, the others at any point."""
+@pytest.mark.parametrize(
+    "root", ["folder", pytest.param("bucket", marks=pytest.mark.slow)], indirect=True
+)
+def test_killed_processes_leave_complete_rows(root, adding_processes):
     (first, connection), *others = adding_processes
     connection.send("go")
     first.join(PATIENCE)
-    watcher = FeatureStore(tmp_path, IDENTITY, "float32")
+    watcher = open_store(root)
     assert len(watcher) == 3 * EAGER["_MERGED_FRAGMENTS"]
     for _, connection in others:
         connection.send("go")
     for process, _ in others:
-        n_expected = min(len(watcher) + 50, len(MANY))
+        n_expected = min(len(watcher) + 50, N)
         while process.is_alive() and len(watcher) < n_expected:
             watcher.refresh()
         process.kill()
         process.join()
     assert [process.exitcode for process, _ in adding_processes] == [-signal.SIGKILL] * 3
     watcher.refresh()
-    stored = set(range(len(MANY))) - set(watcher.missing(MANY))
-    check_contents(watcher, stored)
-    store = FeatureStore(tmp_path, IDENTITY, "float32")
-    check_contents(store, stored)
-    assert add_rows(store, range(len(MANY))) == len(MANY) - len(stored)
-    check_contents(store, range(len(MANY)))
+    stored = set(range(N)) - set(watcher.missing(INPUTS))
+    for handle in (watcher, open_store(root)):
+        check_contents(handle, stored)
+    assert add_rows(watcher, range(N)) == N - len(stored)
+    check_contents(watcher, range(N))
+
+
+# -- object stores ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket_store(bucket):
+    return open_store(bucket)
+
+
+@pytest.fixture
+def other_machine(monkeypatch, tmp_path, bucket, bucket_store):
+    """The same store as another machine sees it, with separate locks."""
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+        handle = open_store(bucket)
+    assert handle.folder != bucket_store.folder
+    return handle
+
+
+def test_two_machines_lose_no_rows(eager_merging, bucket_store, other_machine):
+    handles = (bucket_store, other_machine)
+    added = [[], []]
+    with ThreadPoolExecutor(2) as pool:
+        for task in [
+            pool.submit(add_rows_in_random_order, handles[seed], seed, added[seed])
+            for seed in range(2)
+        ]:
+            task.result()
+    for handle in handles:
+        handle.refresh()
+        check_contents(handle, range(200), once=False)
+
+
+@pytest.mark.parametrize("name", ["commit_first", "commit_rows"])
+def test_commit_after_that_of_another_machine_is_repeated(
+    bucket_store, other_machine, monkeypatch, name
+):
+    commit, n_added_by_other = getattr(lance_io, name), []
+
+    def commit_after_other(*arguments):
+        monkeypatch.setattr(store_module, name, commit)
+        n_added_by_other.append(add_rows(other_machine, range(5, 15)))
+        return commit(*arguments)
+
+    monkeypatch.setattr(store_module, name, commit_after_other)
+    if name == "commit_rows":
+        add_rows(bucket_store, range(5))
+    assert add_rows(bucket_store, range(5, 20)) == 15
+    assert n_added_by_other == [10]
+    check_contents(bucket_store, range(5 if name == "commit_first" else 0, 20), once=False)
+
+
+@pytest.fixture
+def proxy(s3_server, bucket_store, monkeypatch):
+    """A proxy between the server and the handles that are opened from now on."""
+    server_proxy = Proxy(s3_server.port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server_proxy.port}")
+    yield server_proxy
+    server_proxy.close()
+
+
+def catch_message(attempt):
+    """Return the message of an error, after checking that it is one line without secrets."""
+    with pytest.raises(LlmcondError) as caught:
+        attempt()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert ACCESS_KEY not in message
+    assert SECRET_KEY not in message
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    return message
+
+
+def test_failed_requests_are_reported(bucket, proxy, monkeypatch):
+    monkeypatch.setattr(object_stores, "_PATIENCE", {"client_max_retries": "0"})
+    message = catch_message(lambda: open_store("s3://nobody/here"))
+    assert re.match(
+        r"there is no bucket s3://nobody\. Create it, or check AWS_.*AWS_REGION", message
+    )
+    proxied = open_store(bucket)
+    for answer, expected in (
+        ((403, "AccessDenied"), r"access was denied \(AccessDenied\).*AWS_SECRET_ACCESS_KEY"),
+        ((503, "SlowDown"), "the store answered with SlowDown.*Run the same command again later"),
+    ):
+        proxy.answer = answer
+        for attempt in (lambda: open_store(bucket), lambda: add_rows(proxied, [0])):
+            assert re.search(f"^{bucket}/.*{expected}", catch_message(attempt))
+        assert re.search(expected, catch_message(proxied.check_writable))
+    proxy.close()
+    message = catch_message(lambda: open_store(bucket))
+    assert re.search(r"cannot be reached\. Run the same command again.*AWS_ENDPOINT_URL", message)
+
+
+def test_requests_to_a_busy_server_are_repeated(bucket, proxy):
+    proxied = open_store(bucket)
+    proxy.answer, proxy.most = (503, "SlowDown"), 2
+    add_rows(proxied, range(10))
+    assert proxy.refused == 2
+    # The server has written the version, so the client's second request finds that it exists.
+    proxy.only, proxy.loses_answers, proxy.most = ("PUT", "_versions/"), True, 3
+    assert add_rows(proxied, range(30)) == 20
+    assert proxy.refused == 3
+    check_contents(proxied, range(30), once=False)
+
+
+def test_storage_without_conditional_writes_is_reported(bucket, bucket_store, proxy):
+    proxied = open_store(bucket)
+    add_rows(proxied, range(10))
+    proxy.answer, proxy.only = (412, "PreconditionFailed"), ("PUT", "_versions/")
+    assert "If-None-Match" in catch_message(lambda: add_rows(proxied, range(20)))
+    bucket_store.refresh()
+    check_contents(bucket_store, range(10))
+
+
+@pytest.mark.slow
+def test_rows_lost_by_a_killed_server_are_written_again(tmp_path, monkeypatch):
+    server = S3Server()
+    try:
+        for name, value in s3_environment(server.port).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(object_stores, "_PATIENCE", {"client_max_retries": "0"})
+        uri = f"s3://features/{tmp_path.name}"
+        store = open_store(uri)
+        add_rows(store, range(10))
+        server.kill()
+        assert "cannot be reached" in catch_message(lambda: add_rows(store, range(20)))
+        server.start()  # The server has lost everything, as it keeps objects in memory.
+        with pytest.raises(LlmcondError, match="cannot be read"):
+            add_rows(store, range(20))
+        reopened = open_store(uri)
+        assert add_rows(reopened, range(20)) == 20
+        check_contents(reopened, range(20))
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    ("uri", "text", "expected"),
+    [
+        (
+            "s3://b/x",
+            "Generic S3 error: Server returned non-2xx status code: 403 Forbidden: <?xml?><Error>"
+            "<Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>KEY</AWSAccessKeyId></Error>",
+            "s3://b/x: access was denied (SignatureDoesNotMatch). Set AWS_ACCESS_KEY_ID,",
+        ),
+        (
+            "s3://b/x",
+            "Generic N/A error: Failed to get AWS credentials: ProviderError(ProviderError { KEY",
+            "s3://b/x: no credentials were found. Set AWS_ACCESS_KEY_ID,",
+        ),
+        (
+            "s3://b/x",
+            "Generic S3 error: Failed to resolve region for bucket 'b'",
+            "s3://b/x: the region of the bucket is unknown.",
+        ),
+        (
+            "gs://b/x",
+            "Generic GCS error: Error performing token request: Error performing GET http://KEY",
+            "gs://b/x: no credentials were found. Set GOOGLE_APPLICATION_CREDENTIALS (",
+        ),
+        (
+            "az://b/x",
+            "Unable to find object store prefix: no Azure account name in URI, and no storage",
+            "az://b/x: no credentials were found. Set AZURE_STORAGE_ACCOUNT_NAME and",
+        ),
+        (
+            "az://b/x",
+            "status code: 404 Not Found: <Error><Code>ContainerNotFound</Code> ?sig=KEY",
+            "there is no bucket az://b. Create it, or check AZURE_STORAGE_ACCOUNT_NAME",
+        ),
+    ],
+)
+def test_storage_errors_are_reported_without_secrets(uri, text, expected):
+    """The texts are abridged from Lance's errors; KEY stands for secrets."""
+    with pytest.raises(UserError) as caught:
+        BucketLocation(uri).raise_unreachable(OSError(text))
+    assert str(caught.value).startswith(expected)
+    assert "KEY" not in str(caught.value).replace("ACCESS_KEY", "").replace("ACCOUNT_KEY", "")
+
+
+def test_damaged_file_is_reported_without_signed_urls():
+    text = "Not found: x?X-Amz-Signature=KEY <Error><AWSAccessKeyId>KEY, /home/a/b.rs:1:2"
+    message = BucketLocation("s3://b/x").damage_message(OSError(text))
+    assert message.startswith(
+        "s3://b/x/vectors.lance cannot be read: Not found: x. If it is damaged, delete"
+    )
+
+
+# -- store URIs ------------------------------------------------------------------------------------
+
+
+def test_store_uris_are_normalized(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for uri, expected in {
+        "s3://features/": "s3://features",
+        "gs://features/a/b/": "gs://features/a/b",
+        "az://features/a": "az://features/a",
+        "file:///tmp/../tmp/x": "/tmp/x",
+        "file://localhost/tmp/a%20b": "/tmp/a b",
+        "/tmp/x/": "/tmp/x",
+        "a/b": str(tmp_path / "a" / "b"),
+    }.items():
+        assert resolve_store_uri(uri) == expected
+    store = open_store(f"file://{tmp_path}/a%20b")
+    add_rows(store, [0])
+    assert store.folder.parent == tmp_path / "a b"
+    assert (store.folder / "store.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("s4://features/x", "s3://, gs://, az://, file:/// or a folder. Did you mean 's3'"),
+        ("s3://[features/x", "s3://... is not a valid URI"),
+        ("s3://features/x#y", "contains credentials or options"),
+        (f"s3://{ACCESS_KEY}:{SECRET_KEY}@features/x", "Credentials are read from the environment"),
+        (f"s3://features/x?secret={SECRET_KEY}", "Credentials are read from the environment"),
+        ("s3:/features/x", "names no bucket; expected s3://BUCKET/PATH"),
+        ("s3:///x", "names no bucket"),
+    ],
+)
+def test_invalid_store_uri_is_rejected(uri, expected):
+    with pytest.raises(UserError, match=re.escape(expected)) as caught:
+        resolve_store_uri(uri)
+    assert SECRET_KEY not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_of_locks_belongs_to_one_user(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    location = BucketLocation("s3://somewhere/features/store")
+    location.prepare()
+    lock_folder = location.folder.parent
+    assert lock_folder.stat().st_mode & 0o777 == 0o700
+    lock_folder.chmod(0o777)
+    with pytest.raises(UserError, match=r"other users can write to it.*set TMPDIR"):
+        location.prepare()
+    lock_folder.chmod(0o755)
+    location.prepare()
+    with monkeypatch.context() as patch:
+        user = os.getuid()
+        patch.setattr("os.getuid", lambda: user + 1)
+        with pytest.raises(UserError, match="not your folder"):
+            location.prepare()
+    lock_folder.rename(tmp_path / "taken")
+    lock_folder.symlink_to(tmp_path / "taken")
+    with pytest.raises(UserError, match="not your folder"):
+        location.prepare()
+    lock_folder.unlink()
+    lock_folder.touch()
+    with pytest.raises(UserError, match="cannot be created"):
+        location.prepare()
