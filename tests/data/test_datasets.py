@@ -35,12 +35,6 @@ def load_rows(*arguments: Any, **options: Any) -> Rows:
     return read_rows(*arguments, **options)[0]
 
 
-def write_json_lines(path: Path, *labels: str) -> str:
-    start = '{"sentence1": "a", "sentence2": "b", "condition": "c", "label": '
-    path.write_text("".join(f"{start}{label}}}\n" for label in labels))
-    return str(path)
-
-
 def make_rows(pairs: list[tuple[str, str]]) -> Rows:
     return Rows(
         sentence1=[first for first, _ in pairs],
@@ -52,11 +46,7 @@ def make_rows(pairs: list[tuple[str, str]]) -> Rows:
     )
 
 
-def unordered_pairs(rows: Rows) -> set[frozenset[str]]:
-    return {frozenset(pair) for pair in zip(rows.sentence1, rows.sentence2, strict=True)}
-
-
-# --- Ratings ----------------------------------------------------------------------------------
+# -- ratings ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,12 +55,9 @@ def unordered_pairs(rows: Rows) -> set[frozenset[str]]:
         (RatingScale(), [1, 2, 3.5, 5], [0, 0.25, 0.625, 1]),
         (RatingScale(), [2, 3, 4], [0.25, 0.5, 0.75]),
         (RatingScale(), ["1e0", " 3 ", "+5"], [0, 0.5, 1]),
-        (RatingScale(0, 1), [0, 0.25, 1], [0, 0.25, 1]),
         (RatingScale(-5, 5, unrated=99), [-5, -1, 99, 5], [0, 0.4, np.nan, 1]),
-        (RatingScale(0, 10, unrated=-2.5), [-2.5, 10], [np.nan, 1]),
         (RatingScale(), [-1, "-1.0", 5], [np.nan, np.nan, 1]),
-        (RatingScale(unrated="empty"), ["", " ", "NaN", None, 5], [np.nan] * 4 + [1]),
-        (RatingScale(-5, 5, unrated="empty"), ["", -1, 5], [np.nan, 0.4, 1]),
+        (RatingScale(-5, 5, unrated="empty"), ["", " ", "NaN", -1, 5], [np.nan] * 3 + [0.4, 1]),
     ],
 )
 def test_ratings_are_scaled_by_the_range_and_not_by_the_data(
@@ -83,91 +70,45 @@ def test_ratings_are_scaled_by_the_range_and_not_by_the_data(
 
 
 @pytest.mark.parametrize(
-    ("label", "message"),
+    ("scale", "label", "message"),
     [
-        (0, "label is 0, outside the rating range 1 to 5"),
-        (5.01, "label is 5.01, outside the rating range 1 to 5"),
-        (-2, "label is -2, outside"),
-        ("high", "label is 'high', not a number"),
-        ("3,5", "label is '3,5', not a number"),
-        ("", "label is '', not a number; to read such rows as unrated: --unrated empty"),
-        ("nan", "label is 'nan', not a number; to read such rows as unrated: --unrated empty"),
-        ("inf", "label is inf, outside the rating range 1 to 5"),
-        ("True", "label is 'True', not a number"),
+        (RatingScale(), 5.01, "row 2 of rows.csv: label is 5.01, outside the rating range 1 to 5"),
+        (RatingScale(), 0, "label is 0, outside .*-1, which marks unrated rows.*--rating-range"),
+        (RatingScale(), "3,5", "row 2 of rows.csv: label is '3,5', not a number"),
+        (RatingScale(), "", "label is '', not a number; .* as unrated: --unrated empty"),
+        (RatingScale(), "nan", "label is 'nan', not a number; .* as unrated: --unrated empty"),
+        (RatingScale(), "inf", "label is inf, outside the rating range 1 to 5"),
+        (RatingScale(unrated="empty"), -1, "is -1, outside .*not empty, which marks unrated rows"),
+        (RatingScale(3, 3), 3, "low must be below high"),
+        (RatingScale(1, float("inf")), 1, "rating range"),
+        (RatingScale(-1, 1), 1, "-1 marks unrated rows, but is within .* -1 to 1.*--unrated"),
+        (RatingScale(unrated=float("nan")), 1, "--unrated is nan; expected a number, or empty"),
+        (RatingScale(unrated="none"), 1, "--unrated is 'none'; expected a number, or empty"),
     ],
 )
-def test_invalid_label_is_reported_with_its_row(write_rows: WriteRows, label: object, message: str):
+def test_invalid_rating_or_scale_is_reported(write_rows: WriteRows, scale, label, message: str):
     path = write_rows([("a", "b", "c", 1), ("a", "b", "c", label)])
-    with pytest.raises(UserError) as caught:
-        load_rows(str(path))
-    assert f"row 2 of rows.csv: {message}" in str(caught.value)
-
-
-@pytest.mark.parametrize("label", ["true", "null", "NaN", "[3]", '"x"'])
-def test_json_label_that_is_not_a_number_is_reported_with_its_row(tmp_path: Path, label: str):
-    path = write_json_lines(tmp_path / "rows.jsonl", "1", label)
-    with pytest.raises(UserError, match=r"row 2 of rows.jsonl: label is .*, not a number"):
-        load_rows(path)
-
-
-def test_error_of_rating_out_of_range_names_the_options(write_rows: WriteRows):
-    path = write_rows([("a", "b", "c", 7)])
-    with pytest.raises(UserError, match=r"-1, which marks unrated rows.*--rating-range"):
-        load_rows(str(path))
-
-
-@pytest.mark.parametrize(
-    ("scale", "message"),
-    [
-        (RatingScale(5, 1), "low must be below high"),
-        (RatingScale(3, 3), "low must be below high"),
-        (RatingScale(1, float("nan")), "rating range"),
-        (RatingScale(1, float("inf")), "rating range"),
-        (RatingScale(float("-inf"), 1, unrated=9), "rating range"),
-        (RatingScale(-1, 1), "-1 marks unrated rows, but is within .* -1 to 1.*--unrated"),
-        (RatingScale(0, 10, unrated=10), "10 marks unrated rows, but is within"),
-        (RatingScale(unrated=float("nan")), "--unrated is nan; expected a number, or empty"),
-        (RatingScale(unrated="none"), "--unrated is 'none'; expected a number, or empty"),
-    ],
-)
-def test_invalid_rating_scale_is_rejected(write_rows: WriteRows, scale: RatingScale, message: str):
-    path = write_rows([("a", "b", "c", 1)])
-    with pytest.raises(UserError, match=message):
-        load_rows(str(path), scale=scale)
-    with pytest.raises(UserError, match=message):
-        read_dataset(str(path), scale=scale)
-
-
-def test_out_of_range_label_is_rejected_if_empty_means_unrated(write_rows: WriteRows):
-    path = write_rows([("a", "b", "c", -1)])
-    with pytest.raises(UserError, match=r"is -1, outside .*not empty, which marks unrated rows"):
-        load_rows(str(path), scale=RatingScale(unrated="empty"))
+    for read in (load_rows, read_dataset):
+        with pytest.raises(UserError, match=message):
+            read(str(path), scale=scale)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "Float64", "object"])
-def test_missing_labels_in_memory_can_be_unrated(dtype: str):
+def test_missing_labels_can_be_unrated(tmp_path: Path, dtype: str):
     texts = {name: ["a", "b"] for name in NAMES[:3]}
     table = pd.DataFrame({**texts, "label": pd.Series([None, 3], dtype=dtype)})
-    for source in (table, pa.Table.from_pandas(table), {**texts, "label": [np.nan, 3]}):
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
+    table.to_excel(tmp_path / "rows.xlsx")
+    paths = map(str, tmp_path.glob("rows.*"))
+    for source in (table, pa.Table.from_pandas(table), {**texts, "label": [np.nan, 3]}, *paths):
         rows = load_rows(source, scale=RatingScale(unrated="empty"))
         np.testing.assert_array_equal(rows.rating, [np.nan, 0.5])
-        with pytest.raises(UserError, match=r"row 1 of rows in memory: label is .*--unrated empty"):
+        with pytest.raises(UserError, match=r"row 1 of rows.*: label is .*--unrated empty"):
             load_rows(source)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".xlsx", ".jsonl"])
-def test_null_labels_of_every_format_can_be_unrated(tmp_path: Path, suffix: str):
-    table = pd.DataFrame([("a", "b", "c", 3), ("a", "b", "c", None)], columns=NAMES)
-    path = tmp_path / f"rows{suffix}"
-    if suffix == ".jsonl":
-        table.to_json(path, orient="records", lines=True)
-    else:
-        getattr(table, {".parquet": "to_parquet", ".xlsx": "to_excel"}[suffix])(path)
-    rows = load_rows(str(path), scale=RatingScale(unrated="empty"))
-    np.testing.assert_array_equal(rows.rating, [0.5, np.nan])
-
-
-def test_unrated_rows_are_read_and_counted(tmp_path: Path, write_rows: WriteRows):
+def test_unrated_rows_are_counted(tmp_path: Path, write_rows: WriteRows):
     write_rows([("a", "b", "c", -1), ("a", "b", "d", 2), ("e", "f", "c", -1)], "d/train.csv")
     write_rows([("g", "h", "c", 3)], "d/dev.csv")
     record = read_dataset(str(tmp_path / "d")).to_json()
@@ -175,69 +116,44 @@ def test_unrated_rows_are_read_and_counted(tmp_path: Path, write_rows: WriteRows
     assert record["unrated"] == {"train": 2, "dev": 0}
 
 
-# --- Texts ------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            [("", "b", "c", 1)],
-            "data row 1 of rows.csv: sentence1 is empty. The header is not counted. Correct or",
-        ),
-        (
-            [("a", "b", "c", 1), ("a", " \t", "c", 1)],
-            "data row 2 of rows.csv: sentence2 is empty. The header is not counted.",
-        ),
+        ([("a", "b", "c", 1), ("a", " \t", "c", 1)], "data row 2 of rows.csv: sentence2 is empty"),
         (
             [("a", "b", "\n", 1), ("a", "b", "c", 9)],
-            "row 1 of rows.csv: condition is empty (1 more row is invalid: 2). The header",
+            r"row 1 of rows.csv: condition is empty \(1 more row is invalid: 2\). The header",
         ),
         (
-            [("a", "b", "c", 1), ("", "", "", ""), ("", "b", "c", 1), ("a", "b", "c", 0)],
-            "row 2 of rows.csv: sentence1 is empty (2 more rows are invalid: 3, 4)",
+            [("", "b", "c", 1)] * 12,
+            r"row 1 of .* \(11 more rows are invalid: 2, 3, .*, 9, 10, …\)",
         ),
     ],
 )
-def test_first_invalid_row_is_named_and_others_are_listed(
-    write_rows: WriteRows, rows: list[tuple[object, ...]], message: str
-):
-    with pytest.raises(UserError) as caught:
+def test_first_invalid_row_is_named_and_others_are_listed(write_rows, rows, message: str):
+    with pytest.raises(UserError, match=message):
         load_rows(str(write_rows(rows)))
-    assert message in str(caught.value)
 
 
-def test_at_most_ten_invalid_rows_are_listed(write_rows: WriteRows):
-    rows = write_rows([("", "b", "c", 1)] * 12)
-    with pytest.raises(UserError, match=r"\(11 more rows are invalid: 2, 3, .*, 9, 10, …\)"):
-        load_rows(str(rows))
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (None, "sentence1 is empty"),
-        (7, "sentence1 is 7, not a text"),
-        (["a"], "sentence1 is ['a'], not a text"),
-        ("\ud800", "sentence1 contains half of a surrogate pair"),
-        ("a \udfff b", "sentence1 contains half of a surrogate pair"),
-    ],
-)
-def test_json_value_that_is_not_a_text_is_rejected(tmp_path: Path, value: object, message: str):
+def test_values_of_json_are_checked(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
-    record = {"sentence1": value, "sentence2": "b", "condition": "c", "label": 1}
-    path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(UserError) as caught:
-        load_rows(str(path))
-    assert f"row 1 of rows.jsonl: {message}" in str(caught.value)
-
-
-def test_complete_surrogate_pair_is_a_character(tmp_path: Path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        '{"sentence1": "\\ud83d\\ude42", "sentence2": "b", "condition": "c", "label": 1}'
-    )
+    record = {"sentence1": "🙂", "sentence2": "b", "condition": "c", "label": 1}
+    path.write_text(json.dumps(record))
     assert load_rows(str(path)).sentence1 == ["🙂"]
+    for change, message in (
+        ({"sentence1": None}, "sentence1 is empty"),
+        ({"sentence1": 7}, "sentence1 is 7, not a text"),
+        ({"sentence1": ["a"]}, r"sentence1 is \['a'\], not a text"),
+        ({"sentence1": "a \udfff b"}, "sentence1 contains half of a surrogate pair"),
+        ({"label": True}, "label is .*, not a number"),
+        ({"label": [3]}, "label is .*, not a number"),
+    ):
+        path.write_text(json.dumps({**record, **change}))
+        with pytest.raises(UserError, match=f"row 1 of rows.jsonl: {message}"):
+            load_rows(str(path))
 
 
 def test_columns_may_have_other_names(write_rows: WriteRows):
@@ -251,14 +167,18 @@ def test_columns_may_have_other_names(write_rows: WriteRows):
         load_rows(str(path), None, columns)
 
 
-# --- Splits -----------------------------------------------------------------------------------
+# -- splits ----------------------------------------------------------------------------------------
 
 SENTENCE = st.sampled_from("abcdef")
 PAIRS = st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=60)
 
 
-@given(PAIRS, st.integers(0, 3))
-def test_no_sentence_pair_is_in_two_splits(pairs: list[tuple[str, str]], seed: int):
+def unordered_pairs(rows: Rows) -> set[frozenset[str]]:
+    return {frozenset(pair) for pair in zip(rows.sentence1, rows.sentence2, strict=True)}
+
+
+@given(PAIRS, st.integers(0, 3), st.randoms(use_true_random=False))
+def test_no_sentence_pair_is_in_two_splits(pairs: list[tuple[str, str]], seed: int, random):
     rows = make_rows(pairs)
     if len(unordered_pairs(rows)) < 3:
         with pytest.raises(UserError, match="distinct sentence pairs; at least 3"):
@@ -271,18 +191,11 @@ def test_no_sentence_pair_is_in_two_splits(pairs: list[tuple[str, str]], seed: i
     assert sum(map(len, pair_sets)) == len(set.union(*pair_sets)) == len(unordered_pairs(rows))
     numbers = np.concatenate([part.number for part in splits.values()])
     assert sorted(numbers) == list(rows.number)
-
-
-@given(PAIRS, st.randoms(use_true_random=False))
-def test_row_order_does_not_change_the_split(pairs: list[tuple[str, str]], random):
-    pairs = [*pairs, ("g", "h"), ("i", "j"), ("k", "l")]
+    # The order of rows, and of the sentences of a pair, does not change the split.
     shuffled = [pair if random.random() < 0.5 else pair[::-1] for pair in pairs]
     random.shuffle(shuffled)
-    first = split_by_pair(make_rows(pairs), FRACTIONS, 0)
-    second = split_by_pair(make_rows(shuffled), FRACTIONS, 0)
-    assert {name: unordered_pairs(part) for name, part in first.items()} == {
-        name: unordered_pairs(part) for name, part in second.items()
-    }
+    again = split_by_pair(make_rows(shuffled), FRACTIONS, seed)
+    assert [unordered_pairs(part) for part in again.values()] == pair_sets
 
 
 def test_single_file_is_split_70_15_15_by_seed(write_rows: WriteRows):
@@ -293,25 +206,12 @@ def test_single_file_is_split_70_15_15_by_seed(write_rows: WriteRows):
     assert "split by sentence pair with seed 1" in dataset.notes[0]
     assert read_dataset(path, seed=1).digest == dataset.digest
     assert read_dataset(path, seed=2).digest != dataset.digest
+    for split in dataset.splits.values():  # Rows keep their number in the file.
+        assert [f"a{(number - 1) // 2}" for number in split.number] == split.sentence1
+        assert split.describe(0) == f"row {split.number[0]} of rows.csv"
 
 
-def test_split_rows_keep_their_number_in_the_file(write_rows: WriteRows):
-    path = write_rows([(f"a{i}", f"b{i}", "c", 3) for i in range(10)])
-    for rows in read_dataset(str(path)).splits.values():
-        assert [f"a{number - 1}" for number in rows.number] == rows.sentence1
-        assert rows.describe(0) == f"row {rows.number[0]} of rows.csv"
-
-
-@pytest.mark.parametrize("n_pairs", [1, 2])
-def test_file_with_fewer_pairs_than_splits_is_rejected(write_rows: WriteRows, n_pairs: int):
-    rows = [(f"a{i % n_pairs}", "b", f"c{i}", 3) for i in range(10)]
-    with pytest.raises(UserError, match=f"has {n_pairs} distinct sentence pairs; at least 3"):
-        read_dataset(str(write_rows(rows)))
-
-
-def test_missing_dev_file_is_replaced_by_tenth_of_training_pairs(
-    tmp_path: Path, write_rows: WriteRows
-):
+def test_missing_dev_file_is_replaced_by_tenth_of_training_pairs(tmp_path: Path, write_rows):
     rows = [(f"a{i}", f"b{i}", condition, 3) for i in range(50) for condition in ("c", "d")]
     write_rows(rows, "d/train.csv")
     write_rows([("x", "y", "c", 3)], "d/test.csv")
@@ -320,12 +220,8 @@ def test_missing_dev_file_is_replaced_by_tenth_of_training_pairs(
     assert dataset.to_json()["rows"] == {"train": 90, "dev": 10, "test": 1}
     assert leaked_pairs(dataset.splits["dev"], dataset.splits["train"]) == 0
     assert "10% of the training pairs are dev, chosen with seed 4" in dataset.notes[0]
-    assert dataset.splits["dev"].sentence1 != (
-        read_dataset(str(tmp_path / "d"), seed=5).splits["dev"].sentence1
-    )
-
-
-def test_train_file_with_one_pair_cannot_be_split(tmp_path: Path, write_rows: WriteRows):
+    other = read_dataset(str(tmp_path / "d"), seed=5)
+    assert dataset.splits["dev"].sentence1 != other.splits["dev"].sentence1
     write_rows([("a", "b", "c", 3), ("b", "a", "d", 3)], "d/train.csv")
     with pytest.raises(UserError, match="1 distinct sentence pairs; at least 2"):
         read_dataset(str(tmp_path / "d"))
@@ -343,23 +239,37 @@ def test_sentences_that_differ_in_case_or_spaces_are_equal():
     assert set(split["train"].number % 20).isdisjoint(split["dev"].number % 20)
     without_variants = split_by_pair(make_rows(pairs), {"train": 0.7, "dev": 0.3}, 0)
     assert set(without_variants["dev"].number % 20) == set(split["dev"].number % 20)
-    assert leaked_pairs(make_rows(variants), make_rows(pairs)) == 20
 
 
-def test_shares_sentence_compares_both_sides():
-    train = make_rows([("a", "b"), ("c", "d")])
-    shared = shares_sentence(
-        make_rows([("x", " A"), ("D", "y"), ("x", "y"), ("ab", "y")]), train.folded_sentences()
-    )
+def test_leaked_pairs_and_sentences_are_counted():
+    train = make_rows([("a", "b"), ("c", "d"), ("e", "f")])
+    # Pairs count once and in either order.
+    assert leaked_pairs(make_rows([("b", "A"), ("a", "b"), ("e", "f"), ("a", "d")]), train) == 2
+    rows = make_rows([("x", " A"), ("D", "y"), ("x", "y"), ("ab", "y")])
+    shared = shares_sentence(rows, train.folded_sentences())
     assert shared.tolist() == [True, True, False, False]
 
 
-def test_leaked_pairs_are_counted_once_and_in_either_order():
-    train = make_rows([("a", "b"), ("c", "d"), ("e", "f")])
-    assert leaked_pairs(make_rows([("b", "a"), ("a", "b"), ("e", "f"), ("a", "d")]), train) == 2
+def test_digest_depends_on_texts_ratings_and_splits_only(tmp_path: Path, write_rows: WriteRows):
+    rows = [("a", "b", "c", 1), ("a", "b", "d", 4), ("é", "f", "c", -1), ("g", "h", "c", 2)]
+    for folder, train, dev in (("first", rows[:2], rows[2:]), ("second", rows[2:], rows[:2])):
+        for name, part in (("train", train), ("dev", dev)):
+            path = write_rows(part, f"{folder}/{name}.csv")
+            (tmp_path / f"{folder} parquet").mkdir(exist_ok=True)
+            pq.write_table(pa.csv.read_csv(path), tmp_path / f"{folder} parquet/{name}.parquet")
+    first, copy, second = (
+        read_dataset(str(tmp_path / name)) for name in ("first", "first parquet", "second")
+    )
+    assert first.digest == copy.digest == first.to_json()["digest"] != second.digest
+    digests = {rows_digest(load_rows(str(write_rows(rows))))}
+    for row, column, value in ((0, 0, "A"), (1, 2, "e"), (3, 3, 3), (2, 3, 1), (0, 3, -1)):
+        changed = [list(values) for values in rows]
+        changed[row][column] = value
+        digests.add(rows_digest(load_rows(str(write_rows(changed)))))
+    assert len(digests) == 6
 
 
-# --- Texts for embedding ----------------------------------------------------------------------
+# -- texts for embedding ---------------------------------------------------------------------------
 
 
 def test_conditions_are_read_from_columns(write_rows: WriteRows):
@@ -369,10 +279,17 @@ def test_conditions_are_read_from_columns(write_rows: WriteRows):
     assert (collection.texts, collection.file) == (["a", "b"], "rows.csv")
     assert collection.conditions == {"condition": ["x", "y"], "sentence": ["a", "b"]}
     assert collection.columns == {"condition": ["x", "y"]}
-    with pytest.raises(
-        UserError, match=r"no column 'conditoin'.*Did you mean 'condition'.*--condition COL_OR_TEXT"
+    folder = write_rows([("a", "b")], "d/test.csv").parent
+    empty = write_rows([("a", ""), ("", "")], "empty.csv", "sentence,condition")
+    for source, sentence, condition, message in (
+        (path, "sentence", "conditoin", "no column .*'condition'.*--condition COL_OR_TEXT"),
+        (path, "sentense", "condition", "no column 'sentense'.*Did you mean 'sentence'"),
+        (empty, "sentence", "sentence", "row 2 of .*: sentence is empty"),
+        (empty, "sentence", "condition", "row 1 .*condition is empty .1 more row"),
+        (folder, "sentence", "condition", "is a folder; name a single file"),
     ):
-        read_collection(str(path), "sentence", conditions=["conditoin"])
+        with pytest.raises(UserError, match=message):
+            read_collection(str(source), sentence, conditions=[condition])
 
 
 def test_condition_is_a_column_or_a_text(write_rows: WriteRows):
@@ -383,90 +300,6 @@ def test_condition_is_a_column_or_a_text(write_rows: WriteRows):
     assert resolve_conditions(source, None, "sentence") == (None, "sentence")
     with pytest.raises(UserError, match="both --condition and --condition-text"):
         resolve_conditions(source, "condition", "the place")
-    for condition, text in ((" ", None), (None, " "), (None, "")):
+    for condition, text in ((" ", None), (None, "")):
         with pytest.raises(UserError, match="--condition-text is empty"):
             resolve_conditions(source, condition, text)
-
-
-def test_missing_condition_is_not_replaced_by_the_column_name(tmp_path: Path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"sentence": "a", "condition": "x"}\n{"sentence": "b"}\n')
-    with pytest.raises(UserError, match="condition"):
-        read_collection(str(path), "sentence", conditions=["condition"])
-
-
-@pytest.mark.parametrize(
-    ("rows", "sentence", "condition", "message"),
-    [
-        ([("a", "x")], "sentense", "condition", "no column 'sentense'.*Did you mean 'sentence'"),
-        ([("a", "x"), ("", "y")], "sentence", "condition", "row 2 of .*: sentence is empty"),
-        ([("a", ""), ("b", "")], "sentence", "condition", "row 1 .*condition is empty .1 more row"),
-        ([], "sentence", "condition", "rows.csv is empty"),
-    ],
-)
-def test_invalid_texts_are_rejected(
-    write_rows: WriteRows,
-    rows: list[tuple[object, ...]],
-    sentence: str,
-    condition: str,
-    message: str,
-):
-    path = write_rows(rows, header="sentence,condition")
-    with pytest.raises(UserError, match=message):
-        read_collection(str(path), sentence, conditions=[condition])
-
-
-def test_collection_is_not_a_folder(tmp_path: Path, write_rows: WriteRows):
-    write_rows([("a", "b", "c", 1)], "d/test.csv")
-    with pytest.raises(UserError, match="is a folder; name a single file"):
-        read_collection(str(tmp_path / "d"), "sentence1", conditions=["condition"])
-
-
-# --- Digests ----------------------------------------------------------------------------------
-
-ROWS = [("a", "b", "c", 1), ("a", "b", "d", 4), ("é", "f", "c", -1), ("g", "h", "c", 2)]
-
-
-def test_digest_does_not_depend_on_the_file_format(tmp_path: Path, write_rows: WriteRows):
-    for name in ("train", "dev"):
-        path = write_rows(ROWS, f"csv/{name}.csv")
-        (tmp_path / "parquet").mkdir(exist_ok=True)
-        pq.write_table(pa.csv.read_csv(path), tmp_path / "parquet" / f"{name}.parquet")
-    digests = {read_dataset(str(tmp_path / kind)).digest for kind in ("csv", "parquet")}
-    assert len(digests) == 1
-    assert read_dataset(str(tmp_path / "csv")).to_json()["digest"] in digests
-
-
-@pytest.mark.parametrize(
-    ("position", "column", "value"),
-    [(0, 0, "A"), (0, 1, "B"), (1, 2, "e"), (3, 3, 3), (2, 3, 1), (0, 3, -1)],
-)
-def test_digest_changes_with_every_text_and_rating(
-    write_rows: WriteRows, position: int, column: int, value: Any
-):
-    before = rows_digest(load_rows(str(write_rows(ROWS))))
-    changed = [list(row) for row in ROWS]
-    changed[position][column] = value
-    assert rows_digest(load_rows(str(write_rows([tuple(row) for row in changed])))) != before
-
-
-def test_digest_depends_on_the_split_of_rows(tmp_path: Path, write_rows: WriteRows):
-    for folder, train, dev in (("first", ROWS[:2], ROWS[2:]), ("second", ROWS[2:], ROWS[:2])):
-        write_rows(train, f"{folder}/train.csv")
-        write_rows(dev, f"{folder}/dev.csv")
-    first, second = (read_dataset(str(tmp_path / folder)).digest for folder in ("first", "second"))
-    assert first != second
-
-
-def test_read_rows_returns_the_name_of_the_split(tmp_path: Path, write_rows: WriteRows):
-    for name in ("train", "dev"):
-        write_rows([("a", "b", "c", 1)], f"{name}.csv")
-    assert read_rows(str(tmp_path))[1] == "dev"
-    assert read_rows(str(tmp_path / "train.csv"))[1] == "test"
-    assert read_rows(str(tmp_path / "train.csv"), "dev")[1] == "dev"
-
-
-def test_column_condition_is_required_without_other_condition(write_rows: WriteRows):
-    path = str(write_rows([("a", "x")], header="sentence,place"))
-    with pytest.raises(UserError, match="no column 'condition'"):
-        read_collection(path, "sentence", conditions=["condition"])

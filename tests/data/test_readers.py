@@ -1,4 +1,4 @@
-"""Readers of tables: file formats, splits of folders, errors, and datasets of the hub."""
+"""Files: every row comes back unchanged, and one line says what is left out or what is wrong."""
 
 import csv
 import gzip
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -17,12 +18,25 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openpyxl import Workbook
 
-from llmcond.data.datasets import Columns, read_collection, read_dataset, read_rows
+from llmcond.data.datasets import (
+    Columns,
+    open_collection,
+    read_candidates,
+    read_collection,
+    read_dataset,
+    read_rows,
+    strip_html,
+)
+from llmcond.data.formats import ReadOptions
+from llmcond.data.readers import Source, read_records
 from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
 
@@ -89,49 +103,56 @@ def make_rows(first: int, last: int) -> list[tuple[str, str, str, int]]:
     return [(f"a{i}", f"b{i}", "c", 1 + i % 5) for i in range(first, last)]
 
 
+# -- rated rows ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".CSV"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str):
-    rows = load_rows(write_table(tmp_path / f"rows{suffix}", tricky_rows(suffix)))
-    assert list_rows(rows) == tricky_rows(suffix)
+    path, expected = tmp_path / f"rows{suffix}", tricky_rows(suffix)
+    rows = load_rows(write_table(path, expected))
+    assert list_rows(rows) == expected
     assert rows.number.tolist() == [1, 2, 3]
+    if suffix in (".parquet", ".xlsx"):
+        return
+    content = path.read_bytes()
+    for marked in (b"\xef\xbb\xbf" + content, content.decode().encode("utf-16")):
+        if suffix != ".json":
+            path.write_bytes(marked)
+            assert list_rows(load_rows(str(path))) == expected
+    packed = tmp_path / f"rows{suffix}.gz"
+    packed.write_bytes(gzip.compress(content))
+    assert list_rows(load_rows(str(packed))) == expected
+    packed.write_bytes(packed.read_bytes()[:40])
+    with pytest.raises(LlmcondError, match=rf"rows{suffix}.gz cannot be read"):
+        load_rows(str(packed))
 
 
-def test_first_sheet_of_a_workbook_is_read(tmp_path: Path):
+def test_first_sheet_of_a_workbook_is_read(tmp_path: Path, monkeypatch):
     path = tmp_path / "rows.xlsx"
     empty, more = (None,) * 5, (("a", "b\n\rd", "c", 2.5, "note"), (1, "b", "c", 5))
     write_sheet(path, [empty, (*NAMES, None), more[0], empty, (), ("", None)], "Other")
-    rows = load_rows(str(path))
-    assert list_rows(rows) == [("a", "b\n\rd", "c", 2.5)]
-    write_sheet(path, [NAMES, *more])
-    with pytest.raises(UserError, match=r"row 2 of rows.xlsx: sentence1 is 1, not a text"):
-        load_rows(str(path))
-    write_sheet(path, [NAMES, ("a", "b", "c", datetime(2026, 5, 1))])
-    with pytest.raises(UserError, match=r"row 1 of rows.xlsx: label is '2026-.*, not a number"):
-        load_rows(str(path))
-    write_sheet(path, [("sentence1", "b"), ("a", "b")])
-    with pytest.raises(UserError, match=r"rows.xlsx \(sheet 'Sheet'\) has no column 'sentence2'"):
-        load_rows(str(path))
-    write_sheet(path, [NAMES, empty])
-    with pytest.raises(UserError, match=r"rows.xlsx is empty"):
-        load_rows(str(path))
-
-
-def test_missing_openpyxl_is_reported_with_its_installation(monkeypatch, tmp_path: Path):
-    path = write_table(tmp_path / "rows.xlsx", TRICKY)
+    assert list_rows(load_rows(str(path))) == [("a", "b\n\rd", "c", 2.5)]
+    for rows, message in (
+        ([NAMES, *more], r"row 2 of rows.xlsx: sentence1 is 1, not a text"),
+        ([NAMES, ("a", "b", "c", datetime(2026, 5, 1))], "label is '2026-.*, not a number"),
+        ([("sentence1", "b"), ("a", "b")], r"\(sheet 'Sheet'\) has no column 'sentence2'"),
+        ([NAMES, empty], "rows.xlsx is empty"),
+    ):
+        write_sheet(path, rows)
+        with pytest.raises(UserError, match=message):
+            load_rows(str(path))
     monkeypatch.setitem(sys.modules, "openpyxl", None)
     with pytest.raises(UserError, match=r"rows.xlsx needs .*pip install 'llmcond\[excel\]'"):
-        load_rows(path)
+        load_rows(str(path))
 
 
 def damage_workbook(whole: bytes) -> Iterator[bytes]:
-    yield b""
     yield HEADER
-    yield bytes(range(256)) * 9
     for size in range(100, len(whole), len(whole) // 9):
         yield whole[:size]
     archive = zipfile.ZipFile(io.BytesIO(whole))
     for damaged_part in archive.namelist():
-        for content in (None, b"", b"<a/>", archive.read(damaged_part)[:-9]):
+        for content in (None, b"<a/>", archive.read(damaged_part)[:-9]):
             changed = io.BytesIO()
             with zipfile.ZipFile(changed, "w") as copy:
                 for part in archive.namelist():
@@ -141,228 +162,57 @@ def damage_workbook(whole: bytes) -> Iterator[bytes]:
             yield changed.getvalue()
 
 
-def test_damaged_workbook_is_read_correctly_or_reported_in_one_line(tmp_path: Path):
-    path = tmp_path / "rows.xlsx"
-    whole, messages = Path(write_table(path, TRICKY[:1])).read_bytes(), []
-    for content in damage_workbook(whole):
+def damage_parquet(whole: bytes) -> Iterator[bytes]:
+    for position in range(0, len(whole), 7):
+        yield whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage", "n_reported"),
+    [(".xlsx", damage_workbook, 20), (".parquet", damage_parquet, 40)],
+)
+def test_damaged_file_is_reported_in_one_line(tmp_path: Path, suffix: str, damage, n_reported):
+    rows = [(f"sentence {i}", "the same", f"condition {i % 3}", 1) for i in range(50)]
+    path = Path(write_table(tmp_path / f"rows{suffix}", rows))
+    messages = []
+    for content in damage(path.read_bytes()):
         path.write_bytes(content)
         try:
-            assert list_rows(load_rows(str(path))) == TRICKY[:1]
-        except UserError as error:
+            load_rows(str(path))
+        except LlmcondError as error:
             messages.append(str(error))
-    assert len(messages) > 25
-    assert all(message.startswith("rows.xlsx ") and "\n" not in message for message in messages)
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
-def test_byte_order_mark_is_not_part_of_the_text(tmp_path: Path, suffix: str):
-    path = tmp_path / f"rows{suffix}"
-    expected = tricky_rows(suffix)
-    write_table(path, expected)
-    content = path.read_bytes()
-    path.write_bytes(b"\xef\xbb\xbf" + content)
-    assert list_rows(load_rows(str(path))) == expected
-    path.write_bytes(content.decode().encode("utf-16"))  # Excel writes UTF-16.
-    assert list_rows(load_rows(str(path))) == expected
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl"])
-def test_text_may_be_compressed(tmp_path: Path, suffix: str):
-    path = tmp_path / f"rows{suffix}"
-    write_table(path, tricky_rows(suffix))
-    packed = tmp_path / f"rows{suffix}.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert list_rows(load_rows(str(packed))) == tricky_rows(suffix)
-    for content in (packed.read_bytes()[:40], path.read_bytes()):
-        packed.write_bytes(content)
-        with pytest.raises(LlmcondError, match=rf"rows{suffix}.gz cannot be read"):
-            load_rows(str(packed))
-
-
-@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-def test_a_csv_file_may_have_another_delimiter(tmp_path: Path, delimiter: str):
-    path = tmp_path / "rows.csv"
-    with path.open("w", newline="") as stream:
-        writer = csv.writer(stream, delimiter=delimiter)
-        writer.writerows([NAMES, *TRICKY])
-    assert list_rows(load_rows(str(path))) == TRICKY
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("rows.csv", HEADER + b"a,b,c,1\nd,e,f,2\n\n\n"),
-        ("rows.csv", HEADER.replace(b"\n", b"\r\n") + b"a,b,c,1\r\nd,e,f,2\r\n"),
-        ("rows.csv", b"id," + HEADER + b"7,a,b,c,1\n8,d,e,f,2"),
-        ("rows.csv", b"label,condition,sentence2,sentence1\n1,c,b,a\n2,f,e,d\n"),
-        ("rows.jsonl", LINE + LINE.replace(b'"a"', b'"d"') + b"\n \n"),
-    ],
-    ids=["blank lines at the end", "CRLF", "more columns", "other order", "JSON Lines"],
-)
-def test_harmless_variations_are_ignored(tmp_path: Path, name: str, content: bytes):
-    (tmp_path / name).write_bytes(content)
-    rows = load_rows(str(tmp_path / name))
-    assert list(rows.sentence1) == ["a", "d"]
-    assert rows.number.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        ["train.csv", "dev.csv", "test.csv"],
-        ["train.jsonl", "validation.jsonl", "test.jsonl"],
-        ["train.tsv", "val.tsv", "test.tsv"],
-        ["csts_train.csv", "csts_valid.csv", "csts_test.csv"],
-        ["data/train.parquet", "data/validation.parquet", "data/test.parquet"],
-        ["Train.csv", "dev.parquet", "TEST.tsv"],
-    ],
-    ids=" ".join,
-)
-def test_splits_of_a_folder_are_recognized_by_file_names(tmp_path: Path, files: list[str]):
-    expected = [make_rows(0, 3), make_rows(3, 5), make_rows(5, 6)]
-    for name, rows in zip(files, expected, strict=True):
-        write_table(tmp_path / name, rows)
-    (tmp_path / "README.md").write_text("# train and test\n")
-    dataset = read_dataset(str(tmp_path))
-    assert list(dataset.splits) == ["train", "dev", "test"]
-    assert [list_rows(rows) for rows in dataset.splits.values()] == expected
-    assert dataset.notes == ()
-
-
-def write_shards(folder: Path) -> None:
-    write_table(folder / "train-00000-of-00002.parquet", make_rows(0, 2))
-    write_table(folder / "train-00001-of-00002.parquet", make_rows(2, 5))
-    write_table(folder / "validation-00000-of-00001.parquet", make_rows(5, 6))
-
-
-def test_shards_are_concatenated_in_order(tmp_path: Path):
-    write_shards(tmp_path / "data")
-    dataset = read_dataset(str(tmp_path))
-    assert list_rows(dataset.splits["train"]) == make_rows(0, 5)
-    assert list_rows(dataset.splits["dev"]) == make_rows(5, 6)
-
-
-def test_row_of_second_shard_is_not_attributed_to_the_first(tmp_path: Path):
-    write_shards(tmp_path)
-    description = read_dataset(str(tmp_path)).splits["train"].describe(2)
-    assert description == "row 3 of train.parquet"
-
-
-def test_error_in_a_shard_names_its_row_in_the_shard(tmp_path: Path):
-    write_shards(tmp_path)
-    write_table(tmp_path / "train-00001-of-00002.parquet", [("a", "b", "c", 1), ("", "b", "c", 1)])
-    with pytest.raises(UserError, match=r"row 2 of train-00001-of-00002.parquet: sentence1"):
-        read_dataset(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (["train.csv", "train.tsv"], "several files for train: train.csv, train.tsv"),
-        (["train.csv", "dev.csv", "validation.csv"], "several files for dev"),
-        (["notes.csv", "pretrain.csv", "latest.csv"], "without train, dev"),
-        (["train.txt"], "without train, dev"),
-        ([], "without train, dev"),
-        (["test.csv", "dev.csv"], "has no train file; it has dev, test"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_folder_with_ambiguous_or_missing_splits_is_rejected(
-    tmp_path: Path, files: list[str], message: str
-):
-    for name in files:
-        write_table(tmp_path / name, make_rows(0, 3))
-    with pytest.raises(UserError, match=message):
-        read_dataset(str(tmp_path))
-
-
-def test_single_split_of_a_folder_is_read(tmp_path: Path):
-    write_table(tmp_path / "train.csv", make_rows(0, 3))
-    write_table(tmp_path / "test.csv", make_rows(3, 5))
-    assert list_rows(load_rows(str(tmp_path))) == make_rows(3, 5)
-    assert list_rows(load_rows(str(tmp_path), "train")) == make_rows(0, 3)
-    with pytest.raises(UserError, match="has no dev file; it has test, train"):
-        load_rows(str(tmp_path), "dev")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere.csv", "does not exist. Expected a .csv, .tsv, .json, .jsonl, .parquet or .xlsx"),
-        ("rows.txt", "ends in .txt. Expected a .csv, .tsv, .json, .jsonl, .parquet or .xlsx file"),
-        ("rows", "ends in no suffix. Expected a .csv"),
-        ("rows.zip", "ends in .zip. Expected a .csv"),
-    ],
-)
-def test_unreadable_source_is_a_user_error(tmp_path: Path, name: str, message: str):
-    if name != "nowhere.csv":
-        (tmp_path / name).write_bytes(HEADER + b"a,b,c,1\n")
-    with pytest.raises(UserError, match=message):
-        read_dataset(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("name", ["a::b.csv", "ab::c.csv", "C:d.csv", "a:b.csv", "a b.csv"])
-def test_name_of_a_file_may_have_colons(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    Path(name).write_text("text\na dog\n")
-    for path in (name, Path(name), tmp_path / name):
-        assert read_collection(str(path), "text").texts == ["a dog"]
-
-
-def test_unknown_protocol_is_a_user_error():
-    with pytest.raises(UserError, match=r"foo://rows.csv cannot be opened"):
-        read_dataset("foo://rows.csv")
+    assert len(messages) > n_reported
+    assert all(path.name in message and "\n" not in message for message in messages)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("rows.csv", b"", ["rows.csv is empty"]),
-        ("rows.csv", b"\xef\xbb\xbf", ["rows.csv is empty"]),
-        ("rows.csv", b"\n\n", ["rows.csv is empty"]),
         ("rows.csv", HEADER, ["rows.csv is empty"]),
-        ("rows.tsv", HEADER.replace(b",", b"\t"), ["rows.tsv is empty"]),
-        ("rows.jsonl", b"", ["rows.jsonl is empty"]),
         ("rows.jsonl", b"\n \n", ["rows.jsonl is empty"]),
         (
             "rows.csv",
             b"sentence1,sentence_2,condition,label\na,b,c,1\n",
-            [
-                "no column 'sentence2'",
-                "'sentence1', 'sentence_2', 'condition', 'label'",
-                "Did you mean 'sentence_2'",
-                "--columns",
-            ],
+            ["no column 'sentence2'", "'label'", "Did you mean 'sentence_2'", "--columns"],
         ),
-        ("rows.csv", b"a,b\n1,2\n", ["no column 'sentence1'; it has 'a', 'b'"]),
-        ("rows.tsv", HEADER + b"a,b,c,1\n", ["no column 'sentence1'"]),
         ("rows.csv", b"sentence1," + HEADER + b"a,x,b,c,1\n", ["'sentence1'", "twice"]),
         ("rows.jsonl", LINE + b'{"sentence1": "a"}\n', ["row 2 of rows.jsonl: sentence2 is empty"]),
         ("rows.jsonl", LINE + b"\n" + LINE, ["row 2 of rows.jsonl: sentence1 is empty"]),
         ("rows.csv", HEADER + b"a,b,c,1\n\nd,e,f,2\n", ["row 2 of rows.csv: sentence1 is empty"]),
-        ("rows.csv", HEADER + b"a,b,1\n", ["line 2 has 3 fields, but its header has 4"]),
-        (
-            "rows.csv",
-            HEADER + b"a,b,c,1\na,b,c,1,2,3\n",
-            ["line 3 has 6 fields, but its header has 4"],
-        ),
+        ("rows.csv", HEADER + b"a,b,c,1\na,b\n", ["line 3 has 2 fields, but its header has 4"]),
         ("rows.csv", HEADER + b'a,b,c,1\n"a"x,b,c,1\n', ["line 3 is malformed"]),
         ("rows.csv", HEADER + b'a,b,c,1\n"a,b,c,1\nd,e,f,1\n', ["malformed", "end of data"]),
-        ("rows.csv", HEADER + b"caf\xe9,b,c,1\n", ["rows.csv is not UTF-8", "0xe9", "iconv"]),
-        ("rows.tsv", b"caf\xe9\tb\n", ["rows.tsv is not UTF-8"]),
-        ("rows.jsonl", LINE.replace(b"a", b"\xe9"), ["rows.jsonl is not UTF-8", "0xe9"]),
         ("rows.csv", HEADER.decode().encode("utf-16-le"), ["UTF-16", "iconv -f UTF-16-LE"]),
-        ("rows.csv", HEADER.decode().encode("utf-16")[:-1], ["rows.csv is not"]),
         ("rows.json", b"{}", ["rows.json has no column 'sentence1'; it has none"]),
         ("rows.json", b"[1]", ["rows.json item 1 contains a int; expected an object"]),
         ("rows.json", b"[{", ["rows.json is not valid JSON"]),
-        ("rows.json", b"[]", ["rows.json is empty"]),
         ("rows.jsonl", LINE + b"\n{oops\n", ["line 3 is not valid JSON"]),
         ("rows.jsonl", LINE + b'["a", "b"]\n', ["line 2 contains a list; expected an object"]),
-        ("rows.jsonl", b'"a"\n', ["line 1 contains a str; expected an object"]),
         ("rows.jsonl", b"[" * 100_000 + b"\n", ["rows.jsonl is not valid JSON"]),
-        ("rows.parquet", b"", ["rows.parquet is not a Parquet file"]),
         ("rows.parquet", HEADER + b"a,b,c,1\n", ["rows.parquet is not a Parquet file"]),
+        ("rows.txt", HEADER, ["ends in .txt. Expected a .csv, .tsv, .json, .jsonl, .parquet or"]),
+        ("rows", HEADER, ["ends in no suffix. Expected a .csv"]),
     ],
 )
 def test_malformed_file_is_a_user_error_that_names_the_line(
@@ -374,39 +224,17 @@ def test_malformed_file_is_a_user_error_that_names_the_line(
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_empty_parquet_table_and_missing_column_are_user_errors(tmp_path: Path):
-    path = tmp_path / "rows.parquet"
-    table = pa.Table.from_pylist([dict(zip(NAMES, ("a", "b", "c", 1), strict=True))])
-    pq.write_table(table.slice(1), path)
-    with pytest.raises(UserError, match=r"rows.parquet is empty"):
-        load_rows(str(path))
-    pq.write_table(table.rename_columns(["sentence1", "sentence2", "cond", "label"]), path)
-    with pytest.raises(UserError, match=r"no column 'condition'.*Did you mean 'cond'"):
-        load_rows(str(path))
-
-
-def test_damaged_parquet_file_never_crashes(tmp_path: Path):
-    path = tmp_path / "rows.parquet"
-    rows = [(f"sentence {i}", "the same", f"condition {i % 3}", 1) for i in range(50)]
-    whole = Path(write_table(path, rows)).read_bytes()
-    messages = []
-    for position in range(0, len(whole), 3):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
-        try:
-            load_rows(str(path))
-        except LlmcondError as error:
-            messages.append(str(error))
-    assert len(messages) > 100
-    assert all("rows.parquet" in message for message in messages)
-
-
-@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.parquet", "split/train.csv"])
-def test_only_regular_files_are_read(tmp_path: Path, name: str):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.symlink_to("/dev/null")  # Reading /dev/random would never end.
-    with pytest.raises(UserError, match=f"{name} is not a regular file"):
-        read_dataset(str(path if path.parent == tmp_path else path.parent))
+def test_sources_that_are_not_files_are_rejected(tmp_path: Path):
+    with pytest.raises(UserError, match=r"nowhere.csv does not exist. Expected a .csv, .tsv"):
+        read_dataset(str(tmp_path / "nowhere.csv"))
+    with pytest.raises(UserError, match=r"foo://rows.csv cannot be opened"):
+        read_dataset("foo://rows.csv")
+    for name in ("rows.csv", "rows.parquet", "split/train.csv"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to("/dev/null")  # Reading /dev/random would never end.
+        with pytest.raises(UserError, match=f"{name} is not a regular file"):
+            read_dataset(str(path if path.parent == tmp_path else path.parent))
 
 
 UNRELATED = {
@@ -427,49 +255,480 @@ def test_unneeded_columns_are_not_converted(tmp_path: Path, in_memory: bool):
     source = table if in_memory else str(path)
     assert list_rows(load_rows(source)) == [("a", "b", "c", 1)]
     for name in UNRELATED:
-        message = (
-            "row 1 .* is datetime" if name == "took" else "contains? values that cannot be read"
-        )
+        message = "row 1 .* is datetime" if name == "took" else "values that cannot be read"
         with pytest.raises(UserError, match=message):
             load_rows(source, columns=Columns(condition=name))
 
 
-def test_condition_of_a_parquet_file_is_a_column_or_a_text(tmp_path: Path):
-    path = Path(write_table(tmp_path / "rows.parquet", [("a", "b", "c", 1)]))
-    assert read_collection(str(path), "sentence1", conditions=["sentence2"]).conditions == {
-        "sentence2": ["b"]
-    }
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
-@pytest.mark.parametrize(
-    "names",
-    [[f"column {i}" for i in range(3_000)], ["a long text " * 20_000, "sentence11"]],
-    ids=["many columns", "row instead of header"],
-)
-def test_messages_about_columns_stay_short(tmp_path: Path, suffix: str, names: list[str]):
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_messages_about_columns_and_labels_stay_short(tmp_path: Path, suffix: str):
     path = tmp_path / f"rows{suffix}"
-    if suffix == ".parquet":
-        pq.write_table(pa.table({name: ["a"] for name in names}), path)
-    elif suffix == ".jsonl":
-        path.write_text(json.dumps(dict.fromkeys(names, "a")) + "\n")
-    else:
-        separator = "\t" if suffix == ".tsv" else ","
-        path.write_text("\n".join([separator.join(names), separator.join("a" for _ in names)]))
-    with pytest.raises(UserError, match=r"has no column 'sentence1'; it has '") as caught:
+    for names in ([f"column {i}" for i in range(3_000)], ["a long text " * 20_000, "sentence11"]):
+        if suffix == ".parquet":
+            pq.write_table(pa.table({name: ["a"] for name in names}), path)
+        elif suffix == ".jsonl":
+            path.write_text(json.dumps(dict.fromkeys(names, "a")) + "\n")
+        else:
+            path.write_text("\n".join([",".join(names), ",".join("a" for _ in names)]))
+        with pytest.raises(UserError, match=r"has no column 'sentence1'; it has '") as caught:
+            load_rows(str(path))
+        assert len(str(caught.value)) < 1_000
+    if suffix != ".parquet":
+        write_table(path, [("a", "b", "c", "a long text " * 20_000)])
+        with pytest.raises(UserError, match=r"label is 'a long text .*…, not a number") as caught:
+            load_rows(str(path))
+        assert len(str(caught.value)) < 1_000
+
+
+LONG = "a" * (2**24 + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv.gz", LONG, "rows.csv.gz line 1 is longer than 16,777,216 characters"),
+        ("rows.tsv", f"sentence1\tsentence2\tcondition\tlabel\n{LONG}", "rows.tsv line 2 is"),
+        ("rows.jsonl.gz", f"{LINE.decode()}{' ' * (2**24 + 1)}", "rows.jsonl.gz line 2 is longer"),
+        (
+            "rows.csv",
+            HEADER.decode() + '"' + "a\n" * (2**23 + 1) + '",b,c,1\n',
+            "a field of rows.csv line .* is longer than 16,777,216",
+        ),
+    ],
+)
+def test_overlong_line_or_field_is_rejected(tmp_path, name, content, message):
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else data)
+    with pytest.raises(UserError, match=message):
+        load_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz", "rows.xlsx"])
+def test_files_read_as_a_whole_have_a_size_limit(monkeypatch, tmp_path, name):
+    path = tmp_path / name
+    write_table(tmp_path / name.removesuffix(".gz"), [("a" * 50_000, "b", "c", 1)] * 3)
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress((tmp_path / "rows.json").read_bytes()))
+    assert len(load_rows(str(path))) == 3
+    monkeypatch.setattr("llmcond.data.formats.MAX_FILE_BYTES", 40_000)
+    with pytest.raises(UserError, match=f"{name} contains more than .* MiB.*as .csv, .jsonl or"):
         load_rows(str(path))
-    assert len(str(caught.value)) < 1_000
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_messages_about_labels_stay_short(tmp_path: Path, suffix: str):
-    path = write_table(tmp_path / f"rows{suffix}", [("a", "b", "c", "a long text " * 20_000)])
-    with pytest.raises(UserError, match=r"label is 'a long text .*…, not a number") as caught:
-        load_rows(path)
-    assert len(str(caught.value)) < 1_000
+# -- folders with splits ---------------------------------------------------------------------------
 
 
-# --- The hub ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["train.jsonl", "validation.jsonl", "test.jsonl"],
+        ["csts_train.csv", "csts_valid.csv", "csts_test.csv"],
+        ["data/train.parquet", "data/val.parquet", "data/test.parquet"],
+        ["Train.csv", "dev.parquet", "TEST.tsv"],
+    ],
+    ids=" ".join,
+)
+def test_splits_of_a_folder_are_recognized_by_file_names(tmp_path: Path, files: list[str]):
+    expected = [make_rows(0, 3), make_rows(3, 5), make_rows(5, 6)]
+    for name, rows in zip(files, expected, strict=True):
+        write_table(tmp_path / name, rows)
+    (tmp_path / "README.md").write_text("# train and test\n")
+    dataset = read_dataset(str(tmp_path))
+    assert list(dataset.splits) == ["train", "dev", "test"]
+    assert [list_rows(rows) for rows in dataset.splits.values()] == expected
+    assert dataset.notes == ()
+    for split, rows in zip(("train", "dev", "test"), expected, strict=True):
+        read, name = read_rows(str(tmp_path), split)
+        assert (list_rows(read), name) == (rows, split)
+
+
+def write_shards(folder: Path) -> None:
+    write_table(folder / "train-00000-of-00002.parquet", make_rows(0, 2))
+    write_table(folder / "train-00001-of-00002.parquet", make_rows(2, 5))
+    write_table(folder / "validation-00000-of-00001.parquet", make_rows(5, 6))
+
+
+def test_shards_are_concatenated_in_order(tmp_path: Path):
+    write_shards(tmp_path)
+    dataset = read_dataset(str(tmp_path))
+    assert list_rows(dataset.splits["train"]) == make_rows(0, 5)
+    assert list_rows(dataset.splits["dev"]) == make_rows(5, 6)
+    # A row of the second shard is not attributed to the first.
+    assert dataset.splits["train"].describe(2) == "row 3 of train.parquet"
+    write_table(tmp_path / "train-00001-of-00002.parquet", [("a", "b", "c", 1), ("", "b", "c", 1)])
+    with pytest.raises(UserError, match=r"row 2 of train-00001-of-00002.parquet: sentence1"):
+        read_dataset(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["train.csv", "train.tsv"], "several files for train: train.csv, train.tsv"),
+        (["train.csv", "dev.csv", "validation.csv"], "several files for dev"),
+        (["notes.csv", "pretrain.csv", "latest.csv"], "without train, dev"),
+        (["train.txt"], "without train, dev"),
+        (["test.csv", "dev.csv"], "has no train file; it has dev, test"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_folder_with_ambiguous_or_missing_splits_is_rejected(
+    tmp_path: Path, files: list[str], message: str
+):
+    for name in files:
+        write_table(tmp_path / name, make_rows(0, 3))
+    with pytest.raises(UserError, match=message):
+        read_dataset(str(tmp_path))
+
+
+# -- files of texts --------------------------------------------------------------------------------
+
+SKIP = ReadOptions(skip_empty=True)
+
+
+def read(
+    source: Any, options: ReadOptions | None = None, column: str | None = None, keep: str = ""
+) -> list[str]:
+    """Read texts as the commands do; with ``keep``, a column that is kept."""
+    opened = open_collection(source, options or ReadOptions(), column)
+    collection = read_collection(opened, column, [keep] if keep else [])
+    return collection.columns[keep] if keep else collection.texts
+
+
+def lines(*texts: str) -> bytes:
+    return "".join(f"{text}\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "expected"),
+    [
+        # In a .tsv, every line is a row, whatever its quotation marks are.
+        (
+            "a.tsv",
+            lines("id\ttext", '1\t"Stop it, she said.', "2\tfine", '3\the went home."'),
+            {},
+            ['"Stop it, she said.', "fine", 'he went home."'],
+        ),
+        (
+            "a.tsv",
+            lines('"id"\t"text"', '1\t"a ""b"" c"', '2\t"one\ttab"', '"3"\tplain', '4\t" "" "'),
+            {},
+            ['a "b" c', "one\ttab", "plain", ' " '],
+        ),
+        ("a.tsv", lines("text", 'a, "b', 'c" d'), {}, ['a, "b', 'c" d']),
+        (
+            "a.csv",
+            lines("id,text", '1,"one', 'two"', '2,"say ""hi"""'),
+            {},
+            ["one\ntwo", 'say "hi"'],
+        ),
+        # Line breaks, blank lines and byte order marks.
+        ("a.csv", b"id,text\r\n1,a\r\n2,b\r\n", {}, ["a", "b"]),
+        ("a.csv", b"id,text\r1,a\r2,b\r", {}, ["a", "b"]),
+        ("a.tsv", b"id\ttext\r1\ta\r2\tb", {}, ["a", "b"]),
+        ("a.txt", lines("a\u2028b\u0085c", "d\u2029\x0ce"), {}, ["a\u2028b\u0085c", "d\u2029\x0ce"]),
+        ("a.jsonl", lines('{"text": "a\u2028b"}', '{"text": "c"}'), {}, ["a\u2028b", "c"]),
+        ("a.txt", b"a\nb\n\n \n", {}, ["a", "b"]),
+        ("a.csv", b"\n\nid, text ,n\n1,a,2\n\n", {}, ["a"]),
+        ("a.csv", b"\xef\xbb\xbf text,id\na,1\n", {}, ["a"]),
+        ("a.jsonl", b'{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n', {}, ["a", "b"]),
+        # Delimiters and formats.
+        ("a.csv", b"sep=;\r\nid;text\r\n1;a, b\r\n", {}, ["a, b"]),
+        ("a.csv", b"id;text\n1;a, b\n", {}, ["a, b"]),
+        ("a.csv", b"id#text\n1#a, b\n", {"delimiter": "#"}, ["a, b"]),
+        ("a.txt", b"id|text\n1|a\n", {"delimiter": "|"}, ["a"]),
+        ("texts", b"a\nb\n", {}, ["a", "b"]),
+        ("a.json", b'{"text": "a"}\n{"text": "b"}\n', {}, ["a", "b"]),
+        ("a.jsonl", b' [{"text": "a"},\n {"text": "b"}]', {}, ["a", "b"]),
+        # Encodings.
+        ("a.csv", "text\n“5 €”\n".encode("cp1252"), {"encoding": "cp1252"}, ["“5 €”"]),
+        ("a.txt", "é\nb\n".encode("utf-16-le"), {"encoding": "utf-16-le"}, ["é", "b"]),
+        ("a.csv", "text\né\n".encode("utf-32"), {}, ["é"]),
+        ("a.txt", b"\xff\xfe" + "é\n".encode("utf-16-le"), {"encoding": "utf-16-le"}, ["é"]),
+        (
+            "a.txt.gz",
+            gzip.compress("日本\n".encode("shift_jis"), mtime=0),
+            {"encoding": "shift_jis"},
+            ["日本"],
+        ),
+        # Rows that are left out, and HTML.
+        ("a.csv", b"id,text\n1,a\n2,\n3, \n4,b\n", {"skip_empty": True}, ["a", "b"]),
+        ("a.txt", b"a\n\n \nb\n", {"skip_empty": True}, ["a", "b"]),
+        (
+            "a.jsonl",
+            b'{"text": null}\n\n{"text": "a"}\n{"n": 1}\n{"text": NaN}\n',
+            {"skip_empty": True},
+            ["a"],
+        ),
+        (
+            "a.txt",
+            b"<p>caf&eacute; <b>b</b>ar</p>\na < b\n<br>\n",
+            {"skip_empty": True, "strip_html": True},
+            ["café bar", "a < b"],
+        ),
+    ],
+)
+def test_every_row_of_a_file_is_read(tmp_path: Path, name: str, content: bytes, options, expected):
+    (tmp_path / name).write_bytes(content)
+    assert read(str(tmp_path / name), ReadOptions(**options)) == expected
+    if name.endswith(("csv", "tsv")):
+        assert read(tmp_path / name, ReadOptions(**options), keep="text") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "words"),
+    [
+        (
+            "a.tsv",
+            lines("id\ttext", '1\t"one', 'two"'),
+            {},
+            ["a.tsv line 3 has 1 field, but its header has 2", "every line is a row", ".jsonl"],
+        ),
+        ("a.csv", lines("id,text", '2,"b', "3,c"), {}, ["a.csv line 2", "before it is closed"]),
+        ("a.csv", lines("id,text", '1,"Best" screen'), {}, ["line 2 is malformed", "twice"]),
+        ("a.csv", lines("text", "a, b"), {}, ["line 2 has 2 fields", "name it .txt"]),
+        ("a.txt", b"a\n\nb\n", {}, ["line 2 of a.txt: text is empty", "--skip-empty"]),
+        ("a.csv", b"text\na\n\nb\n", {}, ["data row 2 of a.csv: text is empty", "--skip-empty"]),
+        (
+            "a.txt",
+            b"<br>\n<p>\n",
+            {"skip_empty": True, "strip_html": True},
+            ["texts of all 2 rows are empty"],
+        ),
+        ("a.csv", b"id;Text\n1;a\n", {}, ["no column 'text'; it has 'id', 'Text'", "Did you mean"]),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', {}, ["'text' occurs twice"]),
+        ("a.jsonl", b'{"a": 1}\n{"b": 2}\n', {}, ["no column 'text'; it has 'a', 'b'"]),
+        ("a.json", b'{\n "text": "a"\n}\n', {}, ["line 1 is not valid JSON", "in one line"]),
+        ("a.txt", b"hello world\na\0b\n", {}, ["line 2 of a.txt: text contains a NUL"]),
+        ("a.csv", "text\nhi\n".encode("utf-16-le"), {}, ["a.csv seems", "--encoding utf-16-le"]),
+        ("a.txt", "привет мир\nда\n".encode("utf-16-be"), {}, ["--encoding utf-16-be"]),
+        ("a.txt", "你好，世界\n一\n".encode("utf-16-le"), {}, ["--encoding utf-16-le"]),
+        ("a.txt", "hello\n".encode("utf-32-be"), {}, ["--encoding utf-32-be"]),
+        ("a.csv", b"text\n\x93hi\x94\n", {}, ["0x93 in line 2", "Windows-1252", "cp1252"]),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', {}, ["0xe9 in line 1", "--encoding cp1252"]),
+        ("a.txt", "こんにちは世界\n".encode("shift_jis"), {}, ["in line 1", "--encoding"]),
+        ("a.txt", "é\n".encode() + b"\xe9\n", {}, ["0xe9 in line 2", "Earlier lines are UTF-8"]),
+        ("a.txt", b"a\x81\n", {"encoding": "cp1252"}, ["is not cp1252: byte 0x81"]),
+        ("a.txt", "a".encode("utf-16"), {"encoding": "cp1252"}, ["mark of UTF-16", "Leave out"]),
+        ("a.txt", "abc\n".encode("utf-16")[:-1], {}, ["is not UTF-16"]),
+        ("a.csv", gzip.compress(b"text\na\n", mtime=0), {}, ["compressed with gzip", ".gz"]),
+        ("a.csv", b"PK\x03\x04\x14\0\x06\0", {}, ["ZIP archive or an Excel workbook"]),
+        ("a.txt", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", {}, ["old Excel"]),
+        ("a.txt", b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", {}, ["is a PDF"]),
+        ("a.parquet", b"", {"delimiter": ";"}, ["--delimiter is for .csv, .tsv and .txt files"]),
+        ("a.xlsx", b"", {"encoding": "cp1252"}, ["--encoding is for", "not for a.xlsx"]),
+        ("a.pdf", b"", {}, ["a.pdf ends in .pdf. Expected"]),
+    ],
+)
+def test_file_is_rejected_in_one_line(tmp_path: Path, name: str, content: bytes, options, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read(str(tmp_path / name), ReadOptions(**options))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "n", "words"),
+    [
+        (
+            "a.csv",
+            lines("id,text", '1,"Stop it, she said.', "2,fine", "3,ok", '4,he went home."', "5,bye"),
+            {},
+            2,
+            ["a.csv lines 2 to 5", "look like rows", "rows are missing"],
+        ),
+        (
+            "a.tsv",
+            lines("text", '"Stop it, she said.', "fine", 'he went home."'),
+            {},
+            3,
+            ["a.tsv lines 2 to 4", "every line is a row"],
+        ),
+        (
+            "a.csv",
+            b"id,text\n1,a\n2,\n3,\n",
+            {"skip_empty": True},
+            1,
+            ["a.csv: left out 2 of 3, whose text is empty: data rows 2, 3"],
+        ),
+        ("a.txt", b"Text\na\n", {}, 2, ["first line, 'Text'"]),
+        ("b.txt", "é\n".encode(), {"encoding": "cp1252"}, 1, ["UTF-8", "leave out --encoding"]),
+        # Texts with commas on several lines are not suspected.
+        ("a.csv", lines("id,text", '1,"Dear all', "please call", 'Bye"'), {}, 1, None),
+    ],
+)
+def test_what_may_be_wrong_is_reported_in_one_line(
+    tmp_path: Path, caplog, name: str, content: bytes, options, n: int, words
+):
+    (tmp_path / name).write_bytes(content)
+    caplog.set_level("INFO", "llmcond")
+    assert len(read(str(tmp_path / name), ReadOptions(**options))) == n
+    assert len(caplog.messages) == (words is not None)
+    assert all(word in caplog.messages[0] for word in words or ())
+
+
+#: Texts without an encoding error, of which some are quoted, and none is blank.
+TEXTS = st.text(st.sampled_from("ab\",;\t|'é "), min_size=1, max_size=8).filter(str.strip)
+
+
+def read_bytes(name: str, content: bytes) -> list[Any]:
+    source = Source(name, None, [name], None, read=ReadOptions(), content=content, format=name[1:])
+    return [record["text"] for record in read_records(source, name, ["text"])]
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=5), st.booleans())
+def test_rows_of_pandas_files_are_read_as_they_were(texts: list[str], tabs: bool):
+    table = pd.DataFrame({"n": range(len(texts)), "text": texts})
+    content = table.to_csv(index=False, sep="\t" if tabs else ",")
+    assert read_bytes("a.tsv" if tabs else "a.csv", content.encode()) == texts
+
+
+@given(st.lists(TEXTS.filter(lambda text: "\t" not in text), min_size=1, max_size=5))
+def test_every_line_of_a_plain_tsv_is_a_row(texts: list[str]):
+    content = "".join(f"{i}\t{text}\n" for i, text in enumerate(texts))
+    rows = read_bytes("a.tsv", f"n\ttext\n{content}".encode())
+    unquoted = [text[1:-1].replace('""', '"') for text in texts]
+    assert all(row in pair for row, *pair in zip(rows, texts, unquoted, strict=True))
+
+
+def test_columns_and_delimiters_are_recognised(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("C:a.csv")  # The name of a file may have colons.
+    path.write_bytes(lines("id;Text;label", "1;a, b;x", "2;c, d;y"))
+    for source in (str(path), path, tmp_path / path):
+        assert read(source, column="Text", keep="label") == ["x", "y"]
+        assert read(source, column="Text") == ["a, b", "c, d"]
+    with pytest.raises(UserError, match=r"separated by ';'.*'id', 'Text', 'label'.*--delimiter"):
+        read(path, column="id;Text;label")
+    path.write_bytes(lines("a;b", "no delimiter"))
+    assert read(path, column="a;b") == ["no delimiter"]
+    path.write_bytes(lines("\ttext", "1\ta", "2\tb"))
+    assert read(path, column="text") == ["a", "b"]
+    # Names of columns may have spaces around them, and must not be empty.
+    path.write_bytes(b", text ,id \n0,a,1\n")
+    assert read(path, column=" text ", keep="id") == ["1"]
+    with pytest.raises(UserError, match="has no column ''; it has '', 'text', 'id'"):
+        read_collection(str(path), "text", [""])
+
+
+def test_rows_of_a_workbook_may_be_blank(tmp_path: Path):
+    write_sheet(tmp_path / "a.xlsx", [("text", "n"), ("a", 1), (), ("b", None), (), ()])
+    with pytest.raises(UserError, match=r"data row 2 of a.xlsx: text is empty \(None\)"):
+        read(tmp_path / "a.xlsx")
+    assert read(tmp_path / "a.xlsx", SKIP) == ["a", "b"]
+    assert read(tmp_path / "a.xlsx", SKIP, keep="n") == [1, None]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", "list"])
+def test_kept_values_may_be_missing_but_not_invalid(tmp_path: Path, suffix: str):
+    def source(rows: list[dict[str, Any]]) -> Any:
+        if suffix == "list":
+            return rows
+        dumped = [json.dumps(row) for row in rows]
+        path = tmp_path / f"a{suffix}"
+        path.write_text(f"[{','.join(dumped)}]" if suffix == ".json" else "\n".join(dumped))
+        return path
+
+    rows = [{"text": "a"}, {"text": "b", "year": 2020}, {"text": "c"}]
+    assert read(source(rows), keep="year") == [None, 2020, None]
+    with pytest.raises(UserError, match="no column 'month'; it has 'text', 'year'"):
+        read(source(rows), keep="month")
+    for value in ("\ud800", "a\0", ["a", "\udfff"], {"\ud800": 1}):
+        rows = [{"text": "a", "kept": "b"}, {"text": "b", "kept": value}]
+        with pytest.raises(UserError, match=r"row 2 of .*: kept contains (half|a NUL)"):
+            read(source(rows), keep="kept")
+
+
+def test_candidates_are_lines(tmp_path: Path):
+    path = tmp_path / "pool.txt"
+    path.write_bytes(b"a\n\ncaf\xe9\n")
+    with pytest.raises(UserError, match=r"iconv -f WINDOWS-1252 -t UTF-8 pool.txt"):
+        read_candidates(path)
+    with pytest.raises(UserError, match=r"line 2 of pool.txt: text is empty"):
+        read_candidates(path, ReadOptions(encoding="cp1252"))
+    options = ReadOptions(encoding="cp1252", skip_empty=True)
+    assert read_candidates(path, options) == ["a", "café"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<p>Hello <b>wor</b>ld</p><br/>now", "Hello world now"),
+        ("one<br>two<li>three</td>four", "one two three four"),
+        ("<script>if (a < b) {}</script>a<style>p {}</style>b", "a b"),
+        ("a <!-- <b>no</b> --> b<!-- open", "a b"),
+        ("<!DOCTYPE html><?xml version='1.0'?><EM CLASS=x>a</EM>", "a"),
+        ("<a title='a > b' href=\"x\">link</a> <o:p>word</o:p>", "link word"),
+        ("&lt;b&gt; &amp; caf&eacute;&nbsp;&#8211;\n\t&#x41;", "<b> & café – A"),
+        ("a<b and b>c", "a<b and b>c"),
+        ("x <- y, i <3 you, 1 <2 and 3> 2", "x <- y, i <3 you, 1 <2 and 3> 2"),
+        ("Dear <name>, <john@doe.org> wrote", "Dear <name>, <john@doe.org> wrote"),
+        ("AT&T List<String> and <unk> <p", "AT&T List<String> and <unk> <p"),
+        ("<td nowrap align=left>a</td><option selected>b", "a b"),
+    ],
+)
+def test_html_is_removed(text: str, expected: str):
+    assert strip_html(text) == expected
+
+
+@pytest.mark.parametrize("part", ["<!--", "<a x=1", "<script>", "<a x='", "<", "&amp"])
+def test_time_to_remove_html_grows_with_the_length(part: str):
+    began = time.process_time()
+    strip_html(part * 50_000)
+    assert time.process_time() - began < 5
+
+
+# -- standard input --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    def send(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return send
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "column", "expected"),
+    [
+        (b"a\nb, c\n", {}, None, ["a", "b, c"]),
+        (b"id\ttext\n1\ta\n", {}, None, ["a"]),
+        (b"text\na\n", {}, None, ["a"]),
+        (b"sentence;id\na, b;1\n", {}, None, ["a, b"]),
+        (b'{"text": "a"}\n{"text": "b"}\n', {}, None, ["a", "b"]),
+        (b'[{"text": "a"},\n{"text": "b"}]', {}, None, ["a", "b"]),
+        (b"[a list\n{brace\n", {}, None, ["[a list", "{brace"]),
+        (b"id|body\n1|a\n", {"delimiter": "|"}, "body", ["a"]),
+        (b"caf\xe9\n\n", {"encoding": "cp1252", "skip_empty": True}, None, ["café"]),
+        ("a\n".encode("utf-16"), {}, None, ["a"]),
+    ],
+)
+def test_standard_input_is_texts_or_a_table(pipe, content: bytes, options, column, expected):
+    pipe(content)
+    assert read("-", ReadOptions(**options), column) == expected
+
+
+def test_unreadable_standard_input_is_rejected(pipe):
+    for content, words in (
+        (b" \n\n", "standard input is empty"),
+        (b"", "standard input is empty, or was read before"),
+        (b"caf\xe9\n", "standard input is not UTF-8.*--encoding cp1252"),
+        (gzip.compress(b"a", mtime=0), "standard input is not text: it is compressed with gzip"),
+        (b"a\n\nb\n", "line 2 of standard input: text is empty.*--skip-empty"),
+    ):
+        pipe(content)
+        with pytest.raises(UserError, match=words):
+            read("-")
+    pipe(HEADER + b"a,b,c,3\n")
+    assert load_rows("-").file == "standard input"
+    sys.stdin.isatty = lambda: True  # A terminal is not waited for.
+    with pytest.raises(UserError, match=r"which is a terminal.*- < texts.txt"):
+        read("-")
+
+
+# -- the hub ---------------------------------------------------------------------------------------
 
 REPO = "/api/datasets/someone/pairs"
 FILES = "/datasets/someone/pairs/resolve/main/"
@@ -478,12 +737,13 @@ import json, sys, time
 time.sleep = lambda seconds: None  # The hub's client would wait half a minute before it gives up.
 from llmcond.data.datasets import read_dataset
 from llmcond.errors import LlmcondError
-try:
-    dataset = read_dataset(sys.argv[1])
-except LlmcondError as error:
-    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-else:
-    print(json.dumps({name: list(rows.sentence1) for name, rows in dataset.splits.items()}))
+for source in sys.argv[1:]:
+    try:
+        dataset = read_dataset(source)
+    except LlmcondError as error:
+        print(json.dumps([type(error).__name__, str(error)]))
+    else:
+        print(json.dumps({name: list(rows.sentence1) for name, rows in dataset.splits.items()}))
 """
 
 
@@ -517,7 +777,7 @@ class Hub(BaseHTTPRequestHandler):
         ]
 
     def send(self, path: Path):
-        if path.stem == "train-broken":
+        if path.stem == "broken":
             self.close_connection = True
             return
         first, last = self.headers["Range"].removeprefix("bytes=").split("-")
@@ -534,135 +794,44 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def read_from_hub(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
-    """A reader of ``hf://`` addresses from a local hub that serves ``tmp_path/hub``."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder=tmp_path / "hub"))
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def read(source: str, port: int = server.server_port) -> dict[str, Any]:
-        settings = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{port}",
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_OFFLINE": "0",
-            "NO_PROXY": "127.0.0.1",
-        }
-        process = subprocess.run(
-            [sys.executable, "-c", READ_SCRIPT, source],
-            env={**os.environ, **settings},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert process.returncode == 0, process.stderr
-        return json.loads(process.stdout)
-
-    yield read
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize(
-    "source", ["hf://datasets/someone/pairs", "hf://datasets/someone/pairs@main"]
-)
-def test_hub_dataset_is_read_like_a_folder(
-    tmp_path: Path, read_from_hub: Callable[..., dict[str, Any]], source: str
-):
+def test_hub_datasets_are_read_like_folders_and_files(tmp_path: Path):
     write_shards(tmp_path / "hub" / "data")
     (tmp_path / "hub" / "README.md").write_text("# Pairs\n")
-    assert read_from_hub(source) == {"train": ["a0", "a1", "a2", "a3", "a4"], "dev": ["a5"]}
-
-
-def test_single_file_of_a_hub_dataset_is_read_like_a_file(
-    tmp_path: Path, read_from_hub: Callable[..., dict[str, Any]]
-):
     write_table(tmp_path / "hub" / "pairs.csv", make_rows(0, 20))
-    splits = read_from_hub("hf://datasets/someone/pairs/pairs.csv")
-    assert {name: len(split) for name, split in splits.items()} == {
+    write_table(tmp_path / "hub" / "broken.csv", make_rows(0, 20))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder=tmp_path / "hub"))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    sources = [
+        f"hf://datasets/someone/{name}"
+        for name in ("pairs", "pairs@main", "pairs/pairs.csv", "nothing", "pairs/nothing.csv")
+    ]
+
+    def read_from_hub(port: int, *arguments: str) -> list[Any]:
+        endpoint = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
+        settings = {**endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", READ_SCRIPT, *arguments]
+        output = subprocess.run(
+            command, env={**os.environ, **settings}, stdout=subprocess.PIPE, check=True
+        ).stdout
+        return [json.loads(line) for line in output.splitlines()]
+
+    try:
+        results = read_from_hub(server.server_port, *sources, "hf://datasets/someone/pairs/broken.csv")
+    finally:
+        server.shutdown()
+        server.server_close()
+    folder = {"train": ["a0", "a1", "a2", "a3", "a4"], "dev": ["a5"]}
+    assert results[:2] == [folder, folder]
+    assert {name: len(split) for name, split in results[2].items()} == {
         "train": 14,
         "dev": 3,
         "test": 3,
     }
-    sentences = {sentence for split in splits.values() for sentence in split}
-    assert sentences == {row[0] for row in make_rows(0, 20)}
-
-
-@pytest.mark.parametrize(
-    "source", ["hf://datasets/someone/nothing", "hf://datasets/someone/pairs/nothing.csv"]
-)
-def test_missing_hub_dataset_is_a_user_error(
-    tmp_path: Path, read_from_hub: Callable[..., dict[str, Any]], source: str
-):
-    write_table(tmp_path / "hub" / "train.csv", make_rows(0, 20))
-    result = read_from_hub(source)
-    assert result["error"] == "UserError"
-    assert f"{source} does not exist" in result["message"]
-
-
-def test_unreachable_hub_is_not_a_user_error(
-    read_from_hub: Callable[..., dict[str, Any]],
-):
-    result = read_from_hub("hf://datasets/someone/pairs", port=1)
-    assert result["error"] == "LlmcondError"
-    assert "cannot be reached" in result["message"]
-
-
-def test_lost_connection_to_the_hub_names_the_file(
-    tmp_path: Path, read_from_hub: Callable[..., dict[str, Any]]
-):
-    write_table(tmp_path / "hub" / "train-broken.csv", make_rows(0, 20))
-    result = read_from_hub("hf://datasets/someone/pairs")
-    assert result["error"] == "LlmcondError"
-    assert "train-broken.csv" in result["message"]
-
-
-LONG = "a" * (2**24 + 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("rows.csv.gz", f"{HEADER.decode()}{LONG},b,c,1\n", "rows.csv.gz line 2 is longer than"),
-        ("rows.csv.gz", LONG, "rows.csv.gz line 1 is longer than 16,777,216 characters"),
-        ("rows.tsv", f"sentence1\tsentence2\tcondition\tlabel\n{LONG}", "rows.tsv line 2 is"),
-        ("rows.jsonl.gz", f"{LINE.decode()}{' ' * (2**24 + 1)}", "rows.jsonl.gz line 2 is longer"),
-        (
-            "rows.csv",
-            HEADER.decode() + '"' + "a\n" * (2**23 + 1) + '",b,c,1\n',
-            "a field of rows.csv line .* is longer than 16,777,216",
-        ),
-    ],
-)
-def test_overlong_line_or_field_is_rejected(tmp_path, name, content, message):
-    data = content.encode()
-    (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else data)
-    with pytest.raises(UserError, match=message):
-        load_rows(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz", "rows.xlsx"])
-def test_files_read_as_a_whole_have_a_size_limit(monkeypatch, tmp_path, name):
-    path = tmp_path / name
-    write_table(tmp_path / name.removesuffix(".gz"), [("a" * 50_000, "b", "c", 1)] * 3)
-    if name.endswith(".gz"):
-        path.write_bytes(gzip.compress((tmp_path / "rows.json").read_bytes()))
-    assert len(load_rows(str(path))) == 3
-    monkeypatch.setattr("llmcond.data.formats.MAX_FILE_BYTES", 40_000)
-    with pytest.raises(UserError, match=f"{name} contains more than .* MiB.*as .csv, .jsonl or"):
-        load_rows(str(path))
-
-
-def test_lack_of_memory_is_not_reported_as_damage(monkeypatch, tmp_path):
-    path = write_table(tmp_path / "rows.parquet", [("a", "b", "c", 1)])
-    monkeypatch.setattr("llmcond.data.formats.to_python", lambda _: pa.allocate_buffer(2**60))
-    with pytest.raises(MemoryError):
-        load_rows(path)
-
-
-def test_names_of_columns_may_have_spaces_and_must_not_be_empty(tmp_path: Path) -> None:
-    path = tmp_path / "texts.csv"
-    path.write_text(", text ,id \n0,a,1\n", encoding="utf-8")
-    assert read_collection(str(path), "text", ["id"]).columns == {"id": ["1"]}
-    assert read_collection(str(path), " text ", ["id "]).texts == ["a"]
-    with pytest.raises(UserError, match="has no column ''; it has '', 'text', 'id'"):
-        read_collection(str(path), "text", [""])
+    for source, (error, message) in zip(sources[3:], results[3:5], strict=True):
+        assert error == "UserError"
+        assert f"{source} does not exist" in message
+    # Lost connections are no user errors.
+    (unreachable,) = read_from_hub(1, sources[0])
+    for (error, message), words in ((results[5], "broken.csv"), (unreachable, "cannot be reached")):
+        assert error == "LlmcondError"
+        assert words in message
