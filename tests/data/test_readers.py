@@ -425,7 +425,12 @@ def lines(*texts: str) -> bytes:
         ("a.csv", b"id,text\r\n1,a\r\n2,b\r\n", {}, ["a", "b"]),
         ("a.csv", b"id,text\r1,a\r2,b\r", {}, ["a", "b"]),
         ("a.tsv", b"id\ttext\r1\ta\r2\tb", {}, ["a", "b"]),
-        ("a.txt", lines("a\u2028b\u0085c", "d\u2029\x0ce"), {}, ["a\u2028b\u0085c", "d\u2029\x0ce"]),
+        (
+            "a.txt",
+            lines("a\u2028b\u0085c", "d\u2029\x0ce"),
+            {},
+            ["a\u2028b\u0085c", "d\u2029\x0ce"],
+        ),
         ("a.jsonl", lines('{"text": "a\u2028b"}', '{"text": "c"}'), {}, ["a\u2028b", "c"]),
         ("a.txt", b"a\nb\n\n \n", {}, ["a", "b"]),
         ("a.csv", b"\n\nid, text ,n\n1,a,2\n\n", {}, ["a"]),
@@ -533,7 +538,9 @@ def test_file_is_rejected_in_one_line(tmp_path: Path, name: str, content: bytes,
     [
         (
             "a.csv",
-            lines("id,text", '1,"Stop it, she said.', "2,fine", "3,ok", '4,he went home."', "5,bye"),
+            lines(
+                "id,text", '1,"Stop it, she said.', "2,fine", "3,ok", '4,he went home."', "5,bye"
+            ),
             {},
             2,
             ["a.csv lines 2 to 5", "look like rows", "rows are missing"],
@@ -816,7 +823,9 @@ def test_hub_datasets_are_read_like_folders_and_files(tmp_path: Path):
         return [json.loads(line) for line in output.splitlines()]
 
     try:
-        results = read_from_hub(server.server_port, *sources, "hf://datasets/someone/pairs/broken.csv")
+        results = read_from_hub(
+            server.server_port, *sources, "hf://datasets/someone/pairs/broken.csv"
+        )
     finally:
         server.shutdown()
         server.server_close()

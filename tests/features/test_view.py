@@ -436,9 +436,7 @@ def test_embedding_is_the_head_applied_to_features(
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
 
 
-def test_other_rows_are_encoded_for_prompts_of_named_heads(
-    capsys, run_copy, reference, write_rows
-):
+def test_other_rows_are_encoded_for_prompts_of_named_heads(capsys, run_copy, reference, write_rows):
     rows = [("two men", "a dog", "the mood", 1), ("a hat", "a dog", "the place", 4)]
     arguments = ["evaluate", "--run", run_copy, "--data", write_rows(rows), "--head"]
     for name, encoded_prompt, skipped_prompt in (

@@ -1,13 +1,18 @@
-"""Prompt templates: rendering, validation, digests, controls and routers."""
+"""Prompt templates: rendering, validation, digests, controls, routers and their preview."""
 
 import json
+import os
 import random
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.commands import run_json, run_rejected
 from helpers.identities import IDENTITY
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,17 +22,12 @@ from llmcond.bundled import bundled_names
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import Rows
-from llmcond.encoders.settings import EncoderIdentity
+from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.errors import UserError
 from llmcond.features.view import FeatureView
 from llmcond.prompts import InputTemplate, Prompt, load_prompt, prompt_from_json
-from llmcond.prompts.inputs import (
-    SplitInputs,
-    find_same_inputs,
-    input_conditions,
-    render_rows,
-)
+from llmcond.prompts.inputs import SplitInputs, find_same_inputs, input_conditions, render_rows
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 
@@ -41,59 +41,94 @@ text = "{sentence}"
 [unconditional]
 text = "{condition}"
 """
+LEFT_OUT_TEMPLATE = """
+description = "d"
+source = "s"
+control = "left-out"
+[conditional]
+text = "{sentence}"
+[unconditional]
+text = "{sentence}"
+"""
+ROUTED_TEMPLATE = TEMPLATE.replace('instruction = "Given {condition}"', 'router = "{condition}"')
+LEFT_OUT, SHUFFLED = load_prompt("control-no-condition"), load_prompt("control-shuffled")
+TRAIN = read_dataset(None).splits["train"]
 
 
-def load_template(tmp_path: Path, text: str) -> Prompt:
-    path = tmp_path / "mine.toml"
-    path.write_text(text, encoding="utf-8")
-    return load_prompt(str(path))
+def load_template(text: str) -> Prompt:
+    Path("mine.toml").write_text(text, encoding="utf-8")
+    return load_prompt("mine.toml")
 
 
-@pytest.mark.parametrize(
-    ("name", "conditional", "unconditional"),
-    [
+def make_rows(texts: list[tuple[str, str, str]], first: int = 1) -> Rows:
+    columns = [list(column) for column in zip(*texts, strict=True)]
+    numbers = np.arange(first, first + len(texts))
+    return Rows(*columns, rating=np.full(len(texts), 0.5), number=numbers, file="rows.csv")
+
+
+# -- rendering -------------------------------------------------------------------------------------
+
+#: Conditional and unconditional inputs of bundled templates for SENTENCE and CONDITION. Each is a
+#: text, or a pair of an instruction or context and a text. The first four are those of CASE.
+RENDERED = {
+    "cond": (
         (
-            "cond",
-            (
-                "Retrieve semantically similar texts to the Condition, given the Sentence: "
-                "Two men ride.",
-                "the number of people",
-            ),
-            (
-                "Retrieve semantically similar texts to a given Sentence",
-                "the number of people",
-            ),
+            f"Retrieve semantically similar texts to the Condition, given the Sentence: {SENTENCE}",
+            CONDITION,
         ),
+        ("Retrieve semantically similar texts to a given Sentence", CONDITION),
+    ),
+    "sent": (
         (
-            "sent",
-            (
-                "Retrieve semantically similar texts to the Sentence, given the Condition: "
-                "the number of people",
-                "Two men ride.",
-            ),
-            (
-                "Retrieve semantically similar texts to a given Sentence",
-                "the number of people",
-            ),
+            "Retrieve semantically similar texts to the Sentence, given the Condition: "
+            f"{CONDITION}",
+            SENTENCE,
         ),
-        (
-            "concat-cond-sent",
-            ("", "the number of people Two men ride."),
-            ("", "the number of people"),
-        ),
-        (
-            "concat-sent-cond",
-            ("", "Two men ride. the number of people"),
-            ("", "the number of people"),
-        ),
-    ],
-)
-def test_bundled_prompts_render_the_wording_of_case(
-    name: str, conditional: tuple[str, str], unconditional: tuple[str, str]
-):
-    prompt = load_prompt(name)
-    assert prompt.conditional.render(SENTENCE, CONDITION) == EncoderInput(*conditional)
-    assert prompt.unconditional.render(SENTENCE, CONDITION) == EncoderInput(*unconditional)
+        ("Retrieve semantically similar texts to a given Sentence", CONDITION),
+    ),
+    "concat-cond-sent": (f"{CONDITION} {SENTENCE}", CONDITION),
+    "concat-sent-cond": (f"{SENTENCE} {CONDITION}", CONDITION),
+    "concat-sent-question": (f"{SENTENCE} What is {CONDITION}?", f"What is {CONDITION}?"),
+    "pair-cond": ((SENTENCE, CONDITION), ("", CONDITION)),
+    "eol": (
+        f'This sentence: "{SENTENCE}" means in one word regarding {CONDITION}:"',
+        f'This sentence means in one word regarding {CONDITION}:"',
+    ),
+    "sts-sent": (
+        (f"Retrieve semantically similar text, with regard to {CONDITION}.", SENTENCE),
+        ("Retrieve semantically similar text.", CONDITION),
+    ),
+    "control-no-condition": (SENTENCE, SENTENCE),
+    "control-shuffled": (f"{SENTENCE} {CONDITION}", CONDITION),
+}
+
+
+def test_bundled_templates_render_as_expected():
+    for name, expected in RENDERED.items():
+        prompt = load_prompt(name)
+        for part, inputs in zip((prompt.conditional, prompt.unconditional), expected, strict=True):
+            item = part.render(SENTENCE, CONDITION)
+            first = item.instruction if item.context is None else item.context
+            assert (first, item.text) == (("", inputs) if isinstance(inputs, str) else inputs)
+    # An empty context differs from none: both vectors are pooled over the condition's tokens only.
+    assert load_prompt("pair-cond").unconditional.render("", "").context == ""
+    assert load_prompt("cond").unconditional.render("", "").context is None
+
+
+def test_bundled_templates_are_restored_and_distinguish_conditions():
+    prompts = [load_prompt(name) for name in bundled_names("prompts")]
+    for prompt in prompts:
+        assert prompt_from_json(prompt.to_json(), "manifest.json") == prompt
+        assert find_same_inputs(TRAIN, prompt) is None
+        assert prompt.subtracts_condition == (prompt.control != "left-out")
+    assert len({prompt.digest for prompt in prompts}) == len(prompts)
+
+
+@given(st.text(), st.text())
+def test_texts_with_braces_are_inserted_unchanged(sentence: str, condition: str):
+    part = InputTemplate(text="{condition}|{sentence}", instruction="{{x}}: {sentence}")
+    expected = EncoderInput(f"{{x}}: {sentence}", f"{condition}|{sentence}")
+    assert part.render(sentence, condition) == expected
 
 
 PLAIN = IDENTITY
@@ -104,382 +139,139 @@ INSTRUCTED = replace(PLAIN, instruction_format="{instruction} {text}", special_t
     ("name", "encoder", "obstacle"),
     [
         ("cond", PLAIN, "takes none"),
-        ("sent", PLAIN, "takes none"),
         ("cond", INSTRUCTED, ""),
         ("concat-cond-sent", PLAIN, ""),
-        ("concat-sent-cond", INSTRUCTED, ""),
         ("pair-cond", PLAIN, ""),
-        ("pair-sent", PLAIN, ""),
         ("pair-cond", INSTRUCTED, "reads single texts only"),
         ("pair-cond", replace(PLAIN, pooling="cls"), "--pooling mean"),
         ("pair-cond", replace(PLAIN, pooling="last"), ""),
+        ("routed", PLAIN, ""),
+        ("routed", replace(PLAIN, pooling="latent"), "--pooling cls or mean or last"),
     ],
 )
-def test_obstacle_names_why_an_encoder_does_not_suit(
-    name: str, encoder: EncoderIdentity, obstacle: str
-):
+def test_obstacle_names_why_an_encoder_does_not_suit(name: str, encoder, obstacle: str):
     message = load_prompt(name).obstacle(encoder)
     assert (obstacle in message) if obstacle else message == ""
 
 
-def test_context_in_one_part_only_is_rejected(tmp_path: Path):
-    path = tmp_path / "half.toml"
-    path.write_text(
-        'description = "d"\nsource = "s"\n[conditional]\ncontext = "{sentence}"\n'
-        'text = "{condition}"\n[unconditional]\ntext = "{condition}"\n'
-    )
-    with pytest.raises(UserError, match='context = "" reads nothing before'):
-        load_prompt(str(path))
+# -- validation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "part", [InputTemplate("{condition}", "Embed"), InputTemplate("{condition}", context="")]
-)
-def test_unconditional_part_alone_can_be_an_obstacle(part: InputTemplate):
-    prompt = Prompt("d", "s", InputTemplate("{sentence} {condition}"), part)
-    assert prompt.obstacle(replace(PLAIN, pooling="cls", instruction_format=""))
-
-
-def test_pair_prompts_put_one_text_into_the_context():
-    prompt = load_prompt("pair-cond")
-    rendered = prompt.conditional.render(SENTENCE, CONDITION)
-    assert rendered == EncoderInput("", CONDITION, context=SENTENCE)
-    # An empty context differs from none: both vectors are pooled over the condition's tokens only.
-    unconditional = prompt.unconditional.render(SENTENCE, CONDITION)
-    assert unconditional == EncoderInput("", CONDITION, context="")
-
-
-def test_only_a_context_changes_the_digest():
-    plain = Prompt("d", "s", InputTemplate("{sentence} {condition}"), InputTemplate("{condition}"))
-    empty = replace(plain, unconditional=InputTemplate("{condition}", context=""))
-    assert plain.digest != empty.digest
-    restored = prompt_from_json(plain.to_json(), "run.json")
-    assert restored.digest == plain.digest
-
-
-def test_instruction_and_context_exclude_each_other(tmp_path: Path):
-    path = tmp_path / "both.toml"
-    path.write_text(
-        'description = "d"\nsource = "s"\n[conditional]\ninstruction = "{sentence}"\n'
-        'context = "{sentence}"\ntext = "{condition}"\n[unconditional]\ntext = "{condition}"\n'
-    )
-    with pytest.raises(UserError, match="both an instruction and a context"):
-        load_prompt(str(path))
-
-
-@given(st.text(), st.text())
-def test_texts_with_braces_are_inserted_unchanged(sentence: str, condition: str):
-    part = InputTemplate(text="{condition}|{sentence}", instruction="I: {sentence}")
-    expected = EncoderInput(f"I: {sentence}", f"{condition}|{sentence}")
-    assert part.render(sentence, condition) == expected
-
-
-def test_placeholders_inside_a_sentence_are_text():
-    rendered = load_prompt("cond").conditional.render("a {condition} {{b}} {", "{sentence}")
-    assert rendered.instruction.endswith("given the Sentence: a {condition} {{b}} {")
-    assert rendered.text == "{sentence}"
-
-
-def test_doubled_braces_in_a_template_are_single_braces_of_text(tmp_path: Path):
-    prompt = load_template(tmp_path, TEMPLATE.replace('"{sentence}"', '"{{x}} {sentence}"'))
-    assert prompt.conditional.render("s", "c").text == "{x} s"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
+    ("template", "old", "new", "expected"),
     [
-        ("{sentence}", "{sentense}", ["{sentense}", "Did you mean 'sentence'", "{condition}"]),
-        ("{sentence}", "{}", ["unknown placeholder {}"]),
-        ("{sentence}", "{0}", ["unknown placeholder {0}"]),
-        ("{sentence}", "{sentence.upper}", ["unknown placeholder {sentence.upper}"]),
-        ("{sentence}", "{sentence[0]}", ["unknown placeholder {sentence[0]}"]),
-        ("Given {condition}", "Given {x}", ["[conditional] instruction", "{x}"]),
-        ('"{sentence}"', '"no place"', ["[conditional] lacks the placeholder {sentence}"]),
-        ("{sentence}", "it", ["[conditional] lacks the placeholder {sentence}", "separate"]),
-        ('"{condition}"', '"{condition} {sentence}"', ["names {condition} and {sentence}"]),
-        ('"{condition}"', '"nothing"', ["[unconditional] names none", "exactly one"]),
-        ("{sentence}", "{sentence", ["[conditional] text", "{{ and }}"]),
-        ("{sentence}", "sentence}", ["[conditional] text", "{{ and }}"]),
-        ('text = "{condition}"', 'text = " "', ["[unconditional] text is empty"]),
+        (TEMPLATE, "{sentence}", "{sentense}", ["{sentense}", "Did you mean 'sentence'"]),
+        (TEMPLATE, "{sentence}", "{}", ["unknown placeholder {}"]),
+        (TEMPLATE, "{sentence}", "{sentence.upper}", ["unknown placeholder {sentence.upper}"]),
+        (TEMPLATE, "{sentence}", "{sentence[0]}", ["unknown placeholder {sentence[0]}"]),
+        (TEMPLATE, "{sentence}", "{sentence!r}", ["has {sentence!r}, but texts are inserted"]),
+        (TEMPLATE, "{sentence}", "{sentence:>10}", ["{sentence:>10}"]),
+        (TEMPLATE, "{sentence}", "{sentence", ["[conditional] text", "{{ and }}"]),
+        (TEMPLATE, "Given {condition}", "Given {x}", ["[conditional] instruction", "{x}"]),
+        (TEMPLATE, "{sentence}", "it", ["lacks the placeholder {sentence}", "separate"]),
+        (TEMPLATE, '"{condition}"', '"{condition} {sentence}"', ["{condition} and {sentence}"]),
+        (TEMPLATE, '"{condition}"', '"nothing"', ["[unconditional] names none", "exactly one"]),
+        (TEMPLATE, 'text = "{condition}"', 'text = " "', ["[unconditional] text is empty"]),
+        (TEMPLATE, 'source = "s"', 'sauce = "s"', ["'source' is missing", "unknown key 'sauce'"]),
+        (TEMPLATE, 'description = "d"', "description = 1", ["'description' is 1", "string"]),
         (
-            'instruction = "Given {condition}"\ntext = "{sentence}"',
-            'instruction = "{sentence} {condition}"\ntext = ""',
-            ["[conditional] text is empty"],
-        ),
-        ('source = "s"', 'sauce = "s"', ["the key 'source' is missing", "unknown key 'sauce'"]),
-        ('description = "d"', "", ["the key 'description' is missing"]),
-        ('description = "d"', "description = 1", ["'description' is 1", "string"]),
-        (
+            TEMPLATE,
             "[unconditional]\n",
             '[unconditional]\ntxt = ""\n',
             ["unknown key 'unconditional.txt'", "Did you mean 'text'", "text, instruction"],
         ),
-        ('text = "{condition}"', "", ["the key 'unconditional.text' is missing"]),
-        ('source = "s"', 'source = "s"\nname = "n"', ["'name'", "has the name of its file"]),
+        (TEMPLATE, 'text = "{condition}"', "", ["the key 'unconditional.text' is missing"]),
+        (TEMPLATE, 'source = "s"', 'source = "s"\nname = "n"', ["has the name of its file"]),
+        (TEMPLATE, "instruction =", "context =", ['context = "" reads nothing before']),
+        (TEMPLATE, "text", 'context = ""\ntext', ["both an instruction and a context"]),
+        (LEFT_OUT_TEMPLATE, "{sentence}", "{condition}", ["names {condition}", "only {sentence}"]),
+        (LEFT_OUT_TEMPLATE, "{sentence}", "it", ["names none"]),
+        (LEFT_OUT_TEMPLATE, '"{sentence}"\n[', '"of {sentence}"\n[', ["nothing is subtracted"]),
+        (LEFT_OUT_TEMPLATE, "left-out", "left", ["is 'left'", "'left-out' or 'shuffled'"]),
+        (ROUTED_TEMPLATE, 'router = "{condition}"', 'router = " "', ["router is empty"]),
+        (ROUTED_TEMPLATE, 'router = "{condition}"', 'router = "{mood}"', ["placeholder {mood}"]),
+        (ROUTED_TEMPLATE, "text", "temperature = 0.0\ntext", ["is 0; it must be above 0"]),
+        (ROUTED_TEMPLATE, "text", 'centre = "yes"\ntext', ["centre"]),
+        (ROUTED_TEMPLATE, "text", "tau = 0.1\ntext", ["unknown key 'conditional.tau'"]),
     ],
 )
-def test_invalid_template_is_reported_with_its_file(
-    tmp_path: Path, old: str, new: str, expected: list[str]
-):
-    assert old in TEMPLATE
+def test_invalid_template_is_reported_with_its_file(template, old: str, new: str, expected):
+    assert old in template
     with pytest.raises(UserError) as caught:
-        load_template(tmp_path, TEMPLATE.replace(old, new))
+        load_template(template.replace(old, new))
     message = str(caught.value)
-    assert message.startswith(str(tmp_path / "mine.toml"))
-    assert all(text in message for text in expected), message
-
-
-@pytest.mark.parametrize(
-    "placeholder", ["{sentence!r}", "{sentence:>10}", "{sentence:{condition}}"]
-)
-def test_conversion_or_format_spec_is_quoted_in_the_error(tmp_path: Path, placeholder: str):
-    with pytest.raises(UserError) as caught:
-        load_template(tmp_path, TEMPLATE.replace("{sentence}", placeholder))
-    assert placeholder in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("Given {condition}", "Given: {condition}"),
-        ('"{sentence}"', '"{sentence}."'),
-        ('"{condition}"', '"{condition}."'),
-        ("[unconditional]\n", '[unconditional]\ninstruction = "I"\n'),
-    ],
-)
-def test_digest_changes_with_every_encoded_string(tmp_path: Path, old: str, new: str):
-    assert (
-        load_template(tmp_path, TEMPLATE).digest
-        != load_template(tmp_path, TEMPLATE.replace(old, new)).digest
-    )
-
-
-def test_digest_distinguishes_instruction_from_text():
-    both, swapped = InputTemplate("a", "b"), InputTemplate("b", "a")
-    assert Prompt("d", "s", both, both).digest != Prompt("d", "s", swapped, swapped).digest
-
-
-def test_digest_ignores_description_source_and_name():
-    prompt = load_prompt("cond")
-    renamed = replace(prompt, name="n", description="d", source="s")
-    assert renamed.digest == prompt.digest
-
-
-@pytest.mark.parametrize("name", bundled_names("prompts"))
-def test_prompt_is_restored_from_its_record(name: str):
-    prompt = load_prompt(name)
-    assert prompt_from_json(prompt.to_json(), "manifest.json") == prompt
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"conditional": {"text": "{sentence} {condition}", "instruction": ""}}, "digest"),
-        ({"unconditional": {"text": "{sentence}", "instruction": ""}}, "digest"),
-        ({"digest": "0" * 32}, "digest"),
-        ({"digest": None}, "digest"),
-        ({"colour": "red"}, "unknown key 'colour'"),
-        ({"unconditional": {"text": "{word}", "instruction": ""}}, "unknown placeholder"),
-    ],
-)
-def test_changed_record_is_rejected(change: dict[str, object], message: str):
-    record = {**load_prompt("cond").to_json(), **change}
-    with pytest.raises(UserError, match=message) as caught:
-        prompt_from_json(record, "manifest.json")
-    assert str(caught.value).startswith("manifest.json")
-
-
-def test_template_that_encodes_texts_separately_is_separate(tmp_path: Path):
-    joint = load_template(tmp_path, TEMPLATE)
-    separate = load_template(tmp_path, TEMPLATE.replace("Given {condition}", "Given"))
-    assert (joint.separate, separate.separate) == (False, True)
-    assert load_prompt("separate").separate
-    joint = [load_prompt(name) for name in bundled_names("prompts")]
-    assert all(prompt.subtracts_condition for prompt in joint if prompt.control != "left-out")
-
-
-# -- the bundled templates ---------------------------------------------------------------------
-
-#: Conditional and unconditional inputs of every bundled template for SENTENCE and CONDITION. Each
-#: is a text, or a pair of an instruction or context and a text.
-QUESTION = f"What is {CONDITION}?"
-RENDERED = {
-    "concat-sent-question": (f"{SENTENCE} {QUESTION}", QUESTION),
-    "concat-question-sent": (f"{QUESTION} {SENTENCE}", QUESTION),
-    "pair-question": ((SENTENCE, QUESTION), ("", QUESTION)),
-    "eol": (
-        f'This sentence: "{SENTENCE}" means in one word regarding {CONDITION}:"',
-        f'This sentence means in one word regarding {CONDITION}:"',
-    ),
-    "eol-question": (
-        f'This sentence: "{SENTENCE}" {QUESTION} The answer in one word:"',
-        f'{QUESTION} The answer in one word:"',
-    ),
-    "question-cond": (
-        (f"Answer the question, given the Sentence: {SENTENCE}", QUESTION),
-        ("Answer the question about a given Sentence", QUESTION),
-    ),
-    "question-sent": (
-        (f"Answer the question about the Sentence: {QUESTION}", SENTENCE),
-        ("Answer the question about a given Sentence", QUESTION),
-    ),
-    "identify": (
-        (f"Identify {CONDITION} in the given text", SENTENCE),
-        ("Identify what is said in the given text", CONDITION),
-    ),
-    "sts-sent": (
-        (f"Retrieve semantically similar text, with regard to {CONDITION}.", SENTENCE),
-        ("Retrieve semantically similar text.", CONDITION),
-    ),
-    "sts-concat": (
-        ("Retrieve semantically similar text.", f"{SENTENCE} {CONDITION}"),
-        ("Retrieve semantically similar text.", CONDITION),
-    ),
-    "sts-gemma": (
-        (f"sentence similarity, with regard to {CONDITION}", SENTENCE),
-        ("sentence similarity", CONDITION),
-    ),
-    "retrieval-cond": (
-        (
-            "Given a web search query, retrieve relevant passages that answer the query for the "
-            f"Sentence: {SENTENCE}",
-            CONDITION,
-        ),
-        ("Given a web search query, retrieve relevant passages that answer the query", CONDITION),
-    ),
-    "retrieval-question": (
-        (
-            "Given a question, retrieve passages that answer the question for the Sentence: "
-            f"{SENTENCE}",
-            QUESTION,
-        ),
-        ("Given a question, retrieve passages that answer the question", QUESTION),
-    ),
-    "control-no-condition": (SENTENCE, SENTENCE),
-    "control-shuffled": (f"{SENTENCE} {CONDITION}", CONDITION),
-}
-
-
-@pytest.mark.parametrize("name", RENDERED)
-def test_bundled_templates_render_as_expected(name: str):
-    prompt = load_prompt(name)
-    for part, expected in zip(
-        (prompt.conditional, prompt.unconditional), RENDERED[name], strict=True
-    ):
-        first, text = ("", expected) if isinstance(expected, str) else expected
-        rendered = part.render(SENTENCE, CONDITION)
-        assert (rendered.context or rendered.instruction, rendered.text) == (first, text)
-
-
-def test_every_encoder_has_enough_bundled_templates():
-    prompts = [load_prompt(name) for name in bundled_names("prompts")]
-    joint = [prompt for prompt in prompts if not prompt.separate and prompt.control is None]
-    assert len([prompt for prompt in joint if not prompt.obstacle(PLAIN)]) >= 8
-    instructed = replace(INSTRUCTED, instruction_format="Instruct: {instruction}\nQuery: {text}")
-    with_instruction = [
-        p for p in joint if p.conditional.instruction and not p.obstacle(instructed)
-    ]
-    assert len(with_instruction) >= 8
-    assert len({prompt.digest for prompt in prompts}) == len(prompts)
-    assert all(prompt.description and prompt.source for prompt in prompts)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", bundled_names("prompts"))
-def test_bundled_templates_distinguish_conditions_of_the_sample(name: str):
-    for rows in read_dataset(None).splits.values():
-        assert find_same_inputs(rows, load_prompt(name)) is None
-
-
-# -- controls ----------------------------------------------------------------------------------
-
-LEFT_OUT, SHUFFLED = load_prompt("control-no-condition"), load_prompt("control-shuffled")
-LEFT_OUT_TEMPLATE = """
-description = "d"
-source = "s"
-control = "left-out"
-[conditional]
-text = "{sentence}"
-[unconditional]
-text = "{sentence}"
-"""
-
-
-def make_rows(texts: list[tuple[str, str, str]], first: int = 1) -> Rows:
-    columns = [list(column) for column in zip(*texts, strict=True)]
-    numbers = np.arange(first, first + len(texts))
-    return Rows(*columns, rating=np.full(len(texts), 0.5), number=numbers, file="rows.csv")
-
-
-def test_control_without_condition_is_joint_and_not_subtractable():
-    assert (LEFT_OUT.separate, LEFT_OUT.subtracts_condition, LEFT_OUT.subtractable) == (False,) * 3
-    assert (SHUFFLED.separate, SHUFFLED.subtracts_condition, SHUFFLED.subtractable) == (
-        False,
-        True,
-        True,
-    )
-    parts_read = []
-    for subtract in (True, False):
-        view = FeatureView((LEFT_OUT,), subtract)
-        features = view.sentence_features(
-            lambda prompt, part: parts_read.append(part) or np.ones((2, 3))
-        )
-        assert not view.subtracts
-        np.testing.assert_array_equal(features, np.ones((2, 3)))
-    assert parts_read == ["conditional"] * 2
-    with pytest.raises(UserError, match="encodes no condition without its sentence"):
-        FeatureView((LEFT_OUT,), conditioned=True)
-    combined = FeatureView((load_prompt("concat-sent-cond"), LEFT_OUT))
-    assert combined.subtracts
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("{sentence}", "{condition}", ["names {condition}", "only {sentence}"]),
-        ('"{sentence}"\n[', '"{sentence} {condition}"\n[', ["names {condition} and {sentence}"]),
-        ("{sentence}", "it", ["names none"]),
-        ('"{sentence}"\n[', '"of {sentence}"\n[', ["nothing is subtracted", "same as [condit"]),
-        ("left-out", "left", ["'control' is 'left'", "'left-out' or 'shuffled'"]),
-        ("[conditional]", '[conditional]\ncontrol = "shuffled"', ["'conditional.control'"]),
-    ],
-)
-def test_invalid_control_is_reported_with_its_file(
-    tmp_path: Path, old: str, new: str, expected: list[str]
-):
-    assert old in LEFT_OUT_TEMPLATE
-    with pytest.raises(UserError) as caught:
-        load_template(tmp_path, LEFT_OUT_TEMPLATE.replace(old, new))
-    message = str(caught.value)
-    assert message.startswith(str(tmp_path / "mine.toml"))
+    assert message.startswith("mine.toml")
     assert "\n" not in message
     assert all(text in message for text in expected), message
 
 
-def test_control_may_have_a_context_or_an_instruction(tmp_path: Path):
-    text = LEFT_OUT_TEMPLATE.replace("text =", 'instruction = "Embed"\ntext =')
-    assert load_template(tmp_path, text).obstacle(PLAIN)
-    separate_template = TEMPLATE.replace("Given {condition}", "").replace(
-        "source", 'control = "shuffled"\nsource'
-    )
-    assert load_template(tmp_path, separate_template).separate
-
-
-def test_only_a_control_changes_the_digest():
+def test_digest_depends_on_encoded_strings_and_settings_only():
     assert load_prompt("concat-sent-cond").digest == "e0f2ba61c6d7b327559b7947fc3474f3"
     assert load_prompt("pair-cond").digest == "2a78c9f6453f0b131d14efbd8ad22cee"
-    plain = replace(SHUFFLED, control=None)
-    assert plain.digest == load_prompt("concat-sent-cond").digest
-    assert len({plain.digest, SHUFFLED.digest, replace(SHUFFLED, control="left-out").digest}) == 3
-    assert prompt_from_json(plain.to_json(), "run.json").control is None
-    assert prompt_from_json(SHUFFLED.to_json(), "run.json") == SHUFFLED
-    changed = {**SHUFFLED.to_json(), "control": None}
-    with pytest.raises(UserError, match="digest"):
-        prompt_from_json(changed, "run.json")
+    prompt = load_prompt("cond")
+    assert replace(prompt, name="n", description="d", source="s").digest == prompt.digest
+    assert load_template(ROUTED_TEMPLATE).digest == load_prompt("routed").digest
+    assert replace(SHUFFLED, control=None).digest == load_prompt("concat-sent-cond").digest
+    both, swapped = InputTemplate("a", "b"), InputTemplate("b", "a")
+    digests = {
+        Prompt("d", "s", both, both).digest,
+        Prompt("d", "s", swapped, swapped).digest,
+        Prompt("d", "s", both, InputTemplate("a", context="b")).digest,
+        SHUFFLED.digest,
+        replace(SHUFFLED, control="left-out").digest,
+    }
+    assert len(digests) == 5
+    texts = [
+        TEMPLATE,
+        TEMPLATE.replace("Given {condition}", "Given: {condition}"),
+        TEMPLATE.replace('"{sentence}"', '"{sentence}."'),
+        TEMPLATE.replace('"{condition}"', '"{condition}."'),
+        TEMPLATE.replace("[unconditional]\n", '[unconditional]\ninstruction = "I"\n'),
+        ROUTED_TEMPLATE,
+        ROUTED_TEMPLATE.replace("text", "temperature = 0.2\ntext", 1),
+        ROUTED_TEMPLATE.replace('"{condition}"', '"{condition}."', 1),
+    ]
+    assert len({load_template(text).digest for text in texts}) == len(texts)
 
 
-def normalize(condition: str) -> str:
-    return " ".join(condition.casefold().split())
+def test_changed_record_is_rejected():
+    for change, message in (
+        ({"conditional": {"text": "{sentence} {condition}", "instruction": ""}}, "digest"),
+        ({"digest": None}, "digest"),
+        ({"control": "shuffled"}, "digest"),
+        ({"colour": "red"}, "unknown key 'colour'"),
+        ({"unconditional": {"text": "{word}", "instruction": ""}}, "unknown placeholder"),
+    ):
+        record = {**load_prompt("cond").to_json(), **change}
+        with pytest.raises(UserError, match=f"^manifest.json.*{message}"):
+            prompt_from_json(record, "manifest.json")
+
+
+def test_templates_are_separate_or_joint_and_may_have_a_router():
+    assert not load_template(TEMPLATE).separate
+    separate = load_template(TEMPLATE.replace("Given {condition}", "Given"))
+    assert separate.separate
+    assert separate.sentence_part == separate.conditional
+    routed = load_template(ROUTED_TEMPLATE.replace("text", "temperature = 0.2\ntext", 1))
+    item = routed.conditional.render("a dog {", "the mood }")
+    assert (item.text, item.context) == ("a dog {", None)
+    assert item.router == Router("the mood }", 0.2, False, True)
+    assert (routed.separate, routed.subtracts_condition) == (False, True)
+    assert prompt_from_json(routed.to_json(), "record") == routed
+
+
+# -- controls --------------------------------------------------------------------------------------
+
+
+def test_control_without_condition_is_never_subtracted():
+    assert (LEFT_OUT.separate, LEFT_OUT.subtracts_condition, LEFT_OUT.subtractable) == (False,) * 3
+    assert (SHUFFLED.separate, SHUFFLED.subtractable) == (False, True)
+    view = FeatureView((LEFT_OUT,))
+    assert not view.subtracts
+    assert view.required_parts() == [(LEFT_OUT, "conditional")]
+    with pytest.raises(UserError, match="encodes no condition without its sentence"):
+        FeatureView((LEFT_OUT,), conditioned=True)
+    assert FeatureView((load_prompt("concat-sent-cond"), LEFT_OUT)).subtracts
 
 
 SHORT_TEXTS = st.sampled_from(["a", "b c", "B  c", "d", "A ", "ſ", "s"])
@@ -489,23 +281,21 @@ SHORT_TEXTS = st.sampled_from(["a", "b c", "B  c", "d", "A ", "ſ", "s"])
     st.lists(st.tuples(SHORT_TEXTS, SHORT_TEXTS, SHORT_TEXTS), min_size=1, max_size=12),
     st.randoms(),
 )
-def test_shuffled_rows_get_a_different_condition_of_another_row(
-    row_texts: list[tuple[str, str, str]], shuffler: random.Random
-):
+def test_shuffled_rows_get_a_different_condition_of_another_row(row_texts, shuffler: random.Random):
+    def normalize(condition: str) -> str:
+        return " ".join(condition.casefold().split())
+
     rows = make_rows(row_texts)
     if len({normalize(text) for text in rows.condition}) == 1:
         with pytest.raises(UserError, match="another row, but all"):
             input_conditions(rows, SHUFFLED)
         return
     conditions = input_conditions(rows, SHUFFLED)
-    assert len(conditions) == len(rows)
     assert set(conditions) <= set(rows.condition)
     assert all(
         normalize(original) != normalize(other)
         for original, other in zip(rows.condition, conditions, strict=True)
     )
-    assert input_conditions(rows, SHUFFLED) == conditions
-    assert input_conditions(rows, replace(SHUFFLED, control=None)) is rows.condition
     # The order of rows has no influence, so a file that is sorted differently has the same control.
     order = list(range(len(row_texts)))
     shuffler.shuffle(order)
@@ -517,146 +307,78 @@ def test_conditions_are_sampled_by_their_frequency():
     row_texts = [(f"s{i}", f"t{i}", "the place" if i % 4 else f"c{i % 20}") for i in range(4_000)]
     rows = make_rows(row_texts)
     conditions = input_conditions(rows, SHUFFLED)
-    counts = Counter(
-        other
-        for original, other in zip(rows.condition, conditions, strict=True)
-        if original != "the place"
-    )
+    pairs = zip(rows.condition, conditions, strict=True)
+    counts = Counter(other for original, other in pairs if original != "the place")
     # 3,000 of the 3,800 rows that have another condition are about the place.
     assert counts["the place"] / counts.total() == pytest.approx(3_000 / 3_800, abs=0.05)
     others = Counter(other for other in conditions if other != "the place")
     assert max(others.values()) < 1.25 * min(others.values())
 
 
-def test_shuffled_conditions_are_the_same_in_every_version():
-    rows = read_dataset(None).splits["train"]
+def test_both_sentences_get_the_same_shuffled_condition():
     # Features are stored under the prompt's digest, so another draw would mix them up.
-    assert input_conditions(rows, SHUFFLED)[:3] == [
+    assert input_conditions(TRAIN, SHUFFLED)[:3] == [
         "what colour someone is wearing",
         "the activity",
         "the location",
     ]
-
-
-def test_both_sentences_get_the_same_shuffled_condition():
     splits = list(read_dataset(None).splits.values())
     all_inputs = list(SplitInputs(splits, SHUFFLED))
     assert len(all_inputs) == len(SplitInputs(splits, SHUFFLED)) == 4 * sum(map(len, splits))
-    expected = []
-    for rows in splits:
-        inputs = render_rows(rows, SHUFFLED)
-        assert inputs.first_unconditional == inputs.second_unconditional
-        joint_prompt = load_prompt("concat-sent-cond")
-        assert all(
-            a != b for a, b in zip(inputs.first, render_rows(rows, joint_prompt).first, strict=True)
-        )
-        expected += zip(
-            inputs.first, inputs.first_unconditional, inputs.second, inputs.second_unconditional,
-            strict=True,
-        )  # fmt: skip
-    assert all_inputs == [item for row in expected for item in row]
+    inputs = render_rows(TRAIN, SHUFFLED)
+    assert inputs.first_unconditional == inputs.second_unconditional
+    columns = (
+        inputs.first, inputs.first_unconditional, inputs.second, inputs.second_unconditional,
+    )  # fmt: skip
+    expected = [item for row in zip(*columns, strict=True) for item in row]
+    assert all_inputs[: len(expected)] == expected
     description = SplitInputs(splits, SHUFFLED).locate(all_inputs[4 * len(splits[0]) + 4 * 7])
     assert description == splits[1].describe(7)
 
 
-def test_single_condition_cannot_be_shuffled():
-    rows = make_rows([("a", "b", "the place"), ("c", "d", "The  place")])
-    with pytest.raises(UserError, match=r"control-shuffled .* all 2 rows of a split of rows\.csv"):
-        SplitInputs([rows], SHUFFLED)
-    assert len(list(SplitInputs([rows], LEFT_OUT))) == 8
-
-
 @pytest.fixture
-def controls_run(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def controls_run(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """A run with both controls, and a head that is fitted on one of them."""
-    folder = str(tmp_path / "run")
     manifest = json.loads((tiny_run / "run.json").read_text())
-    command = ["extract", "--model", manifest["encoder"]["model"], "--run", folder]
+    command = ["extract", "--model", manifest["encoder"]["model"], "--run", "run"]
     command += ["--data", manifest["data"]["source"], "--dtype", "float32", "--device", "cpu"]
     command += ["--prompt", SHUFFLED.name, LEFT_OUT.name, "concat-sent-cond"]
     assert run(command) == 0
-    fit = ["fit-head", "--head", "linear", "--set", "epochs=2", "--run", folder]
+    fit = ["fit-head", "--head", "linear", "--set", "epochs=2", "--run", "run"]
     assert run([*fit, "--prompt", SHUFFLED.name]) == 0
     capsys.readouterr()
-    return folder
+    return "run"
 
 
-def test_controls_are_evaluated_like_other_prompts(
-    controls_run: str, capsys: pytest.CaptureFixture[str], small_rows: list[tuple]
-):
-    assert run(["evaluate", "--run", controls_run, "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
-    results_by_name = {row["name"]: row for row in results}
-    assert results_by_name["linear@control-shuffled"]["subtract"]
-    assert not results_by_name["none@control-no-condition"]["subtract"]
+def test_controls_are_evaluated_but_embed_no_texts(controls_run: str, capsys, monkeypatch):
+    evaluate = ("evaluate", "--run", controls_run, "--predictions", "p.csv")
+    subtract = {row["name"]: row["subtract"] for row in run_json(capsys, *evaluate)["results"]}
+    assert subtract["linear@control-shuffled"]
+    assert not subtract["none@control-no-condition"]
     # Both rows of a pair get the same text, and so the same similarity.
-    assert run(["evaluate", "--run", controls_run, "--predictions", "p.csv", "--json"]) == 0
-    capsys.readouterr()
-    lines = [line.split(",") for line in Path("p.csv").read_text().splitlines()]
-    control_column = lines[0].index("none@control-no-condition")
-    joint_column = lines[0].index("none@concat-sent-cond")
-    pairs: dict[tuple[str, ...], set[str]] = {}
-    for line in lines[1:]:
-        pairs.setdefault(tuple(line[1:3]), set()).add(line[control_column])
-    assert all(len(values) == 1 for values in pairs.values())
-    assert any(
-        a[joint_column] != b[joint_column] for a, b in zip(lines[1::2], lines[2::2], strict=True)
-    )
+    header, *lines = (line.split(",") for line in Path("p.csv").read_text().splitlines())
+    control = [line[header.index("none@control-no-condition")] for line in lines]
+    joint = [line[header.index("none@concat-sent-cond")] for line in lines]
+    assert control[::2] == control[1::2]
+    assert joint[::2] != joint[1::2]
 
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({}, "control-shuffled"),
-        ({"head": "none", "prompt": "control-shuffled"}, "control-shuffled"),
-        ({"head": "none", "prompt": "control-no-condition"}, "control-no-condition"),
-    ],
-)
-def test_controls_are_rejected_for_texts_before_encoder_is_resolved(
-    controls_run: str,
-    options: dict[str, str],
-    name: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def fail(*_: object) -> None:
-        raise AssertionError("the encoder was resolved")
-
-    monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", fail)
-    message = f"the prompt {name} is a control, which is only for comparisons: "
-    with pytest.raises(UserError, match=message):
-        llmcond.load_embedder(controls_run, **options)
-    flags = [text for key, value in options.items() for text in (f"--{key}", value)]
-    command = ["similarity", "a", "b", "--condition", "c", "--run", controls_run, *flags]
-    assert run(command) == 2
-    Path("texts.csv").write_text("sentence\ntwo men\n")
-    command = [
-        "embed",
-        "texts.csv",
-        "--out",
-        "v.npy",
-        "--condition-text",
-        "c",
-        "--run",
-        controls_run,
-    ]
-    assert run([*command, *flags]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert len(errors) == 2
-    assert all(message in line for line in errors)
-    assert not Path("v.npy").exists()
-
-
-def test_advice_for_a_rejected_control_is_accepted(controls_run: str):
-    embedder = llmcond.load_embedder(
-        controls_run, head="none", prompt="concat-sent-cond", device="cpu"
-    )
+    resolve_encoder = llmcond.runs.Run.resolve_encoder
+    monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", None)  # It is not even resolved.
+    for options in ({}, {"head": "none", "prompt": LEFT_OUT.name}):
+        name = options.get("prompt", SHUFFLED.name)
+        message = f"the prompt {name} is a control, which is only for comparisons: "
+        with pytest.raises(UserError, match=message):
+            llmcond.load_embedder(controls_run, **options)
+        flags = [text for key, value in options.items() for text in (f"--{key}", value)]
+        similarity = ("similarity", "a", "b", "--condition", "c", "--run", controls_run)
+        assert message in run_rejected(capsys, *similarity, *flags)
+    # The prompts that the message advises are accepted.
+    monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", resolve_encoder)
+    embedder = llmcond.load_embedder(controls_run, head="none", prompt="concat-sent-cond")
     assert embedder.encode(["two men"], "the place").shape == (1, 32)
-    with pytest.raises(UserError, match="which is only for comparisons"):
-        replace(embedder, view=FeatureView((SHUFFLED,))).encode(["two men"], "the place")
 
 
-# -- templates that lose the condition ---------------------------------------------------------
+# -- templates that lose the condition -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -680,93 +402,182 @@ def test_advice_for_a_rejected_control_is_accepted(controls_run: str):
         ("{sentence} {condition}", [("a", "b", "x "), ("a", "b", "x"), ("a", "b", "X")], None),
     ],
 )
-def test_find_same_inputs_detects_collisions(
-    template: str, rows: list[tuple[str, str, str]], collision: tuple[int, int] | None
-):
+def test_rows_with_the_same_input_are_reported(template: str, rows, collision):
     prompt = Prompt("d", "s", InputTemplate(template), InputTemplate("{condition}"), name="mine")
-    numbered_rows = make_rows(rows, first=5)
-    assert find_same_inputs(numbered_rows, prompt) == (
-        collision and (collision[0] - 5, collision[1] - 5)
-    )
+    inputs = SplitInputs([make_rows(rows, first=5)], prompt)
     if collision is None:
-        SplitInputs([numbered_rows], prompt).check_distinct()
+        inputs.check_distinct()
         return
     with pytest.raises(UserError) as caught:
-        SplitInputs([numbered_rows], prompt).check_distinct()
+        inputs.check_distinct()
     message = str(caught.value)
     assert "\n" not in message
     assert f"the prompt mine gives the same input for row {collision[0]} of rows.csv" in message
     assert f"row {collision[1]} of rows.csv" in message
-    second = numbered_rows.condition[collision[1] - 5]
-    assert repr(second) in message
+    assert repr(rows[collision[1] - 5][2]) in message
 
 
-def test_find_same_inputs_reports_unchecked_template_but_no_control():
+def test_controls_and_separate_prompts_have_no_same_inputs():
     rows = make_rows([("a", "b", "x"), ("a", "b", "y")])
     lost = Prompt("d", "s", InputTemplate("{sentence}"), InputTemplate("{sentence}"), name="lost")
     assert find_same_inputs(rows, lost) == (0, 1)
-    assert find_same_inputs(rows, load_prompt("separate")) is None
-    assert find_same_inputs(rows, LEFT_OUT) is None
-    assert find_same_inputs(rows, SHUFFLED) is None
+    for prompt in (load_prompt("separate"), LEFT_OUT, SHUFFLED):
+        assert find_same_inputs(rows, prompt) is None
+    with pytest.raises(UserError, match=r"control-shuffled .* all 2 rows of a split of rows\.csv"):
+        SplitInputs([make_rows([("a", "b", "the place"), ("c", "d", "The  place")])], SHUFFLED)
 
 
-# -- routers -----------------------------------------------------------------------------------
+# -- llmcond prompts show --------------------------------------------------------------------------
 
 
-def write_routed_template(tmp_path: Path, **changes: object) -> Path:
-    keys = {"text": '"{sentence}"', "router": '"{condition}"', **changes}
-    lines = [f"{key} = {value}" for key, value in keys.items()]
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        'description = "a"\nsource = "b"\n[conditional]\n'
-        + "\n".join(lines)
-        + '\n[unconditional]\ntext = "{condition}"\n'
-    )
-    return path
+def show_text(capsys, *arguments) -> str:
+    assert run(["prompts", "show", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
 
 
-def test_router_is_a_text_with_settings(tmp_path: Path):
-    prompt = load_prompt(str(write_routed_template(tmp_path, temperature=0.2, centre="false")))
-    item = prompt.conditional.render("a dog {", "the mood }")
-    assert (item.text, item.context) == ("a dog {", None)
-    assert item.router == Router("the mood }", 0.2, False, True)
-    assert not prompt.separate
-    assert prompt.subtracts_condition
-    assert prompt_from_json(prompt.to_json(), "record") == prompt
+def test_exact_texts_of_a_row_are_shown(capsys):
+    report = run_json(capsys, "prompts", "show", "concat-sent-cond", "--row", 3)
+    first, second, condition = TRAIN.sentence1[2], TRAIN.sentence2[2], TRAIN.condition[2]
+    assert (report["file"], report["split"], report["row"]) == ("train.csv", "train", 3)
+    keys = ("part", "sentence", "instruction", "context", "text")
+    assert [tuple(item[key] for key in keys) for item in report["inputs"]] == [
+        ("conditional", 1, "", None, f"{first} {condition}"),
+        ("conditional", 2, "", None, f"{second} {condition}"),
+        ("unconditional", None, "", None, condition),
+    ]
+    assert report["encoder"] is None
+    out = show_text(capsys, "concat-sent-cond", "--row", "3")
+    # A text is printed on a single line, however long it is.
+    assert f"text:        {first} {condition}\n" in out
+    assert out.startswith("prompt concat-sent-cond: The sentence, then the condition")
+    assert "row 3 of train.csv, train\n" in out
+    for name in bundled_names("prompts"):
+        rendered = render_rows(TRAIN, load_prompt(name))
+        expected = [rendered.first[0], rendered.second[0], rendered.first_unconditional[0]]
+        shown = run_json(capsys, "prompts", "show", name)["inputs"]
+        assert [item["text"] for item in shown] == [item.text for item in expected[: len(shown)]]
+        assert len(shown) == 2 + (name != LEFT_OUT.name)
+    load_template(TEMPLATE.replace('text = "{condition}"', 'text = "{sentence}"'))
+    inputs = run_json(capsys, "prompts", "show", "mine.toml", "--split", "test")["inputs"][2:]
+    rows = read_dataset(None).splits["test"]
+    assert [item["text"] for item in inputs] == [rows.sentence1[0], rows.sentence2[0]]
 
 
-def test_default_router_matches_the_bundled_template(tmp_path: Path):
-    prompt = load_prompt(str(write_routed_template(tmp_path)))
-    assert prompt.digest == load_prompt("routed").digest
-
-
-def test_router_settings_change_the_digest(tmp_path: Path):
-    digests = {
-        load_prompt(str(write_routed_template(tmp_path, **changes))).digest
-        for changes in ({}, {"temperature": 0.2}, {"centre": "true"}, {"router": '"{condition}."'})
+def test_tokens_and_marks_match_extraction(capsys, minilm):
+    show = ("prompts", "show", "pair-cond", "--row", 3, "--model", "minilm")
+    report = run_json(capsys, *show)
+    inputs = render_rows(TRAIN, load_prompt("pair-cond"))
+    items = [inputs.first[2], inputs.second[2], inputs.first_unconditional[2]]
+    for item, row in zip(report["inputs"], minilm._tokenizer(items), strict=True):
+        assert item["tokens"] == minilm._tokenizer.strings(row)
+        marked = [i for i, pooled in enumerate(item["pooled"]) if pooled]
+        assert marked == list(range(row.first, row.last))
+        assert (item["n_tokens"], item["cut"]) == (len(item["tokens"]), [])
+    assert report["encoder"] == {
+        "name": "minilm",
+        "pooling": "mean",
+        "pool_over": "all",
+        "max_length": 256,
+        "special_tokens": "tokenizer",
+        "instruction_format": "",
     }
-    assert len(digests) == 4
+    out = show_text(capsys, *show[2:]).splitlines()
+    line_number = next(i for i, line in enumerate(out) if "[CLS]" in line)
+    tokens, marks = out[line_number], out[line_number + 1]
+    assert tokens[marks.index("^") : len(marks)] == " ".join(items[0].text.split())
+    assert set(marks) == {"^", " "}
+    assert out[line_number + 2].strip() == f"{report['inputs'][0]['n_tokens']} tokens, 5 pooled"
+    # A context is cut before the text.
+    item = run_json(capsys, *show, "--max-length", 10)["inputs"][0]
+    assert item["tokens"] == "[CLS] in this [SEP] the mood of the people [SEP]".split()
+    cut = "scene we see one gentleman reading a book on an over ##cast day , looking excited ."
+    assert item["cut"] == cut.split()
+    out = show_text(capsys, *show[2:], "--max-length", 10)
+    assert f"{len(item['cut'])} tokens are cut: {cut}\n" in out
+
+
+def test_instruction_is_tokenized_without_reading_weights(capsys, tiny_checkpoint, monkeypatch):
+    folder = shutil.copytree(tiny_checkpoint("mistral"), "model")
+    (Path(folder) / "model.safetensors").write_bytes(b"not read")
+    monkeypatch.setattr(Encoder, "__init__", lambda *_: pytest.fail("an encoder was loaded"))
+    options = ["--model", folder, "--device", "cpu", "--pooling", "last", "--row", 3]
+    options += ["--instruction-format", "Instruct: {instruction} Query: {text}"]
+    item = run_json(capsys, "prompts", "show", "sts-sent", *options)["inputs"][0]
+    assert item["tokens"][:2] == ["[CLS]", "instruct"]
+    assert item["pooled"] == [False] * (len(item["tokens"]) - 1) + [True]
+
+
+def test_controls_show_what_they_change(capsys):
+    other = input_conditions(TRAIN, SHUFFLED)[2]
+    report = run_json(capsys, "prompts", "show", SHUFFLED.name, "--row", 3)
+    assert (report["condition"], report["given_condition"]) == (TRAIN.condition[2], other)
+    assert (report["control"], report["inputs"][2]["text"]) == ("shuffled", other)
+    out = show_text(capsys, SHUFFLED.name, "--row", 3)
+    assert f"the prompt uses that of another row: {other}\n" in out
+    out = show_text(capsys, LEFT_OUT.name, "--row", 3)
+    assert "the prompt leaves the condition out, and nothing is subtracted\n" in out
+
+
+def test_row_of_a_single_file_is_looked_up_in_all_splits(capsys, write_rows, small_rows):
+    data = write_rows(small_rows)
+    show = ("prompts", "show", "separate", "--data", data)
+    splits = read_dataset(str(data)).splits
+    for name, rows in splits.items():
+        number = int(rows.number[0])
+        report = run_json(capsys, *show, "--row", number)
+        assert (report["split"], report["row"]) == (name, number)
+        assert report["sentence1"] == small_rows[number - 1][0]
+    number = int(splits["dev"].number[0])
+    line = run_rejected(capsys, *show, "--split", "test", "--row", number)
+    assert f"no row {number} in the test split of rows.csv" in line
+    assert "It is in dev: --split dev." in line
+    expected = read_dataset(str(data), seed=1).splits["dev"].number[0]
+    report = run_json(capsys, *show, "--split-seed", 1, "--split", "dev")
+    assert report["row"] == expected
+
+
+def test_markup_and_escapes_in_texts_are_not_interpreted(capsys, write_rows):
+    sentence, condition = "[red]two[/red] :dog: \x1b[31m", "[bold]the\nplace[/bold]"
+    data = write_rows([(sentence, f"s{i}", condition, 3) for i in range(6)])
+    out = show_text(capsys, "concat-sent-cond", "--data", data, "--row", 1, "--model", "minilm")
+    assert r"text:        [red]two[/red] :dog: \x1b[31m [bold]the place[/bold]" in out
+    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("arguments", "expected"),
     [
-        ({"router": '" "'}, "router is empty"),
-        ({"router": '"{mood}"'}, r"unknown placeholder \{mood\}"),
-        ({"temperature": 0.0}, "temperature is 0; it must be above 0"),
-        ({"temperature": -1.0}, "temperature is -1; it must be above 0"),
-        ({"temperature": "nan"}, "temperature"),
-        ({"centre": '"yes"'}, "centre"),
-        ({"tau": 0.1}, "unknown key 'conditional.tau'"),
+        (["con"], ["unknown prompt 'con'", "'cond'", "llmcond prompts"]),
+        (["cond", "--row", "0"], ["no row 0 in the train split of train.csv", "1 to 2800"]),
+        (["cond", "--row", "601", "--split", "test"], ["test split of test.csv", "1 to 600"]),
+        (["cond", "--split", "tst"], ["--split is 'tst'", "'test'"]),
+        (["cond", "--model", "minilm"], ["cond does not work with minilm", "takes none"]),
+        (["cond", "--pooling", "mean"], ["Name it with --model NAME"]),
     ],
 )
-def test_invalid_router_is_rejected(tmp_path: Path, changes: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        load_prompt(str(write_routed_template(tmp_path, **changes)))
+def test_invalid_arguments_are_reported_in_one_line(capsys, arguments, expected):
+    line = run_rejected(capsys, "prompts", "show", *arguments)
+    assert all(text in line for text in expected), line
 
 
-@pytest.mark.parametrize("pooling", ["pooler", "latent"])
-def test_router_requires_pooling_of_token_states(pooling: str):
-    identity = replace(IDENTITY, pooling=pooling)
-    assert "--pooling cls or mean or last" in load_prompt("routed").obstacle(identity)
-    assert load_prompt("routed").obstacle(replace(IDENTITY, pooling="mean")) == ""
+def test_listing_names_controls_and_json_may_precede_show(capsys):
+    rows = {row["name"]: row for row in run_json(capsys, "prompts")["prompts"]}
+    assert list(rows) == bundled_names("prompts")
+    controls = {name: row["control"] for name, row in rows.items() if row["control"]}
+    assert controls == {SHUFFLED.name: "shuffled", LEFT_OUT.name: "left-out"}
+    assert run(["prompts"]) == 0
+    table = capsys.readouterr().out
+    assert all(row["description"][:20] in table for row in rows.values())
+    assert run(["prompts", "--json", "show", "cond"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "cond"
+
+
+def test_help_is_fast_and_imports_no_heavy_library():
+    command = [sys.executable, "-X", "importtime", "-m", "llmcond", "prompts", "show", "--help"]
+    start = os.times()
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    # Processor time is measured, as other tests run at the same time.
+    assert os.times().children_user - start.children_user < 2
+    for heavy in ("torch", "transformers", "numpy", "pydantic", "rich"):
+        assert f"| {heavy}\n" not in process.stderr.replace("|   ", "| ")
+    assert "show" in process.stdout

@@ -48,86 +48,75 @@ def match_ids_in_lance(table: TextTable, where: str) -> str:
     return "".join(table._dataset.to_table(columns=["id"], filter=where)["id"].to_pylist())
 
 
-@pytest.mark.parametrize(
-    ("where", "ids"),
-    [
-        ("year > 2019", "b"),
-        ("2019 >= year", "ad"),
-        ("year = -3 OR year == 2020", "bd"),
-        ("year <> 2020", "ad"),
-        ("year != 2020 AND NOT flag", ""),
-        ("share > .5", "b"),
-        ("share < 5e-1", "d"),
-        ("KIND = 'news'", "a"),  # case is ignored if only one column matches
-        ("`my kind` IN ('x', 'z')", "ac"),
-        ("Kind NOT IN ('news')", "bd"),
-        ("Kind NOT IN ('news', NULL)", ""),
-        ("text = 'it''s 100%'", "b"),
-        ("text LIKE 'it''s%'", "b"),
-        ("text LIKE '%100\\%'", "b"),
-        ("text LIKE 'A\\_b'", "c"),
-        ("text LIKE 'two%'", "a"),
-        ("text ILIKE 'TWO%'", "ad"),
-        ("text NOT LIKE '%o%'", "bc"),
-        ("year BETWEEN 2000 AND 2019", "a"),
-        ("year NOT BETWEEN 2000 AND 2019", "bd"),
-        ("year IS NULL", "c"),
-        ("NOT year IS NOT NULL OR Kind = ''", "cd"),
-        ("tags IS NULL", "c"),
-        ("flag", "ad"),
-        ("flag IS NOT TRUE", "bc"),
-        ("flag IS FALSE", "b"),
-        ("flag = false", "b"),
-        ("NOT (flag OR year = 2020)", ""),
-        ("NOT flag OR year = 2020 AND true", "b"),
-        ("(year > 2000) = flag", "a"),
-        ("true", "abcd"),
-        ("1 = 1", "abcd"),
-        ("year = NULL", ""),
-        ("year = share", ""),
-        ("share < year", "ab"),
-        ("CAST(year AS STRING) LIKE '20%'", "ab"),
-        ("CAST(share AS INT) = 2", "b"),
-        ("CAST(year AS DOUBLE) > 2019.5", "b"),
-        ("CAST(CAST(year AS STRING) AS INT) = 2020", "b"),
-        ("when > timestamp '2024-05-01 00:00:00'", "b"),
-        ("when >= DATE '2024-06-01'", "b"),
-        ("CAST(when AS DATE) = '2024-05-01'", "ad"),
-        ("meta.a = 2", "b"),
-        ("`meta`.`a` IS NULL", "cd"),
-        ("group = 'g'", "ad"),
-        ("id >= 'c'", "cd"),
-        ("\n( ( year>2019 ) )\t", "b"),
-        ("not Kind is null and Kind like 'n%' or id in ('d')", "ad"),
-    ],
-)
-def test_filter_matches_like_sql(table, where: str, ids: str):
-    assert match_ids(table, where) == ids
-    assert match_ids_in_lance(table, where) == ids
+#: Filters, and the ids of the rows that they match, here and in Lance.
+MATCHES = {
+    "2019 >= year": "ad",
+    "year = -3 OR year == 2020": "bd",
+    "year != 2020 AND NOT flag": "",
+    "share > .5": "b",
+    "share < 5e-1": "d",
+    "KIND = 'news'": "a",  # case is ignored if only one column matches
+    "`my kind` IN ('x', 'z')": "ac",
+    "Kind NOT IN ('news')": "bd",
+    "Kind NOT IN ('news', NULL)": "",
+    "text = 'it''s 100%'": "b",
+    "text LIKE '%100\\%'": "b",
+    "text LIKE 'A\\_b'": "c",
+    "text LIKE 'two%'": "a",
+    "text ILIKE 'TWO%'": "ad",
+    "text NOT LIKE '%o%'": "bc",
+    "year BETWEEN 2000 AND 2019": "a",
+    "year NOT BETWEEN 2000 AND 2019": "bd",
+    "year IS NULL": "c",
+    "NOT year IS NOT NULL OR Kind = ''": "cd",
+    "flag": "ad",
+    "flag IS NOT TRUE": "bc",
+    "flag IS FALSE": "b",
+    "NOT (flag OR year = 2020)": "",
+    "NOT flag OR year = 2020 AND true": "b",
+    "(year > 2000) = flag": "a",
+    "1 = 1": "abcd",
+    "year = NULL": "",
+    "share < year": "ab",
+    "CAST(year AS STRING) LIKE '20%'": "ab",
+    "CAST(share AS INT) = 2": "b",
+    "CAST(CAST(year AS STRING) AS INT) = 2020": "b",
+    "when > timestamp '2024-05-01 00:00:00'": "b",
+    "when >= DATE '2024-06-01'": "b",
+    "CAST(when AS DATE) = '2024-05-01'": "ad",
+    "meta.a = 2": "b",
+    "`meta`.`a` IS NULL": "cd",
+    "group = 'g'": "ad",
+    "id >= 'c'": "cd",
+    "not Kind is null and Kind like 'n%' or id in ('d')": "ad",
+}
+#: Filters that Lance rejects, although their meaning is clear.
+EXTENSIONS = {
+    "year > 2019.5": "b",
+    "when > '2024-05-02'": "b",
+    "group LIKE 'g%'": "ad",
+    "CAST(year AS TEXT) = '2020'": "b",
+    "year < 99999999999999999999": "abd",
+}
 
 
-@pytest.mark.parametrize(
-    ("where", "ids"),
-    [
-        ("year > 2019.5", "b"),
-        ("when > '2024-05-02'", "b"),
-        ("group LIKE 'g%'", "ad"),
-        ("CAST(year AS TEXT) = '2020'", "b"),
-        ("year < 99999999999999999999", "abd"),
-    ],
-)
-def test_clear_filters_that_lance_rejects_are_accepted(table, where: str, ids: str):
-    assert match_ids(table, where) == ids
+def test_filters_match_like_sql(table):
+    assert {where: match_ids(table, where) for where in MATCHES} == MATCHES
+    assert {where: match_ids_in_lance(table, where) for where in MATCHES} == MATCHES
+    assert {where: match_ids(table, where) for where in EXTENSIONS} == EXTENSIONS
+    longest = " OR ".join(["flag"] * (MAX_LENGTH // 8))
+    assert match_ids(table, longest) == "ad"
+    # Lance is wrong for this filter, see the strategies below.
+    assert match_ids(table, "Kind IN (Kind) AND Kind IN ('news')") == "a"
+    assert match_ids_in_lance(table, "Kind IN (Kind) AND Kind IN ('news')") == ""
 
 
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        ("", "character 1: expected a column, a number or a text, got the end"),
         ("year > ", "character 8: expected a column, a number or a text, got the end"),
         ("year", "character 1: expected a condition, got a number alone"),
         ("year > 1 kind", "character 10: expected AND, OR or the end, got 'kind'"),
-        ("flag AND year", "character 10: expected a condition, got a number alone"),
         ("yaer > 3", "character 1: there is no column 'yaer'. Did you mean 'year'?"),
         ("id = 'a' AND meta.b = 1", "character 14: meta has no field 'b'"),
         (
@@ -135,8 +124,6 @@ def test_clear_filters_that_lance_rejects_are_accepted(table, where: str, ids: s
             "a text cannot be compared with a number; compare values of one kind, or",
         ),
         ("year > '2019'", "character 8: a number cannot be compared with a text"),
-        ("flag = 1", "a truth value cannot be compared with a number"),
-        ("tags = 'x'", "a list<item: string> cannot be compared"),
         ("tags = tags", "cannot be compared with a list"),
         ("CAST(Kind AS INT) > 1", "int64. Use TRY_CAST, which is NULL for such values."),
         ("CAST(Kind AS BLOB) = 1", "character 14: expected one of the types INT, INTEGER"),
@@ -145,31 +132,20 @@ def test_clear_filters_that_lance_rejects_are_accepted(table, where: str, ids: s
         (f"Kind LIKE '{'_' * 21}'", "a LIKE pattern may contain at most 20 wildcards (% and _)"),
         ("year NOT 3", "expected IN, BETWEEN or LIKE, got '3'"),
         ("year IN ()", "character 10: expected a column"),
-        ("year IN (1", "expected ), got the end"),
         ("Kind = 'news", 'character 8: expected a column, a number or a text, got "\'"'),
-        ("year + 1 = 2", "character 6: expected AND, OR or the end, got '+'"),
         ("year > 1; DROP TABLE x", "character 9: expected AND, OR or the end, got ';'"),
-        ("year = 2019 -- all", "expected AND, OR or the end, got '-'"),
         ("year = \x00", "contains a NUL character"),
         ("Kind = '\ud800'", "contains half of a surrogate pair"),
         ('Kind = "news"', "there is no column 'news'. Double quotes are for columns"),
-        ('Kind = ""', "there is no column ''. Double quotes are for columns"),
-        ('Kind = "news', "expected a column, a number or a text, got '\"'"),
         ("[my kind] = 'x'", "Names with spaces are in double quotes"),
         ("flag = 'abc' OR when > 'abc'", "a truth value cannot be compared with a text"),
         ("when > 'abc'", "'abc' cannot be converted to timestamp[us]; write '2024-01-31 12:00:00'"),
         ("CAST(when AS DATE) = 'abc'", "'abc' cannot be converted to date32[day]; write '2024-01-"),
         ("stars > 3", '--keep stars. The columns are id, text, year, Kind, "my kind", share'),
         ("sum(year) > 1", "character 1: sum is used as a function, and functions are not allowed"),
-        ("repeat('a', 2000000000) = text", "repeat is used as a function"),
-        ("text = lpad('a',2147483647,'b')", "character 8: lpad is used as a function"),
-        ("array_repeat(1, 1000000000) = [1]", "array_repeat is used as a function"),
         ("`repeat`('a', 9) = text", "is used as a function"),
-        ("text = 'a' || repeat ('a', 9)", "expected AND, OR or the end, got '|'"),
         ("id IN (SELECT 1)", "there is no column 'SELECT'"),
-        ("CASE WHEN true THEN true END", "there is no column 'CASE'"),
         ("NOT " * (MAX_NESTING + 1) + "flag", f"at most {MAX_NESTING} levels of nesting"),
-        ("(" * 1_900, f"at most {MAX_NESTING} levels of nesting"),
         ("CAST(" * 300, f"at most {MAX_NESTING} levels of nesting"),
         ("id = 'a' OR " * 200, "has 2,400 characters; at most 2,000 are allowed"),
     ],
@@ -183,33 +159,15 @@ def test_invalid_filter_reports_position_in_one_line(table, where: str, expected
     assert len(message) < 700
 
 
-def test_columns_in_lists_are_compared(table):
-    """Lance is wrong for the second filter, see the strategies below."""
-    assert match_ids(table, "Kind IN (Kind)") == match_ids_in_lance(table, "Kind IN (Kind)")
-    expected = match_ids(table, "Kind IN ('news')")
-    assert match_ids(table, "Kind IN (Kind) AND Kind IN ('news')") == expected != ""
-    assert match_ids_in_lance(table, "Kind IN (Kind) AND Kind IN ('news')") == ""
-
-
-def test_longest_filter_is_evaluated(table):
-    where = " OR ".join(["flag"] * (MAX_LENGTH // 8))
-    assert match_ids(table, where) == "ad"
-
-
 @pytest.mark.parametrize(
     ("name", "filters"),
     [
         ("my kind", ['"my kind"', "`my kind`", '"MY KIND"']),
         ("and", ['"and"', "`AND`"]),
-        ("true", ['"true"']),
         ("date", ["date", '"date"', "DATE"]),
         ('a "b"', ['"a ""b"""', '`a "b"`']),
         ("it's", ['"it\'s"', "`it's`"]),
-        ("[x]", ['"[x]"']),
-        ("2020", ['"2020"']),
         ("café", ["café", "CAFÉ", "cafe\u0301", '"cafe\u0301"']),
-        ("हिन्दी", ["हिन्दी", '"हिन्दी"']),
-        ("x-y/z", ['"x-y/z"']),
         ("😀", ['"😀"']),
     ],
 )
@@ -240,13 +198,16 @@ TYPED_TEXTS = {
 def test_try_cast_gives_null_for_texts_that_cannot_be_converted(type_name: str) -> None:
     texts = TYPED_TEXTS[type_name]
     rows = pa.table({"x": pa.array(list(texts), pa.string())})
-    null = parse_filter(f"TRY_CAST(x AS {type_name}) IS NULL", {"x": pa.string()})
-    assert rows.filter(null.predicate)["x"].to_pylist() == [t for t in texts if texts[t] is None]
+
+    def match(where: str) -> list[str]:
+        return rows.filter(parse_filter(where, {"x": pa.string()}).predicate)["x"].to_pylist()
+
+    nulls = [text for text, value in texts.items() if value is None]
+    assert match(f"TRY_CAST(x AS {type_name}) IS NULL") == nulls
     for text, value in texts.items():
         if value is not None:
             literal = f"'{value}'" if type_name in ("STRING", "DATE", "TIMESTAMP") else str(value)
-            equal = parse_filter(f"TRY_CAST(x AS {type_name}) = {literal}", {"x": pa.string()})
-            assert text in rows.filter(equal.predicate)["x"].to_pylist()
+            assert text in match(f"TRY_CAST(x AS {type_name}) = {literal}")
 
 
 def test_try_cast_of_large_numbers_is_null() -> None:
@@ -259,15 +220,12 @@ def test_try_cast_of_large_numbers_is_null() -> None:
     ("where", "pattern", "template", "ids"),
     [
         ("stars > 2", r"TRY_CAST\(.*?\)", "{} > 2", "ac"),
-        ("'2' < stars AND 2 < stars", r"TRY_CAST\(.*?\)", "2 < {}", "ac"),
         ('"my stars" BETWEEN 3 AND 5', r"TRY_CAST\(.*?\)", "{} BETWEEN 3 AND 5", "ac"),
-        ("stars IN (3)", r"TRY_CAST\(.*?\)", "{} IN (3)", "a"),
         ("CAST(stars AS INT) > 2", r"TRY_CAST", "{}(stars AS INT) > 2", "a"),
         ("year > '2020'", r"without quotes: (\d+)", "year > {}", "bc"),
         ('kind = "it\'s"', r"in single quotes: ('.*?')\.", "kind = {}", "b"),
         ("year LIKE '202_'", r"CAST\(.*?\)", "{} LIKE '202_'", "abc"),
         ("[my stars] = '3'", r'such as "(.*?)"\.', "{}", "c"),
-        ("yaer > 2020", r"Did you mean '(\w+)'", "{} > 2020", "bc"),
         ("my stars = '3'", r'The columns are .*("my stars")', "{} = '3'", "a"),
     ],
 )

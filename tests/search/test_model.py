@@ -15,6 +15,7 @@ from llmcond.serving.settings import ServedSource
 
 PLACE = "the place"
 TEXTS = [f"{who} play {where}" for who in ("two men", "children") for where in ("at night", "now")]
+REQUEST = {"query": "two men", "condition": PLACE}
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +33,29 @@ def service(folder):
         yield client, model.index
 
 
-def test_hits_match_index(service):
+def test_hits_match_index(service, folder, tiny_run):
     client, index = service
-    request = {"query": "two men", "condition": PLACE}
-    response = client.post("/v1/search", {**request, "k": 2}).json
+    response = client.post("/v1/search", {**REQUEST, "k": 2}).json
     assert response["results"] == index.search("two men", PLACE, 2).to_json()["results"]
     assert response["results"][0].keys() >= {"rank", "score", "text", "id", "year"}
-    filtered = client.post("/v1/search", {**request, "where": "year > 2021", "explain": True}).json
-    assert [hit["year"] for hit in filtered["results"]] in ([2022, 2023], [2023, 2022])
+    filtered = client.post("/v1/search", {**REQUEST, "where": "year > 2021", "explain": True}).json
+    assert {hit["year"] for hit in filtered["results"]} == {2022, 2023}
     assert filtered["results"][0]["explain"]["under"].keys() == {PLACE}
-    weighted = client.post("/v1/search", {**request, "condition": {PLACE: 2}}).json
-    assert weighted["results"][0]["score"] == pytest.approx(
-        2 * response["results"][0]["score"], 1e-4
-    )
-    embedded = client.post("/v1/embeddings", {"input": "two men", "condition": PLACE})
-    assert embedded.status == 200
+    weighted = client.post("/v1/search", {**REQUEST, "condition": {PLACE: 2}}).json
+    expected = 2 * response["results"][0]["score"]
+    assert weighted["results"][0]["score"] == pytest.approx(expected, 1e-4)
+    assert client.post("/v1/embeddings", {"input": "two men", "condition": PLACE}).status == 200
+    assert client.get("/v1/models").json["data"][0]["conditions"] == index.conditions
+
+    def search_ids():
+        return [hit["id"] for hit in client.post("/v1/search", {**REQUEST, "k": 9}).json["results"]]
+
+    # Texts that are added while serving are searched.
+    options = {"ids": ["new"], "columns": {"year": [2024]}, "run": tiny_run, "device": "cpu"}
+    writer = Index.build(folder, ["an old man sleeps"], **options)
+    assert "new" in search_ids()
+    writer.delete(["new"])
+    assert "new" not in search_ids()
 
 
 def test_values_come_from_index_or_request(tiny_run, tmp_path):
@@ -54,18 +63,17 @@ def test_values_come_from_index_or_request(tiny_run, tmp_path):
     index = Index.build(tmp_path / "i", TEXTS, conditions=[place], run=tiny_run, device="cpu")
     index.search("two men", "the mood")  # encodes the texts under this condition
     index.search("two men", Condition(PLACE))
-    request = {"query": "two men", "condition": PLACE}
     with serve(load_model(ServedSource(device="cpu", index=index.folder))) as (client, _):
-        response = client.post("/v1/search", request).json
+        response = client.post("/v1/search", REQUEST).json
         assert response["conditions"] == {place: 1.0}
         assert response["results"] == index.search("two men", place).to_json()["results"]
-        same_values = {**request, "values": ["night", "morning"]}
+        same_values = {**REQUEST, "values": ["night", "morning"]}
         assert client.post("/v1/search", same_values).json["results"] == response["results"]
-        without_values = client.post("/v1/search", {**request, "values": []}).json
+        without_values = client.post("/v1/search", {**REQUEST, "values": []}).json
         assert without_values["conditions"] == {PLACE: 1.0}
         assert without_values["results"] != response["results"]
         several = {PLACE: 1, "the mood": 0.5}
-        values_of_one = {**request, "condition": several, "values": {PLACE: []}}
+        values_of_one = {**REQUEST, "condition": several, "values": {PLACE: []}}
         response = client.post("/v1/search", values_of_one).json
         assert response["conditions"] == several
 
@@ -74,35 +82,29 @@ def test_values_come_from_index_or_request(tiny_run, tmp_path):
     ("changes", "param", "message"),
     [
         ({"query": " "}, "query", "query is empty"),
-        ({"condition": "the mood"}, "condition", "the mood"),
+        ({"condition": "the mood"}, "condition", "texts --condition 'the mood'"),
+        ({"condition": "the plaice"}, "condition", "Did you mean 'the place'? Prepared conditions"),
         ({"condition": {}}, "condition", "no condition"),
-        ({"condition": {PLACE: 0}}, "condition", "weights are 0"),
         ({"where": "yaer > 3"}, "where", "yaer"),
-        ({"where": "DROP TABLE"}, "where", "DROP TABLE"),
         ({"where": "repeat('a', 2000000000) = text"}, "where", "functions are not allowed"),
-        ({"where": "lpad('a', 2147483647, 'b') = text"}, "where", "functions are not allowed"),
-        ({"where": "array_repeat(1, 1000000000) = [1]"}, "where", "functions are not allowed"),
         ({"condition": {PLACE: 1e308}}, "condition", "must be between -1,000,000 and 1,000,000"),
         (
             {"values": ["Rome", "Paris, Texas"]},
             "condition",
             "--condition 'the place' --values 'Rome,\"Paris, Texas\"'",
         ),
-        (
-            {"condition": {PLACE: 1, "b": 1}, "values": ["a"]},
-            "values",
-            "values is a list, but there are 2",
-        ),
+        ({"condition": {PLACE: 1, "b": 1}, "values": ["a"]}, "values", "values is a list"),
         ({"values": {"the mood": ["sad"]}}, "values", "'the mood', which is not in condition"),
         ({"condition": None, "values": ["a"]}, "values", "no condition that the values belong to"),
     ],
 )
-def test_invalid_request_is_rejected(service, changes, param, message):
+def test_invalid_request_is_rejected(service, folder, changes, param, message):
     client, _ = service
-    answer = client.post("/v1/search", {"query": "two men", "condition": PLACE, **changes})
+    answer = client.post("/v1/search", {**REQUEST, **changes})
     assert answer.status == 422
     assert message in answer.error["message"]
     assert answer.error["param"] == param
+    assert str(folder.parent) not in answer.error["message"]
 
 
 def test_slow_filter_blocks_neither_model_nor_searches(service, monkeypatch):
@@ -116,40 +118,19 @@ def test_slow_filter_blocks_neither_model_nor_searches(service, monkeypatch):
         assert release.wait(60)
         return match_filter(table, where, seconds)
 
-    request = {"query": "two men", "condition": PLACE}
-    monkeypatch.setattr(TextTable, "match_filter", match_after_release)
-    with ThreadPoolExecutor(1) as pool:
-        slow_search = pool.submit(client.post, "/v1/search", {**request, "where": "year > 2021"})
+    filtered = {**REQUEST, "where": "year > 2021"}
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(TextTable, "match_filter", match_after_release)
+        slow_search = pool.submit(client.post, "/v1/search", filtered)
         assert started.wait(60)
         assert client.post("/v1/embeddings", {"input": "a", "condition": PLACE}).status == 200
-        assert client.post("/v1/search", request).status == 200
+        assert client.post("/v1/search", REQUEST).status == 200
         release.set()
         assert slow_search.result().json["searched"] == 2
-
-
-def test_filter_has_time_limit(service, monkeypatch):
-    client, _ = service
     monkeypatch.setattr("llmcond.serving.app._FILTER_SECONDS", 0)
-    request = {"query": "two men", "condition": PLACE, "where": "year > 2021"}
-    answer = client.post("/v1/search", request)
+    answer = client.post("/v1/search", filtered)
     assert answer.status == 422
     assert "takes longer than 0 s" in answer.error["message"]
-
-
-def test_error_names_index_folder_without_its_path(folder, service):
-    client, _ = service
-    answer = client.post("/v1/search", {"query": "two men", "condition": "the mood"})
-    assert f"llmcond index --out {folder.name} --condition 'the mood'" in answer.error["message"]
-    assert str(folder.parent) not in answer.error["message"]
-
-
-def test_error_and_model_name_prepared_conditions(service):
-    client, index = service
-    assert client.get("/v1/models").json["data"][0]["conditions"] == index.conditions
-    error = client.post("/v1/search", {"query": "two men", "condition": "the plaice"}).error
-    assert error["param"] == "condition"
-    assert "Did you mean 'the place'? Prepared conditions: 'the place'" in error["message"]
-    assert "Whoever runs the server can prepare it: llmcond index" in error["message"]
 
 
 def test_damaged_index_is_reported_without_its_path(tiny_run, tmp_path):
@@ -157,28 +138,15 @@ def test_damaged_index_is_reported_without_its_path(tiny_run, tmp_path):
     with serve(load_model(ServedSource(device="cpu", index=tmp_path / "texts"))) as (client, _):
         for path in (tmp_path / "texts" / "texts.lance").glob("*/*"):
             path.unlink()
-        answer = client.post("/v1/search", {"query": "two men", "condition": PLACE})
+        answer = client.post("/v1/search", REQUEST)
     assert answer.status == 500
     assert "texts" in answer.error["message"]
     assert str(tmp_path).lstrip("/") not in answer.error["message"]
 
 
-def test_texts_added_while_serving_are_searched(folder, service, tiny_run):
-    client, _ = service
-    text = "an old man sleeps"
-    columns = {"year": [2024]}
-    writer = Index.build(folder, [text], ids=["new"], columns=columns, run=tiny_run, device="cpu")
-    request = {"query": text, "condition": PLACE, "k": 9}
-    assert "new" in [hit["id"] for hit in client.post("/v1/search", request).json["results"]]
-    writer.delete(["new"])
-    assert "new" not in [hit["id"] for hit in client.post("/v1/search", request).json["results"]]
-
-
 def test_index_is_served_only_by_model_that_built_it(folder, tiny_run, tmp_path):
-    loaded = load_model(
-        ServedSource(run=tiny_run, head="none", device="cpu", index=folder, condition=PLACE)
-    )
-    assert loaded.index is not None
+    source = ServedSource(run=tiny_run, head="none", device="cpu", index=folder, condition=PLACE)
+    loaded = load_model(source)
     assert loaded.model.encoder is loaded.index.embedder.encoder
     with pytest.raises(UserError, match="was built with"):
         load_model(ServedSource(model="minilm-csts", device="cpu", index=folder))
