@@ -119,8 +119,8 @@ def test_invalid_labels_are_rejected(embedder):
 
 
 def test_guide_file_names_the_conditions_of_its_labels(rows):
-    place, mood = read_guide("both.csv", None, [LOCATION, MOOD, "the time"])
-    assert (place.condition, len(place.texts)) == (LOCATION, 8)
+    location, mood = read_guide("both.csv", None, [LOCATION, MOOD, "the time"])
+    assert (location.condition, len(location.texts)) == (LOCATION, 8)
     assert (mood.condition, len(mood.texts)) == (MOOD, 4)
     with_values = llmcond.Condition(LOCATION, ["park"])
     assert read_guide("both.csv", None, [with_values], closed=False)[0].condition is with_values
@@ -128,7 +128,7 @@ def test_guide_file_names_the_conditions_of_its_labels(rows):
         read_guide("both.csv", None, [LOCATION])
     with pytest.raises(UserError, match=r"labels\.csv has no column condition, but there are 2"):
         read_guide(rows, None, [LOCATION, MOOD])
-    assert read_guide(rows, None, [LOCATION])[0].digest == place.digest != mood.digest
+    assert read_guide(rows, None, [LOCATION])[0].digest == location.digest != mood.digest
 
 
 @pytest.mark.parametrize("out", ["out.parquet", "folder"])

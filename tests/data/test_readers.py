@@ -628,7 +628,7 @@ def test_rows_of_a_workbook_may_be_blank(tmp_path: Path):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", "list"])
-def test_kept_values_may_be_missing_but_not_invalid(tmp_path: Path, suffix: str):
+def test_other_values_may_be_missing_but_not_invalid(tmp_path: Path, suffix: str):
     def source(rows: list[dict[str, Any]]) -> Any:
         if suffix == "list":
             return rows

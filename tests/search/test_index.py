@@ -29,11 +29,11 @@ from llmcond.search import views
 from llmcond.search.query import Hits
 
 PEOPLE = ["two men", "three women", "children", "two dogs", "people"]
-PLACES = ["in the park", "at the beach", "in the kitchen", "on the street", "in the rain"]
-TEXTS = [f"{who} {act} {where}" for who in PEOPLE for act in ("play", "sit") for where in PLACES]
+LOCATIONS = ["in the park", "at the beach", "in the kitchen", "on the street", "in the rain"]
+TEXTS = [f"{who} {act} {where}" for who in PEOPLE for act in ("play", "sit") for where in LOCATIONS]
 LABELS = [text.split()[-1] for text in TEXTS[:20]]
 QUERY = "children walk at the beach"
-PLACE, NUMBER = "the place", "the number of people"
+LOCATION, NUMBER = "the place", "the number of people"
 #: Views are stored in half precision, whose rounding errors a guide amplifies.
 TOLERANCE = 2e-3
 GUIDE_TOLERANCE = 4 * TOLERANCE
@@ -69,7 +69,7 @@ def cosines_without_condition(index: Index, texts: list[str]) -> np.ndarray:
 
 
 def check_scores(
-    index: Index, texts: list[str], condition: str = PLACE, tolerance: float = TOLERANCE
+    index: Index, texts: list[str], condition: str = LOCATION, tolerance: float = TOLERANCE
 ) -> None:
     hits = index.search(QUERY, condition, len(texts))
     expected = dict(zip(texts, compare_all(index, texts, QUERY, condition).tolist(), strict=True))
@@ -102,11 +102,11 @@ def test_scores_match_comparison_with_every_text(build, head: str, prompt, encod
     check_scores(index, TEXTS)
     check_scores(index, TEXTS, NUMBER)
     # Vectors that were encoded are stored. All others are computed again by each process.
-    assert index.conditions == (sorted([PLACE, NUMBER]) if encodes_pairs else [])
+    assert index.conditions == (sorted([LOCATION, NUMBER]) if encodes_pairs else [])
 
 
 def test_low_rank_condition_stores_rank_numbers_per_text(build):
-    folder = build(TEXTS, conditions=[PLACE]).folder
+    folder = build(TEXTS, conditions=[LOCATION]).folder
     vectors = {array.ndim: array for array in map(np.load, folder.glob("views/*/*.npy"))}
     assert (vectors[1].shape, vectors[2].shape) == ((50,), (50, 4))
     norms = np.linalg.norm(vectors[2].astype(float), axis=1)
@@ -115,17 +115,17 @@ def test_low_rank_condition_stores_rank_numbers_per_text(build):
 
 def test_queries_and_conditions_are_searched_together(build, monkeypatch):
     index = build(TEXTS)
-    single_hits = [index.search(query, PLACE, 3).rows for query in TEXTS[:5]]
+    single_hits = [index.search(query, LOCATION, 3).rows for query in TEXTS[:5]]
     monkeypatch.setattr("llmcond.search.query._MAX_SCORES", 100)  # two queries at a time
-    batch_hits = index.search(TEXTS[:5], PLACE, 3)
+    batch_hits = index.search(TEXTS[:5], LOCATION, 3)
     assert [[row["id"] for row in hits.rows] for hits in batch_hits] == [
         [row["id"] for row in rows] for rows in single_hits
     ]
-    assert index.search([], PLACE) == []
+    assert index.search([], LOCATION) == []
     # The score under several conditions is the weighted sum of cosines.
-    parts = [compare_all(index, TEXTS, QUERY, condition) for condition in (PLACE, NUMBER)]
+    parts = [compare_all(index, TEXTS, QUERY, condition) for condition in (LOCATION, NUMBER)]
     total = 2 * parts[0] - 0.5 * parts[1]
-    hits = index.search(QUERY, {PLACE: 2, NUMBER: -0.5}, 5)
+    hits = index.search(QUERY, {LOCATION: 2, NUMBER: -0.5}, 5)
     scores = [row["score"] for row in hits.rows]
     assert scores == pytest.approx(np.sort(total)[:-6:-1], abs=TOLERANCE)
 
@@ -133,7 +133,7 @@ def test_queries_and_conditions_are_searched_together(build, monkeypatch):
 def test_scores_never_exceed_one(build):
     index = build(TEXTS)
     for text in TEXTS[:10]:
-        hits = index.search(text, {PLACE: 1}, len(TEXTS), explain=True)
+        hits = index.search(text, {LOCATION: 1}, len(TEXTS), explain=True)
         assert hits.rows[0]["score"] == pytest.approx(1, abs=1e-5)
         scores = [[row["score"], *row["explain"]["under"].values()] for row in hits.rows]
         assert np.abs(scores).max() <= 1
@@ -187,10 +187,10 @@ def test_scores_match_comparison_after_any_changes(build, head: str, monkeypatch
         if step % 3 == 0:
             index = reopen(index)
         if step % 2:
-            index.prepare([PLACE])
-        hits = index.search(QUERY, PLACE, 50)
+            index.prepare([LOCATION])
+        hits = index.search(QUERY, LOCATION, 50)
         assert {row["id"]: row["text"] for row in hits.rows} == current
-        expected = compare_all(index, list(current.values()), QUERY, PLACE)
+        expected = compare_all(index, list(current.values()), QUERY, LOCATION)
         scores = {row["id"]: row["score"] for row in hits.rows}
         assert [scores[key] for key in current] == pytest.approx(expected, abs=TOLERANCE)
     assert not (index.folder / "encoding").exists()
@@ -207,21 +207,21 @@ def test_only_new_texts_and_conditions_are_encoded(build, caplog):
         return [re.search(r"\d+ of \d+", text)[0] for text in messages if "inputs encoded" in text]
 
     caplog.set_level("INFO")
-    index = build(TEXTS[:40], conditions=[PLACE], head="linear")
+    index = build(TEXTS[:40], conditions=[LOCATION], head="linear")
     assert encoded() == ["40 of 40"]
     index.add(TEXTS)
     assert encoded() == ["10 of 10"]
-    segments = views.ConditionViews(index.folder / "views").read(PLACE)
+    segments = views.ConditionViews(index.folder / "views").read(LOCATION)
     assert [len(segment.numbers) for segment in segments] == [40, 10]
     version = index._version.table.version
-    rebuilt = build(TEXTS, conditions=[PLACE], head="linear")
+    rebuilt = build(TEXTS, conditions=[LOCATION], head="linear")
     assert (rebuilt.written.added, rebuilt.written.unchanged) == (0, 50)
     assert rebuilt._version.table.version == version
     assert "encoder" not in vars(rebuilt._model)  # the encoder is not even loaded
     index.search(QUERY, NUMBER)
     caplog.clear()
     more = [f"{text} again" for text in TEXTS[:10]]
-    build([*TEXTS, *more], conditions=[PLACE, NUMBER, "the colour"], head="linear")
+    build([*TEXTS, *more], conditions=[LOCATION, NUMBER, "the colour"], head="linear")
     # New texts are encoded under all three conditions, and all others under the colour.
     assert encoded() == ["30 of 30", "50 of 60"]
 
@@ -229,35 +229,35 @@ def test_only_new_texts_and_conditions_are_encoded(build, caplog):
 def test_columns_change_without_encoding_texts_again(build, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS[:3], ids=["a", "b", "c"], columns={"year": [1, 2, 3]})
-    first = index.search(QUERY, PLACE).rows
+    first = index.search(QUERY, LOCATION).rows
     caplog.clear()
     written = index.add(TEXTS[:3], ids=["a", "b", "c"], columns={"year": [1, 5, 3]})
     assert (written.replaced, written.unchanged) == (1, 2)
     assert "encoded" not in caplog.text
-    second = {row["id"]: row for row in index.search(QUERY, PLACE).rows}
+    second = {row["id"]: row for row in index.search(QUERY, LOCATION).rows}
     assert [second[key]["year"] for key in "abc"] == [1, 5, 3]
     assert all(row["score"] == second[row["id"]]["score"] for row in first)
 
 
 def test_readers_use_version_they_opened_until_refresh(build, monkeypatch):
-    writer = build(TEXTS[:20], conditions=[PLACE], head="own")
+    writer = build(TEXTS[:20], conditions=[LOCATION], head="own")
     reader = reopen(writer)
     writer.add(TEXTS[20:30])
-    writer.delete([row["id"] for row in writer.search(QUERY, PLACE, 3).rows])
+    writer.delete([row["id"] for row in writer.search(QUERY, LOCATION, 3).rows])
     assert len(reader) == 20
     check_scores(reader, TEXTS[:20])
     assert len(reopen(writer)) == 27
     reader.refresh()
-    check_scores(reader, [row["text"] for row in writer.search(QUERY, PLACE, 27).rows])
+    check_scores(reader, [row["text"] for row in writer.search(QUERY, LOCATION, 27).rows])
     # Added texts are ignored until they are encoded.
     with monkeypatch.context() as patch:
         patch.setattr(Index, "_complete", lambda *_: None)  # as if the writer were killed
         writer.add(TEXTS[40:42])
         reader.refresh()
-        assert len(reader.search(QUERY, PLACE, 50, prepare=False)) == 27
-    writer.prepare([PLACE])
+        assert len(reader.search(QUERY, LOCATION, 50, prepare=False)) == 27
+    writer.prepare([LOCATION])
     reader.refresh()
-    assert len(reader.search(QUERY, PLACE, 50, prepare=False)) == 29
+    assert len(reader.search(QUERY, LOCATION, 50, prepare=False)) == 29
 
 
 # -- ids, columns and hits -------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_ids_are_texts_or_whole_numbers_or_digests(build, caplog):
     caplog.set_level("INFO")
     index = build([TEXTS[0], TEXTS[1], TEXTS[0]])
     assert "duplicate texts, which are all indexed: 1" in caplog.text
-    digests = [row["id"] for row in index.search(TEXTS[0], PLACE).rows]
+    digests = [row["id"] for row in index.search(TEXTS[0], LOCATION).rows]
     assert len(set(digests)) == 3
     assert digests[1] == f"{digests[0]}-2"
     assert build([TEXTS[2], TEXTS[0]]).written.unchanged == 1
@@ -282,16 +282,16 @@ def test_ids_are_texts_or_whole_numbers_or_digests(build, caplog):
 def test_filter_restricts_hits(build):
     index = build(TEXTS, columns={"year": list(range(50)), "my kind": ["a", None] * 25})
     assert index.columns == ["year", "my kind"]
-    hits = index.search(QUERY, PLACE, 30, where="year >= 40 AND `my kind` = 'a'", explain=True)
+    hits = index.search(QUERY, LOCATION, 30, where="year >= 40 AND `my kind` = 'a'", explain=True)
     assert (hits.searched, len(hits)) == (5, 5)
     assert {row["year"] for row in hits.rows} == {40, 42, 44, 46, 48}
     assert {row["explain"]["rank_without"] for row in hits.rows} == set(range(1, 6))
-    all_hits = index.search(QUERY, PLACE, 50)
+    all_hits = index.search(QUERY, LOCATION, 50)
     matches = [row["id"] for row in all_hits.rows if row["year"] >= 40 and row["my kind"] == "a"]
     assert [row["id"] for row in hits.rows] == matches
-    assert index.search(QUERY, PLACE, where="year > 99").rows == []
+    assert index.search(QUERY, LOCATION, where="year > 99").rows == []
     with pytest.raises(UserError, match=r"character 8: expected .* The columns are id, text, year"):
-        index.search(QUERY, PLACE, where="year > ")
+        index.search(QUERY, LOCATION, where="year > ")
 
 
 MOMENT = datetime.datetime(2020, 2, 29, 12, 30, tzinfo=datetime.UTC)
@@ -299,12 +299,12 @@ MOMENT = datetime.datetime(2020, 2, 29, 12, 30, tzinfo=datetime.UTC)
 
 def test_hits_convert_to_json_and_data_frame(build):
     columns = {"share": [0.5, float("nan"), float("inf")], "tags": [["a"], [], None]}
-    hits = build(TEXTS[:3], ids=[7, 8, 9], columns=columns).search(QUERY, PLACE)
+    hits = build(TEXTS[:3], ids=[7, 8, 9], columns=columns).search(QUERY, LOCATION)
     result = json.loads(json.dumps(hits.to_json(), allow_nan=False))
     rows = {row["id"]: row for row in result["results"]}
     assert rows["7"] == {**rows["7"], "text": TEXTS[0], "share": 0.5, "tags": ["a"]}
     assert (rows["8"]["share"], rows["9"]["share"], rows["9"]["tags"]) == (None, None, None)
-    assert result["conditions"] == {PLACE: 1.0}
+    assert result["conditions"] == {LOCATION: 1.0}
     assert list(hits.to_pandas()["id"]) == [row["id"] for row in hits.rows]
     for value, expected in (
         ("a", "a"),
@@ -325,18 +325,18 @@ def test_hits_convert_to_json_and_data_frame(build):
 
 def test_explain_gives_scores_under_each_condition_and_without(build):
     index = build(TEXTS)
-    hits = index.search(QUERY, {PLACE: 1, NUMBER: 0.5}, 5, explain=True)
+    hits = index.search(QUERY, {LOCATION: 1, NUMBER: 0.5}, 5, explain=True)
     cosines = cosines_without_condition(index, TEXTS)
     for row in hits.rows:
         explanation, position = row["explain"], TEXTS.index(row["text"])
-        total = explanation["under"][PLACE] + 0.5 * explanation["under"][NUMBER]
+        total = explanation["under"][LOCATION] + 0.5 * explanation["under"][NUMBER]
         assert row["score"] == pytest.approx(total, abs=1e-5)
         assert explanation["without"] == pytest.approx(cosines[position], abs=TOLERANCE)
         rank = 1 + (cosines > cosines[position]).sum()
         assert explanation["rank_without"] == pytest.approx(rank, abs=1)
     # Hits are encoded if no vectors without the condition are stored.
     joint = build(TEXTS[:9], head="linear", name="joint")
-    hits = joint.search(QUERY, PLACE, 3, explain=True)
+    hits = joint.search(QUERY, LOCATION, 3, explain=True)
     cosines = cosines_without_condition(joint, [row["text"] for row in hits.rows])
     scores = [row["explain"]["without"] for row in hits.rows]
     assert scores == pytest.approx(cosines.tolist(), abs=1e-5)
@@ -345,9 +345,9 @@ def test_explain_gives_scores_under_each_condition_and_without(build):
 
 @pytest.mark.slow
 def test_explain_uses_base_encoder_without_adapter(minilm, tmp_path: Path):
-    options = {"model": "minilm-csts", "conditions": [PLACE], "device": "cpu"}
+    options = {"model": "minilm-csts", "conditions": [LOCATION], "device": "cpu"}
     index = Index.build(tmp_path / "index", TEXTS[:3], **options)
-    hits = index.search(QUERY, PLACE, explain=True)
+    hits = index.search(QUERY, LOCATION, explain=True)
     assert hits.to_json()["plain"] == "minilm"
     plain = normalize(minilm.encode([QUERY, *(row["text"] for row in hits.rows)]))
     scores = [row["explain"]["without"] for row in hits.rows]
@@ -359,12 +359,12 @@ def test_explain_uses_base_encoder_without_adapter(minilm, tmp_path: Path):
 
 def test_unprepared_condition_is_encoded_on_demand_only(build, caplog):
     caplog.set_level("INFO")
-    index = build(TEXTS, head="linear", conditions=[PLACE])
-    assert len(index.search(QUERY, PLACE, prepare=False)) == 10
+    index = build(TEXTS, head="linear", conditions=[LOCATION])
+    assert len(index.search(QUERY, LOCATION, prepare=False)) == 10
     message = "{} of {} texts have no vectors under 'the number of people'. Encode them"
     with pytest.raises(UserError, match=message.format(50, 50)):
         index.search(QUERY, NUMBER, prepare=False)
-    assert index.conditions == [PLACE]
+    assert index.conditions == [LOCATION]
     caplog.clear()
     index.search(QUERY, NUMBER)
     assert "encoding 50 texts under 'the number of people' and storing the vectors" in caplog.text
@@ -373,7 +373,7 @@ def test_unprepared_condition_is_encoded_on_demand_only(build, caplog):
     reopened.search(QUERY, NUMBER, prepare=False)
     assert caplog.text == ""
     reopened.add(["one more"])  # encoded under the prepared condition only
-    reopened.search(QUERY, PLACE, prepare=False)
+    reopened.search(QUERY, LOCATION, prepare=False)
     with pytest.raises(UserError, match=message.format(1, 51)):
         reopened.search(QUERY, NUMBER, prepare=False)
     reopened.search(QUERY, NUMBER)
@@ -382,45 +382,45 @@ def test_unprepared_condition_is_encoded_on_demand_only(build, caplog):
 
 @pytest.mark.parametrize("head", ["low", "linear"])
 def test_condition_text_stands_for_recorded_values(build, head: str):
-    seas, snow = (llmcond.Condition(PLACE, values) for values in (["sea", "lake"], ["snow"]))
+    seas, snow = (llmcond.Condition(LOCATION, values) for values in (["sea", "lake"], ["snow"]))
     index = build(TEXTS, head=head, conditions=[seas])
     check_scores(index, TEXTS, seas)
-    recorded = index.search(QUERY, PLACE, prepare=False)
+    recorded = index.search(QUERY, LOCATION, prepare=False)
     assert list(recorded.conditions) == [seas]
     assert recorded.rows == index.search(QUERY, seas).rows
     # Other values, and no values, are other conditions, whatever is recorded.
     check_scores(index, TEXTS, snow)
-    plain = index.search(QUERY, llmcond.Condition(PLACE))
-    assert list(plain.conditions) == [PLACE]
+    plain = index.search(QUERY, llmcond.Condition(LOCATION))
+    assert list(plain.conditions) == [LOCATION]
     scores = [hits.rows[0]["score"] for hits in (plain, recorded, index.search(QUERY, snow))]
     assert len(set(scores)) == 3
     # A reopened index knows the values, and uses them for texts that are added without values.
     reopened = reopen(index)
-    assert reopened.search(QUERY, PLACE, prepare=False).rows == recorded.rows
-    build(["people ski in the snow"], head=head, conditions=[PLACE])
+    assert reopened.search(QUERY, LOCATION, prepare=False).rows == recorded.rows
+    build(["people ski in the snow"], head=head, conditions=[LOCATION])
     reopened.refresh()
     check_scores(reopened, [*TEXTS, "people ski in the snow"], seas)
     # The values named last are recorded, even if there are none.
     reopened.prepare([snow])
-    assert list(index.search(QUERY, PLACE).conditions) == [snow]
-    reopened.prepare([llmcond.Condition(PLACE)])
-    assert list(index.search(QUERY, PLACE).conditions) == [PLACE]
-    assert sorted(reopened.conditions) == [PLACE, seas, snow]
+    assert list(index.search(QUERY, LOCATION).conditions) == [snow]
+    reopened.prepare([llmcond.Condition(LOCATION)])
+    assert list(index.search(QUERY, LOCATION).conditions) == [LOCATION]
+    assert sorted(reopened.conditions) == [LOCATION, seas, snow]
 
 
-SPELLINGS = [" the  place", "the\u00a0place\n", "The Place", "THE PLACE"]
+SPELLINGS = [" the  place", "the\u00a0place\n", "The Place", "THE LOCATION"]
 
 
 @pytest.mark.parametrize(("head", "values"), [("low", ()), ("low", ["sea"]), ("linear", ["sea"])])
 def test_spellings_of_a_condition_share_vectors_values_and_guide(build, head: str, values):
     index = build(TEXTS, head=head, conditions=[llmcond.Condition("the  place", values)])
     assert len(index.conditions) == 1
-    plain = index.search(QUERY, PLACE, prepare=False)
+    plain = index.search(QUERY, LOCATION, prepare=False)
     # The capitals of a condition are known if the index records it, or once it has a guide.
     for spelling in SPELLINGS if index.encodes_pairs or values else SPELLINGS[:2]:
         assert index.search(QUERY, spelling, prepare=False).rows == plain.rows
     index.guide(TEXTS[:20], LABELS, SPELLINGS[0])
-    guided = index.search(QUERY, PLACE, prepare=False)
+    guided = index.search(QUERY, LOCATION, prepare=False)
     assert guided.rows != plain.rows
     for spelling in SPELLINGS:
         assert index.search(QUERY, spelling, prepare=False) == guided
@@ -428,7 +428,7 @@ def test_spellings_of_a_condition_share_vectors_values_and_guide(build, head: st
     assert len(index.guides) == len([*(index.folder / "guides").iterdir()]) == 1
     index.unguide(SPELLINGS[3])
     assert not [*(index.folder / "guides").iterdir()]
-    assert index.search(QUERY, PLACE, prepare=False).rows == plain.rows
+    assert index.search(QUERY, LOCATION, prepare=False).rows == plain.rows
 
 
 def test_index_with_conditions_in_another_form_is_used_as_it_is(build, monkeypatch):
@@ -451,27 +451,27 @@ def test_index_with_conditions_in_another_form_is_used_as_it_is(build, monkeypat
 def test_rerank_encodes_only_nearest_texts(build, head: str, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS, head=head)
-    hits = index.search(QUERY, PLACE, 5, rerank=20)
+    hits = index.search(QUERY, LOCATION, 5, rerank=20)
     assert not hits.exact
     assert "of 50 texts, only the 20 nearest without the condition" in caplog.text
     nearest = [TEXTS[i] for i in np.argsort(-cosines_without_condition(index, TEXTS))[:20]]
-    scores = compare_all(index, nearest, QUERY, PLACE)
+    scores = compare_all(index, nearest, QUERY, LOCATION)
     assert {row["text"] for row in hits.rows} == {nearest[i] for i in np.argsort(-scores)[:5]}
     expected = np.sort(scores)[:-6:-1]
     assert [row["score"] for row in hits.rows] == pytest.approx(expected, abs=TOLERANCE)
     assert index.conditions == []
-    assert index.search(QUERY, PLACE, 5, rerank=50).exact
+    assert index.search(QUERY, LOCATION, 5, rerank=50).exact
 
 
 def test_projected_views_above_budget_are_dropped(build, monkeypatch):
     monkeypatch.setattr(views, "BUDGET", 1500)
     index = build(TEXTS)
-    for condition in (PLACE, NUMBER, "the colour"):
+    for condition in (LOCATION, NUMBER, "the colour"):
         index.prepare([condition])
     assert "the colour" in index.conditions
     assert len(index.conditions) < 3
     check_scores(reopen(index), TEXTS)
-    joint = build(TEXTS, head="linear", name="joint", conditions=[PLACE, NUMBER, "the colour"])
+    joint = build(TEXTS, head="linear", name="joint", conditions=[LOCATION, NUMBER, "the colour"])
     assert len(joint.conditions) == 3
 
 
@@ -483,9 +483,9 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(
     build, monkeypatch, head: str, guided: bool, precision: str
 ):
     texts = [f"{text} {number}" for number in range(2) for text in TEXTS]
-    index = build(texts, head=head, conditions=[PLACE], precision=precision)
+    index = build(texts, head=head, conditions=[LOCATION], precision=precision)
     if guided:
-        index.guide(texts[:4], ["a", "b"] * 2, PLACE)
+        index.guide(texts[:4], ["a", "b"] * 2, LOCATION)
     index = reopen(index)
 
     def list_files() -> dict[Path, int]:
@@ -493,7 +493,7 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(
 
     def search(n_conditions: int) -> list[views.ConditionView]:
         for number in range(n_conditions):
-            condition = PLACE if index.encodes_pairs else f"{PLACE} {number}"
+            condition = LOCATION if index.encodes_pairs else f"{LOCATION} {number}"
             index.search(QUERY, condition, 3, prepare=False, explain=True)
         return list(index._version._open.values())
 
@@ -558,7 +558,7 @@ def test_added_texts_need_columns_of_index(build):
         with pytest.raises(UserError, match=message):
             index.add(["one more"], columns=columns)
     index.add(["without any"])
-    kinds = {row["text"]: row["kind"] for row in index.search(QUERY, PLACE).rows}
+    kinds = {row["text"]: row["kind"] for row in index.search(QUERY, LOCATION).rows}
     assert kinds == {TEXTS[0]: "a", TEXTS[1]: "b", "without any": None}
 
 
@@ -570,13 +570,16 @@ def test_invalid_queries_are_rejected(build):
         ({"query": ["a", 1]}, "the query is 1, not a text"),
         ({"query": None}, "expected a list for the query, not the NoneType None"),
         ({"condition": ""}, "the condition is empty"),
-        ({"condition": [PLACE]}, "expected a text, or a dictionary from conditions to weights"),
-        ({"condition": {PLACE: 1, " The Place": 2}}, "two are the same up to case and spacing"),
+        ({"condition": [LOCATION]}, "expected a text, or a dictionary from conditions to weights"),
+        ({"condition": {LOCATION: 1, " The Place": 2}}, "two are the same up to case and spacing"),
         ({"condition": {}}, "no condition was given"),
-        ({"condition": {PLACE: float("nan")}}, "is nan; it must be between -1,000,000 and 1,000,0"),
-        ({"condition": {PLACE: -1_000_001}}, "it must be between"),
-        ({"condition": {PLACE: "2"}}, "not a number"),
-        ({"condition": {PLACE: 0}}, "all weights are 0"),
+        (
+            {"condition": {LOCATION: float("nan")}},
+            "is nan; it must be between -1,000,000 and 1,000,0",
+        ),
+        ({"condition": {LOCATION: -1_000_001}}, "it must be between"),
+        ({"condition": {LOCATION: "2"}}, "not a number"),
+        ({"condition": {LOCATION: 0}}, "all weights are 0"),
         ({"k": "3"}, "k is '3'; expected a whole number"),
         ({"k": True}, "k is True; expected a whole number"),
         ({"k": 0}, "k is 0; it must be at least 1"),
@@ -585,18 +588,18 @@ def test_invalid_queries_are_rejected(build):
         ({"rerank": 20}, "compares every text anyway. Leave it out"),
     ):
         with pytest.raises(UserError, match=message):
-            index.search(**{"query": QUERY, "condition": PLACE, **arguments})
+            index.search(**{"query": QUERY, "condition": LOCATION, **arguments})
     with pytest.raises(TypeError, match="unexpected keyword argument 'reranked'"):
-        index.search(QUERY, PLACE, reranked=3)
-    assert len(index.search(QUERY, {PLACE: -1_000_000})) == 9
+        index.search(QUERY, LOCATION, reranked=3)
+    assert len(index.search(QUERY, {LOCATION: -1_000_000})) == 9
     with pytest.raises(UserError, match="does not encode texts without one"):
-        build(TEXTS[:9], head="linear", name="joint").search(QUERY, PLACE, 5, rerank=20)
+        build(TEXTS[:9], head="linear", name="joint").search(QUERY, LOCATION, 5, rerank=20)
     with pytest.raises(UserError, match="--rerank is 3, but 5 hits are requested"):
-        build(TEXTS[:9], head="own", name="own").search(QUERY, PLACE, 5, rerank=3)
+        build(TEXTS[:9], head="own", name="own").search(QUERY, LOCATION, 5, rerank=3)
 
 
 def test_index_rejects_other_model_and_head(build, heads_run: Path, tmp_path: Path):
-    seas = llmcond.Condition(PLACE, ["sea", "lake"])
+    seas = llmcond.Condition(LOCATION, ["sea", "lake"])
     index = build(TEXTS[:5], conditions=[seas])
     with pytest.raises(UserError, match=r"built with run .*, head low; .* has another head"):
         build(TEXTS, head="relu")
@@ -607,7 +610,7 @@ def test_index_rejects_other_model_and_head(build, heads_run: Path, tmp_path: Pa
     moved = Path(shutil.copytree(heads_run, tmp_path / "moved"))
     index = Index.build(index.folder, run=moved, device="cpu")  # the same run in another folder
     assert json.loads((index.folder / "index.json").read_text())["made_by"]["run"] == str(moved)
-    assert list(index.search(QUERY, PLACE).conditions) == [seas]
+    assert list(index.search(QUERY, LOCATION).conditions) == [seas]
     shutil.rmtree(moved / "heads" / "low")
     shutil.copytree(moved / "heads" / "relu", moved / "heads" / "low")
     with pytest.raises(UserError, match="the current model has another head"):
@@ -634,11 +637,11 @@ def test_folders_without_index_are_rejected(build, tmp_path: Path):
 
 
 def test_empty_index_returns_no_hits(build):
-    assert build().search(QUERY, PLACE).rows == []
+    assert build().search(QUERY, LOCATION).rows == []
     check_scores(build(TEXTS[:3], head="relu"), TEXTS[:3])  # an empty index accepts another head
     emptied = build(TEXTS[:2], ids=["a", "b"], name="emptied")
     emptied.delete(["a", "b"])
-    assert emptied.search(QUERY, PLACE, explain=True).rows == []
+    assert emptied.search(QUERY, LOCATION, explain=True).rows == []
     emptied.add(TEXTS[:3])
     check_scores(emptied, TEXTS[:3])
 
@@ -649,19 +652,19 @@ def test_long_texts_and_queries_are_truncated_with_warning(build, caplog):
     index = build([long_text, TEXTS[0]])
     assert "1 input is longer than 64 tokens: the ends of sentences" in caplog.text
     with pytest.warns(UserWarning, match="1 of 1 inputs are longer than the 64 tokens"):
-        assert index.search(long_text, PLACE, 1).rows[0]["text"] == long_text
+        assert index.search(long_text, LOCATION, 1).rows[0]["text"] == long_text
 
 
 # -- threads, kills and damage ---------------------------------------------------------------------
 
 
 def test_threads_search_while_texts_are_added(build):
-    index = build(TEXTS[:20], conditions=[PLACE], head="own")
+    index = build(TEXTS[:20], conditions=[LOCATION], head="own")
     reader = reopen(index)
-    expected = [row["id"] for row in reader.search(QUERY, PLACE).rows]
+    expected = [row["id"] for row in reader.search(QUERY, LOCATION).rows]
     with ThreadPoolExecutor(3) as pool:
         additions = [pool.submit(index.add, TEXTS[20 + i : 21 + i]) for i in range(6)]
-        searches = [pool.submit(reader.search, QUERY, PLACE) for _ in range(30)]
+        searches = [pool.submit(reader.search, QUERY, LOCATION) for _ in range(30)]
         assert all([row["id"] for row in future.result().rows] == expected for future in searches)
         assert sum(future.result().added for future in additions) == 6
     check_scores(index, TEXTS[:26])
@@ -687,7 +690,7 @@ def kill_at_call(module: str, name: str) -> None:
 def test_kill_loses_no_texts_and_leaves_no_partial_files(
     build, tmp_path: Path, module, name, n_encoded, n_texts, capsys
 ):
-    index = build(TEXTS[:30], conditions=[PLACE], head="linear")
+    index = build(TEXTS[:30], conditions=[LOCATION], head="linear")
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     arguments = ["index", tmp_path / "texts.txt", "--out", index.folder, "--condition", NUMBER]
     setup = partial(kill_at_call, module, name)
@@ -719,7 +722,7 @@ def limit_file_size(size: int) -> None:
 def test_full_disk_is_reported_in_one_line(
     build, tmp_path: Path, head: str, size: int, message: str
 ):
-    index = build(TEXTS[:30], columns={"note": ["n" * 300] * 30}, conditions=[PLACE], head=head)
+    index = build(TEXTS[:30], columns={"note": ["n" * 300] * 30}, conditions=[LOCATION], head=head)
     rows = [{"text": f"{text} {i}", "note": f"{i}" * 200} for i, text in enumerate(TEXTS)]
     (tmp_path / "texts.json").write_text(json.dumps(rows))
     arguments = ["index", tmp_path / "texts.json", "--out", index.folder, "--keep", "note"]
@@ -733,7 +736,7 @@ def test_full_disk_is_reported_in_one_line(
 
 
 def test_damaged_files_are_reported(build, tmp_path: Path):
-    folder = build(TEXTS[:9], conditions=[PLACE], head="linear").folder
+    folder = build(TEXTS[:9], conditions=[LOCATION], head="linear").folder
     for pattern, content, message in (
         ("texts.lance/data/*", 10, "cannot be read: .* if it is damaged, build it again"),
         ("texts.lance/_versions/*", 10, "cannot be read: "),
@@ -748,7 +751,7 @@ def test_damaged_files_are_reported(build, tmp_path: Path):
             is_size = isinstance(content, int)
             path.write_bytes(path.read_bytes()[:content] if is_size else content)
         with pytest.raises(LlmcondError, match=message):
-            Index.open(copy, device="cpu").search(QUERY, PLACE)
+            Index.open(copy, device="cpu").search(QUERY, LOCATION)
         shutil.rmtree(copy)
 
 
@@ -757,29 +760,31 @@ def test_damaged_files_are_reported(build, tmp_path: Path):
 
 @pytest.mark.parametrize("head", ["low", "linear"])
 def test_guide_learned_from_labels_changes_scores(build, head: str, monkeypatch):
-    index = build(TEXTS, head=head, conditions=[PLACE, NUMBER])
-    plain = index.search(QUERY, PLACE, 5).to_json()
+    index = build(TEXTS, head=head, conditions=[LOCATION, NUMBER])
+    plain = index.search(QUERY, LOCATION, 5).to_json()
     other_condition = index.search(QUERY, NUMBER, 5).to_json()
     with monkeypatch.context() as patch:  # the texts of the index are not encoded again
         patch.setattr(Index, "_encode", None)
-        index.guide(TEXTS[:20], LABELS, PLACE)
+        index.guide(TEXTS[:20], LABELS, LOCATION)
         check_scores(index, TEXTS, tolerance=GUIDE_TOLERANCE)
-    guided = index.search(QUERY, PLACE, 5).to_json()
+    guided = index.search(QUERY, LOCATION, 5).to_json()
     assert guided["results"] != plain["results"]
-    assert guided["guides"][PLACE]["labels"]["beach"] == 4
+    assert guided["guides"][LOCATION]["labels"]["beach"] == 4
     assert index.search(QUERY, NUMBER, 5).to_json() == other_condition
-    assert index.search(QUERY, {PLACE: 1, NUMBER: 0.5}, 5).guides.keys() == {PLACE}
+    assert index.search(QUERY, {LOCATION: 1, NUMBER: 0.5}, 5).guides.keys() == {LOCATION}
     # The guide is stored. It applies to added texts, and to embeddings of the index's model.
     reopened = reopen(index)
     reopened.add(["dogs walk at the beach"])
     check_scores(reopened, [*TEXTS, "dogs walk at the beach"], tolerance=GUIDE_TOLERANCE)
-    assert reopened.conditions == sorted([PLACE, NUMBER])
+    assert reopened.conditions == sorted([LOCATION, NUMBER])
     # Another guide replaces it, and without a guide the vectors are as before.
-    reopened.guide(TEXTS[:20], [text.split()[0] for text in TEXTS[:20]], PLACE)
+    reopened.guide(TEXTS[:20], [text.split()[0] for text in TEXTS[:20]], LOCATION)
     check_scores(reopened, [*TEXTS, "dogs walk at the beach"], tolerance=GUIDE_TOLERANCE)
-    reopened.delete([row["id"] for row in reopened.search("dogs walk at the beach", PLACE, 1).rows])
-    reopened.unguide(PLACE)
-    assert reopen(index).search(QUERY, PLACE, 5).to_json() == plain
+    reopened.delete(
+        [row["id"] for row in reopened.search("dogs walk at the beach", LOCATION, 1).rows]
+    )
+    reopened.unguide(LOCATION)
+    assert reopen(index).search(QUERY, LOCATION, 5).to_json() == plain
 
 
 # -- smaller vectors -------------------------------------------------------------------------------
@@ -791,20 +796,20 @@ MANY = [f"{text} for {hours} hours" for text in TEXTS for hours in (2, 3, 4)]
     ("precision", "max_error"), [("int8", 0.02), ("uint8", 0.02), ("binary", 0.6), ("ubinary", 0.6)]
 )
 def test_quantised_vectors_give_approximate_scores(build, precision, max_error):
-    index = build(MANY[:120], head="linear", precision=precision, conditions=[PLACE])
+    index = build(MANY[:120], head="linear", precision=precision, conditions=[LOCATION])
     index.add(MANY[120:])
     paths = [path for path in index.folder.glob("views/*/*.npy") if ".rows" not in path.name]
     dim = index.embedder.dim
     for codes in map(np.load, paths):
         assert (codes.shape[1], codes.itemsize) == (dim if "int8" in precision else -(-dim // 8), 1)
-    hits = index.search(QUERY, PLACE, len(MANY))
+    hits = index.search(QUERY, LOCATION, len(MANY))
     assert not hits.exact
-    expected = dict(zip(MANY, compare_all(index, MANY, QUERY, PLACE).tolist(), strict=True))
+    expected = dict(zip(MANY, compare_all(index, MANY, QUERY, LOCATION).tolist(), strict=True))
     errors = [abs(row["score"] - expected[row["text"]]) for row in hits.rows]
     assert np.quantile(errors, 0.9) < max_error
     opened = reopen(index)
     assert opened.precision == precision
-    scores = [row["score"] for row in opened.search(QUERY, PLACE, 5).rows]
+    scores = [row["score"] for row in opened.search(QUERY, LOCATION, 5).rows]
     assert scores == [row["score"] for row in hits.rows[:5]]
 
 
@@ -812,12 +817,12 @@ def test_hits_are_scored_again_if_texts_are_encoded_alone(build):
     exact, index = (
         build(MANY, name=precision, precision=precision) for precision in ("float16", "int8")
     )
-    rows, expected = (item.search(QUERY, PLACE, 10).rows for item in (index, exact))
+    rows, expected = (item.search(QUERY, LOCATION, 10).rows for item in (index, exact))
     assert [row["score"] for row in rows] == [row["score"] for row in expected]
 
 
 def test_added_texts_use_recorded_ranges(build):
-    index = build(MANY[:120], head="linear", precision="int8", conditions=[PLACE])
+    index = build(MANY[:120], head="linear", precision="int8", conditions=[LOCATION])
     record = next(index.folder.glob("views/*/view.json"))
     before = json.loads(record.read_text())
     index.add(MANY[120:])
@@ -832,7 +837,7 @@ def test_truncated_vectors_are_those_of_embedder(build, head: str):
     assert index.embedder.dim == 7
     check_scores(index, TEXTS)
     if head != "hadamard":
-        index.guide(TEXTS[:20], LABELS, PLACE)
+        index.guide(TEXTS[:20], LABELS, LOCATION)
         check_scores(index, TEXTS, tolerance=GUIDE_TOLERANCE)
 
 
@@ -846,6 +851,6 @@ def test_form_of_vectors_is_recorded_and_cannot_change(build):
     with pytest.raises(UserError, match="was built with truncate_dim 3, not 4"):
         build(truncate_dim=4)
     with pytest.raises(UserError, match="a guide needs vectors of more than 1 bit"):
-        index.guide(["a park", "a beach"], ["green", "blue"], PLACE)
+        index.guide(["a park", "a beach"], ["green", "blue"], LOCATION)
     with pytest.raises(UserError, match="truncate_dim is 500, but the embeddings have"):
-        build(TEXTS, truncate_dim=500, conditions=[PLACE], name="long")
+        build(TEXTS, truncate_dim=500, conditions=[LOCATION], name="long")

@@ -13,16 +13,16 @@ from llmcond.search.table import TextTable
 from llmcond.serving.model_server import load_model
 from llmcond.serving.settings import ServedSource
 
-PLACE = "the place"
+LOCATION = "the place"
 TEXTS = [f"{who} play {where}" for who in ("two men", "children") for where in ("at night", "now")]
-REQUEST = {"query": "two men", "condition": PLACE}
+REQUEST = {"query": "two men", "condition": LOCATION}
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_run, tmp_path_factory):
     path = tmp_path_factory.mktemp("index") / "texts"
     columns = {"year": [2020, 2021, 2022, 2023]}
-    Index.build(path, TEXTS, columns=columns, conditions=[PLACE], run=tiny_run, device="cpu")
+    Index.build(path, TEXTS, columns=columns, conditions=[LOCATION], run=tiny_run, device="cpu")
     return path
 
 
@@ -36,15 +36,15 @@ def service(folder):
 def test_hits_match_index(service, folder, tiny_run):
     client, index = service
     response = client.post("/v1/search", {**REQUEST, "k": 2}).json
-    assert response["results"] == index.search("two men", PLACE, 2).to_json()["results"]
+    assert response["results"] == index.search("two men", LOCATION, 2).to_json()["results"]
     assert response["results"][0].keys() >= {"rank", "score", "text", "id", "year"}
     filtered = client.post("/v1/search", {**REQUEST, "where": "year > 2021", "explain": True}).json
     assert {hit["year"] for hit in filtered["results"]} == {2022, 2023}
-    assert filtered["results"][0]["explain"]["under"].keys() == {PLACE}
-    weighted = client.post("/v1/search", {**REQUEST, "condition": {PLACE: 2}}).json
+    assert filtered["results"][0]["explain"]["under"].keys() == {LOCATION}
+    weighted = client.post("/v1/search", {**REQUEST, "condition": {LOCATION: 2}}).json
     expected = 2 * response["results"][0]["score"]
     assert weighted["results"][0]["score"] == pytest.approx(expected, 1e-4)
-    assert client.post("/v1/embeddings", {"input": "two men", "condition": PLACE}).status == 200
+    assert client.post("/v1/embeddings", {"input": "two men", "condition": LOCATION}).status == 200
     assert client.get("/v1/models").json["data"][0]["conditions"] == index.conditions
 
     def search_ids():
@@ -59,21 +59,21 @@ def test_hits_match_index(service, folder, tiny_run):
 
 
 def test_values_come_from_index_or_request(tiny_run, tmp_path):
-    place = Condition(PLACE, ["night", "morning"])
-    index = Index.build(tmp_path / "i", TEXTS, conditions=[place], run=tiny_run, device="cpu")
+    location = Condition(LOCATION, ["night", "morning"])
+    index = Index.build(tmp_path / "i", TEXTS, conditions=[location], run=tiny_run, device="cpu")
     index.search("two men", "the mood")  # encodes the texts under this condition
-    index.search("two men", Condition(PLACE))
+    index.search("two men", Condition(LOCATION))
     with serve(load_model(ServedSource(device="cpu", index=index.folder))) as (client, _):
         response = client.post("/v1/search", REQUEST).json
-        assert response["conditions"] == {place: 1.0}
-        assert response["results"] == index.search("two men", place).to_json()["results"]
+        assert response["conditions"] == {location: 1.0}
+        assert response["results"] == index.search("two men", location).to_json()["results"]
         same_values = {**REQUEST, "values": ["night", "morning"]}
         assert client.post("/v1/search", same_values).json["results"] == response["results"]
         without_values = client.post("/v1/search", {**REQUEST, "values": []}).json
-        assert without_values["conditions"] == {PLACE: 1.0}
+        assert without_values["conditions"] == {LOCATION: 1.0}
         assert without_values["results"] != response["results"]
-        several = {PLACE: 1, "the mood": 0.5}
-        values_of_one = {**REQUEST, "condition": several, "values": {PLACE: []}}
+        several = {LOCATION: 1, "the mood": 0.5}
+        values_of_one = {**REQUEST, "condition": several, "values": {LOCATION: []}}
         response = client.post("/v1/search", values_of_one).json
         assert response["conditions"] == several
 
@@ -87,13 +87,13 @@ def test_values_come_from_index_or_request(tiny_run, tmp_path):
         ({"condition": {}}, "condition", "no condition"),
         ({"where": "yaer > 3"}, "where", "yaer"),
         ({"where": "repeat('a', 2000000000) = text"}, "where", "functions are not allowed"),
-        ({"condition": {PLACE: 1e308}}, "condition", "must be between -1,000,000 and 1,000,000"),
+        ({"condition": {LOCATION: 1e308}}, "condition", "must be between -1,000,000 and 1,000,000"),
         (
             {"values": ["Rome", "Paris, Texas"]},
             "condition",
             "--condition 'the place' --values 'Rome,\"Paris, Texas\"'",
         ),
-        ({"condition": {PLACE: 1, "b": 1}, "values": ["a"]}, "values", "values is a list"),
+        ({"condition": {LOCATION: 1, "b": 1}, "values": ["a"]}, "values", "values is a list"),
         ({"values": {"the mood": ["sad"]}}, "values", "'the mood', which is not in condition"),
         ({"condition": None, "values": ["a"]}, "values", "no condition that the values belong to"),
     ],
@@ -123,7 +123,7 @@ def test_slow_filter_blocks_neither_model_nor_searches(service, monkeypatch):
         patch.setattr(TextTable, "match_filter", match_after_release)
         slow_search = pool.submit(client.post, "/v1/search", filtered)
         assert started.wait(60)
-        assert client.post("/v1/embeddings", {"input": "a", "condition": PLACE}).status == 200
+        assert client.post("/v1/embeddings", {"input": "a", "condition": LOCATION}).status == 200
         assert client.post("/v1/search", REQUEST).status == 200
         release.set()
         assert slow_search.result().json["searched"] == 2
@@ -134,7 +134,7 @@ def test_slow_filter_blocks_neither_model_nor_searches(service, monkeypatch):
 
 
 def test_damaged_index_is_reported_without_its_path(tiny_run, tmp_path):
-    Index.build(tmp_path / "texts", TEXTS, conditions=[PLACE], run=tiny_run, device="cpu")
+    Index.build(tmp_path / "texts", TEXTS, conditions=[LOCATION], run=tiny_run, device="cpu")
     with serve(load_model(ServedSource(device="cpu", index=tmp_path / "texts"))) as (client, _):
         for path in (tmp_path / "texts" / "texts.lance").glob("*/*"):
             path.unlink()
@@ -145,7 +145,7 @@ def test_damaged_index_is_reported_without_its_path(tiny_run, tmp_path):
 
 
 def test_index_is_served_only_by_model_that_built_it(folder, tiny_run, tmp_path):
-    source = ServedSource(run=tiny_run, head="none", device="cpu", index=folder, condition=PLACE)
+    source = ServedSource(run=tiny_run, head="none", device="cpu", index=folder, condition=LOCATION)
     loaded = load_model(source)
     assert loaded.model.encoder is loaded.index.embedder.encoder
     with pytest.raises(UserError, match="was built with"):
