@@ -13,14 +13,14 @@ from llmcond.errors import UserError
 
 FIRST, SECOND = "three women sit on the beach", "two dogs play in the rain"
 CONDITIONS = ["the number of people", "the place"]
+OPTIONS = {"dtype": "float32", "device": "cpu", "pooling": "mean"}
 
 
 @pytest.fixture(scope="module")
-def routed_run(tmp_path_factory, tiny_bert, tiny_run):
+def routed_run(tmp_path_factory, model, tiny_run):
     folder = tmp_path_factory.mktemp("routed") / "run"
-    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
-    data = str(tiny_run.parent / "rows.csv")
-    extract(model=str(tiny_bert), **options, run=folder, data=data, prompt=["routed", "separate"])
+    data, prompts = str(tiny_run.parent / "rows.csv"), ["routed", "separate"]
+    extract(model=model, **OPTIONS, normalize=True, run=folder, data=data, prompt=prompts)
     return folder
 
 
@@ -29,20 +29,7 @@ def routed(routed_run):
     return llmcond.load_embedder(routed_run, "none", prompt="routed", device="cpu")
 
 
-# -- weights -------------------------------------------------------------------------------------
-
-
-def test_weights_give_embedding(routed):
-    (explained,) = routed.explain(FIRST, CONDITIONS[0]).conditions
-    item = routed.view.prompts[0].conditional.render(FIRST, CONDITIONS[0])
-    states = routed.encoder.token_weights(item).states
-    pooled = explained.values @ states
-    vector = pooled / np.linalg.norm(pooled) - routed.encoder.encode([CONDITIONS[0]])[0]
-    expected = routed.encode(FIRST, CONDITIONS[0], normalize=False)
-    np.testing.assert_allclose(vector, expected, atol=1e-5)
-
-
-def test_weights_depend_on_condition(routed):
+def test_weights_depend_on_condition_and_give_embedding(routed):
     explanation = routed.explain(FIRST, CONDITIONS)
     assert (explanation.method, explanation.quantity) == ("pooling-weights", "weight")
     first, second = explanation.conditions
@@ -50,16 +37,16 @@ def test_weights_depend_on_condition(routed):
     assert [token.text for token in first.tokens] == ["[CLS]", *FIRST.split(), "[SEP]"]
     assert np.abs(first.values - second.values).max() > 1e-3
     assert first.values.sum() == pytest.approx(1)
+    item = routed.view.prompts[0].conditional.render(FIRST, CONDITIONS[0])
+    pooled = first.values @ routed.encoder.token_weights(item).states
+    vector = pooled / np.linalg.norm(pooled) - routed.encoder.encode([CONDITIONS[0]])[0]
+    expected = routed.encode(FIRST, CONDITIONS[0], normalize=False)
+    np.testing.assert_allclose(vector, expected, atol=1e-5)
 
 
-def test_layers_of_router_inside_encoder_have_rows_and_mean(tiny_bert, tiny_run, tmp_path):
-    extract(
-        model=str(tiny_bert),
-        **{"dtype": "float32", "device": "cpu", "pooling": "mean", "router": "csr"},
-        router_layers=2,
-        run=tmp_path / "run",
-        data=str(tiny_run.parent / "rows.csv"),
-    )
+def test_layers_of_router_inside_encoder_have_rows_and_mean(model, tiny_run, tmp_path):
+    router = {"router": "csr", "router_layers": 2, "data": str(tiny_run.parent / "rows.csv")}
+    extract(model=model, **OPTIONS, **router, run=tmp_path / "run")
     embedder = llmcond.load_embedder(tmp_path / "run", device="cpu")
     explanation = embedder.explain(FIRST, "the place")
     assert explanation.method == "router-weights"
@@ -73,16 +60,12 @@ def test_layers_of_router_inside_encoder_have_rows_and_mean(tiny_bert, tiny_run,
     assert embedder.explain(FIRST, "the place", to=SECOND).method == "leave-one-out"
 
 
-# -- exact ---------------------------------------------------------------------------------------
-
-
 def test_exact_contributions_sum_to_similarity(routed):
     explanation = routed.explain(FIRST, CONDITIONS, to=SECOND)
     assert explanation.method == "exact"
     expected = routed.similarity([FIRST] * 2, [SECOND] * 2, CONDITIONS)
-    for explained, condition, similarity in zip(
-        explanation.conditions, CONDITIONS, expected, strict=True
-    ):
+    for explained, similarity in zip(explanation.conditions, expected, strict=True):
+        condition = explained.condition
         first, second = (routed.encode(text, condition) for text in (FIRST, SECOND))
         assert explained.similarity == pytest.approx(similarity)
         total = explained.values.sum() + explained.condition_term
@@ -92,12 +75,8 @@ def test_exact_contributions_sum_to_similarity(routed):
         term = -(routed.encoder.encode([condition])[0] @ second) / length
         assert explained.condition_term == pytest.approx(term, abs=1e-6)
         np.testing.assert_allclose(explained.pairs.sum(axis=1)[:-1], explained.values)
-        assert explained.pairs.shape == (len(explained.tokens) + 1, len(explained.to_tokens) + 1)
         (reverse,) = routed.explain(SECOND, condition, to=FIRST).conditions
         np.testing.assert_allclose(reverse.pairs, explained.pairs.T, atol=1e-7)
-
-
-def test_exact_without_subtraction_has_no_condition_term(routed):
     plain = replace(routed, view=replace(routed.view, subtract=False))
     (explained,) = plain.explain(FIRST, "the place", to=SECOND).conditions
     assert explained.condition_term is None
@@ -111,8 +90,7 @@ def test_anything_after_pooling_is_explained_by_leaving_out(change, routed, rout
         embedder = routed.guided(texts, labels, "the place")
         assert embedder.explain(FIRST, "the mood", to=SECOND).method == "exact"
     elif change == "head":
-        folder = shutil.copytree(routed_run, tmp_path / "run")
-        settings = {"epochs": "1"}
+        folder, settings = shutil.copytree(routed_run, tmp_path / "run"), {"epochs": "1"}
         fit_head(run=folder, head="linear", dim=4, prompt="routed", set=settings, device="cpu")
         embedder = llmcond.load_embedder(folder, "linear", device="cpu")
         assert embedder.explain(FIRST, "the place").method == "pooling-weights"
@@ -123,9 +101,6 @@ def test_anything_after_pooling_is_explained_by_leaving_out(change, routed, rout
     explanation = embedder.explain(FIRST, "the place", to=SECOND)
     assert explanation.method == "leave-one-out"
     assert explanation.conditions[0].condition_term is None
-
-
-# -- leave-one-out -------------------------------------------------------------------------------
 
 
 def test_left_out_token_changes_similarity_by_its_contribution(embedder):
@@ -140,20 +115,17 @@ def test_left_out_token_changes_similarity_by_its_contribution(embedder):
             rest = " ".join(words[:position] + words[position + 1 :])
             without = embedder.similarity(rest, SECOND, explained.condition)
             assert value == pytest.approx(whole - without, abs=1e-6)
-
-
-def test_without_second_sentence_embedding_is_compared_with_itself(embedder):
+    # Without a second sentence, the embedding is compared with itself.
     (explained,) = embedder.explain(FIRST, "the place").conditions
     rest = FIRST.removeprefix("three ")
-    cosine = embedder.encode(FIRST, "the place") @ embedder.encode(rest, "the place")
-    assert explained.values[0] == pytest.approx(1 - cosine, abs=1e-6)
+    similarity = embedder.encode(FIRST, "the place") @ embedder.encode(rest, "the place")
+    assert explained.values[0] == pytest.approx(1 - similarity, abs=1e-6)
     assert explained.similarity is None
 
 
 def test_bundled_model_finds_words_of_condition():
-    explanation = llmcond.load_embedder().explain(
-        "A man is snowboarding down a hill.", ["the sport", "the gender of the person"]
-    )
+    sentence, conditions = "A man is snowboarding down a hill.", ["the sport", "the gender"]
+    explanation = llmcond.load_embedder().explain(sentence, conditions)
     sport, gender = explanation.conditions
     names = [token.text for token in sport.tokens]
     assert {names[i] for i in np.argsort(sport.values)[-2:]} == {"snow", "##boarding"}
@@ -161,22 +133,16 @@ def test_bundled_model_finds_words_of_condition():
     assert explanation.about["encoder"] == "minilm-conditions"
 
 
-@pytest.mark.parametrize(
-    ("sentence", "conditions", "to", "message"),
-    [
+def test_invalid_texts_are_rejected(embedder, routed):
+    for sentence, conditions, to, message in (
         ("", "the place", None, "the first sentence is empty"),
         (FIRST, ["the place", " "], None, "condition 2 of 2 is empty"),
         (FIRST, "the place", "", "sentence 2 of 2 is empty"),
         (FIRST, [], None, "there are no conditions"),
         ("beach", "the place", None, "'beach' has only one token"),
         (7, "the place", None, "7, which is not a text"),
-    ],
-)
-def test_invalid_texts_are_rejected(embedder, sentence, conditions, to, message):
-    with pytest.raises(UserError, match=message):
-        embedder.explain(sentence, conditions, to=to)
-
-
-def test_second_sentence_of_routed_run_is_checked(routed):
+    ):
+        with pytest.raises(UserError, match=message):
+            embedder.explain(sentence, conditions, to=to)
     with pytest.raises(UserError, match="the first sentence is empty"):
         routed.explain(FIRST, "the place", to="  ")

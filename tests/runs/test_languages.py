@@ -1,13 +1,19 @@
-"""Detection of texts in other languages than English, and the line that reports them."""
+"""Notes about texts: those in other languages than English, and those that train has as well."""
 
+import csv
 from pathlib import Path
 
 import pytest
+from helpers.commands import run_json
+from scipy.stats import spearmanr
 
+from llmcond.cli import run
+from llmcond.data.datasets import read_dataset
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint
 from llmcond.encoders.known import find_model
 from llmcond.log import log
 from llmcond.runs.languages import report_foreign_texts, seems_foreign
+from llmcond.runs.rated import log_rows
 
 FOREIGN = (
     "Wo ist mein Paket?", "Où est mon colis ?", "¿Dónde está mi paquete?", "Dov'è il mio pacco?",
@@ -26,65 +32,131 @@ ENGLISH = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", FOREIGN)
-def test_foreign_text_is_recognised(text):
-    assert seems_foreign(text)
-
-
-@pytest.mark.parametrize("text", ENGLISH)
-def test_english_text_is_not_foreign(text):
-    assert not seems_foreign(text)
+def test_foreign_texts_are_recognised():
+    assert [text for text in FOREIGN if not seems_foreign(text)] == []
+    assert [text for text in ENGLISH if seems_foreign(text)] == []
 
 
 @pytest.fixture
-def caplog(caplog, monkeypatch):
+def messages(caplog, monkeypatch, tmp_path):
+    """Return a function that reports texts for an encoder with a card, and returns the messages."""
     caplog.set_level("INFO", logger="llmcond")
     monkeypatch.setattr(log, "propagate", True)
-    return caplog
+
+    def report(texts, known="", card=None):
+        caplog.clear()
+        (tmp_path / "README.md").write_text(card or "")
+        model = find_model(known)
+        encoder = Checkpoint(name="my-encoder", folder=tmp_path, known=model, base=None)
+        report_foreign_texts(texts, encoder)
+        # An encoder that is trained from it has no card of its own.
+        (tmp_path / "trained").mkdir(exist_ok=True)
+        trained = Checkpoint(name="x", folder=tmp_path / "trained", known=None, base=encoder)
+        report_foreign_texts(texts, trained)
+        return caplog.messages
+
+    return report
 
 
-def checkpoint_of(folder, card=None, known=None, base=None):
-    if card is not None:
-        (folder / "README.md").write_text(card)
-    return Checkpoint(
-        name="my-encoder", folder=Path(folder), known=find_model(known or ""), base=base
-    )
-
-
-@pytest.mark.parametrize(
-    ("known", "card", "is_reported"),
-    [
+def test_only_english_encoders_are_reported(messages):
+    for known, card, is_reported in (
         ("minilm", None, True),
         ("BAAI/bge-m3", "---\nlanguage: en\n---\n", False),
-        (None, "---\nlicense: mit\nlanguage: en\ntags: [x]\n---\n# Card", True),
-        (None, "---\nlanguage:\n- en\nlicense: mit\n---\n", True),
-        (None, "---\nlanguage: [en]\n---\n", True),
-        (None, "---\nlanguage:\n- en\n- de\n---\n", False),
-        (None, "---\nlanguage: multilingual\n---\n", False),
-        (None, "# Card\nlanguage: en\n", False),
-        (None, None, False),
-    ],
-)
-def test_only_english_encoders_are_reported(tmp_path, caplog, known, card, is_reported):
-    checkpoint = checkpoint_of(tmp_path, card, known)
-    report_foreign_texts([*FOREIGN, *ENGLISH], checkpoint)
-    trained = checkpoint_of(tmp_path, base=checkpoint)
-    report_foreign_texts([*FOREIGN, *ENGLISH], trained)
-    assert len(caplog.messages) == 2 * is_reported
-    for message in caplog.messages:
-        assert message.startswith("18 of 42 texts seem not to be in English, which ")
+        ("", "---\nlicense: mit\nlanguage: en\ntags: [x]\n---\n# Card", True),
+        ("", "---\nlanguage:\n- en\nlicense: mit\n---\n", True),
+        ("", "---\nlanguage:\n- en\n- de\n---\n", False),
+        ("", "---\nlanguage: multilingual\n---\n", False),
+        ("", "# Card\nlanguage: en\n", False),
+        ("", None, False),
+    ):
+        lines = messages([*FOREIGN, *ENGLISH], known, card)
+        start = "18 of 42 texts seem not to be in English, which "
+        assert [line.startswith(start) for line in lines] == [True] * 2 * is_reported
 
 
-@pytest.mark.parametrize(
-    ("texts", "start"),
-    [
+def test_foreign_texts_are_counted(messages):
+    for texts, start in (
         (FOREIGN[:1], "1 of 1 text seems not"),
         (FOREIGN[:1] * 3_000, "1,000 of 1,000 sampled texts seem not"),
         ([*ENGLISH, FOREIGN[0]], None),  # fewer than a tenth
-        (["a"] * 30, None),
         ([], None),
-    ],
-)
-def test_foreign_texts_are_counted(tmp_path, caplog, texts, start):
-    report_foreign_texts(texts, checkpoint_of(tmp_path, known="minilm"))
-    assert [message.startswith(start or "?") for message in caplog.messages] == [True] * bool(start)
+    ):
+        lines = messages(texts, "minilm")
+        assert [line.startswith(start or "?") for line in lines] == [True] * 2 * bool(start)
+
+
+# -- rows that share a sentence with train -----------------------------------------------------
+
+
+def write_split(name, rows):
+    path = Path("data", f"{name}.csv")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as stream:
+        csv.writer(stream).writerows([("sentence1", "sentence2", "condition", "label"), *rows])
+    return path
+
+
+@pytest.fixture
+def splits(in_tmp, small_rows):
+    """Write splits in which 8 of 40 rows of dev have the first sentence of train; return train."""
+    train, dev = small_rows[:40], list(small_rows[40:])
+    dev[::5] = [(train[0][0].upper(), *row[1:]) for row in dev[::5]]
+    write_split("train", train)
+    write_split("dev", dev)
+    return train
+
+
+def test_unseen_sentences_are_scored_separately(splits, capsys, caplog, model, small_rows):
+    train = splits
+    words = ("--data", "data", "--prompt", "concat-sent-cond", "--pooling", "mean", "--run", "r")
+    assert run(["extract", "--model", model, *words]) == 0
+    messages = capsys.readouterr().err
+    assert "sentence pairs of dev are also in train" not in messages
+    assert "dev: 8 of 40 rated rows share a sentence with train" in messages
+    evaluate = ("evaluate", "--run", "r", "--head", "none")
+    result, _ = run_json(capsys, *evaluate, "--predictions", "p.csv")["results"]
+    rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
+    unseen = [row for row in rows if row["sentence1"] != train[0][0].upper()]
+    assert (result["n_unseen_sentences"], len(unseen)) == (32, 32)
+    predictions, ratings = (
+        [float(row[key]) for row in unseen] for key in (result["name"], "rating")
+    )
+    scores = result["unseen_sentences"]
+    expected = spearmanr(predictions, ratings).statistic
+    assert scores["spearman"] == pytest.approx(expected, abs=1e-3)
+    assert scores["n_pairs"] < result["n_pairs"]
+    low, high = scores["spearman_ci"]
+    assert low < scores["spearman"] < high
+    # All sentences of train are known, and so are those of another file with the same pairs.
+    assert "unseen_sentences" not in run_json(capsys, *evaluate, "--split", "train")["results"][0]
+    rows = [(a, b, "the weather", 3 + i % 2) for i, (a, b, *_) in enumerate(train)]
+    known = run_json(capsys, *evaluate, "--data", write_split("known", rows))["results"][0]
+    assert (known["n_unseen_sentences"], known["unseen_sentences"]["spearman"]) == (0, None)
+    # A pair that is in both splits causes a warning.
+    Path("data/known.csv").unlink()
+    write_split("dev", small_rows[38:])
+    caplog.clear()
+    log_rows(read_dataset("data"))
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "1 sentence pair of dev is also in train" in warning
+    assert "remove their rows from one of the splits" in warning
+
+
+def test_compare_prompts_scores_unseen_sentences_separately(splits, capsys, model):
+    compare = ["compare-prompts", "--model", model, "--data", "data", "--pooling", "mean"]
+    compare += ["--prompts", "concat-sent-cond", "concat-cond-sent", "--heads", "linear"]
+    compare += ["--seeds", "1", "--set", "epochs=1", "dim=4", "--run", "r"]
+    results = run_json(capsys, *compare, "--report", "page.html")["results"]
+    scored = run_json(capsys, "evaluate", "--run", "r", "--head", "none")["results"]
+    by_name = {row["name"]: row for row in results}
+    for row in scored:
+        assert by_name[row["name"]]["n_unseen_sentences"] == 32
+        assert by_name[row["name"]]["unseen_sentences"] == row["unseen_sentences"]
+    note = "8 rows share a sentence with training, 32 do not"
+    assert note in Path("page.html").read_text()
+    assert run(compare) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert note in shown
+    assert "Spearman, unseen sentences" in shown
+    scores = [row["unseen_sentences"]["spearman"] for row in results]
+    assert all(f"{100 * score:.1f} [" in shown for score in scores)

@@ -1,4 +1,4 @@
-"""load_embedder by name: the bundled model, a folder, or a model of the hub."""
+"""Models by name: a bundled one, an encoder, or one of the hub; kinds of task, and credits."""
 
 import json
 import os
@@ -14,10 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
 from helpers.hub import COMMIT, serve_hub
+from huggingface_hub import ModelCard
 
 import llmcond
-from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
-from llmcond.errors import UserError
+from llmcond import cli, metrics
+from llmcond.bundled import DEFAULT_MODEL, pretrained_folder, pretrained_names
+from llmcond.encoders.checkpoints.adapter import CREDITS
+from llmcond.errors import LlmcondError, UserError
+from llmcond.runs.open import open_any_run
+from llmcond.runs.portable import read_credits
+from llmcond.tasks import KINDS, find_kind
 
 #: Loads models by name and revision, and prints the sums of each model's vectors, or its error.
 LOAD = """
@@ -42,9 +48,7 @@ def hub(tmp_path):
         yield url, folder
 
 
-def load_in_process(
-    tmp_path: Path, endpoint: str, *models: tuple[str, str | None], offline: str = "0"
-):
+def load_in_process(tmp_path, endpoint, *models, offline="0"):
     """Load models in a new process, which reads the hub's environment variables."""
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
     process = subprocess.run(
@@ -58,7 +62,7 @@ def load_in_process(
     return [json.loads(line) for line in process.stdout.splitlines()]
 
 
-def check_error(result: dict, name: str, code: int, message: str) -> None:
+def check_error(result, name, code, message):
     """Check that an error says where a model was looked up, and with which result."""
     start = f"there is no local run at {name}, so it was looked up on the hub"
     assert result["error"].startswith(start)
@@ -68,69 +72,58 @@ def check_error(result: dict, name: str, code: int, message: str) -> None:
 
 def test_model_from_hub_is_downloaded_and_cached(hub, tmp_path):
     url, _ = hub
-    vectors = llmcond.load_embedder(DEFAULT_MODEL, device="cpu").encode(
-        ["two men play in the park", "a dog"], "the place"
-    )
-    (loaded,) = load_in_process(tmp_path, url, ("me/tiny", COMMIT))
+    sentences = ["two men play in the park", "a dog"]
+    vectors = llmcond.load_embedder(DEFAULT_MODEL, device="cpu").encode(sentences, "the place")
+    model = ("me/tiny", COMMIT)
+    (loaded,) = load_in_process(tmp_path, url, model)
     assert loaded["size"] == vectors.shape[1]
     assert loaded["sums"] == pytest.approx(vectors.sum(axis=1).tolist(), abs=1e-4)
-    cached, missing = load_in_process(
-        tmp_path, url, ("me/tiny", COMMIT), ("me/other", None), offline="1"
-    )
+    cached, missing = load_in_process(tmp_path, url, model, ("me/other", None), offline="1")
     assert cached == loaded
     check_error(missing, "me/other", 1, "hub cannot be reached")
 
 
 def test_hub_errors_name_repository_and_reason(hub, tmp_path):
     url, folder = hub
-    (folder / "run.json").unlink()
-    models = [("me/none", None), ("me/tiny", "v9"), ("me/tiny", None), ("me/gated", None)]
-    no_repository, no_revision, encoder, gated = load_in_process(tmp_path, url, *models)
-    check_error(no_repository, "me/none", 2, "the hub has no such repository")
-    check_error(no_revision, "me/tiny", 2, "me/tiny has no revision 'v9'")
-    assert encoder["size"] == 384  # without run.json, it is an encoder like any other
-    check_error(gated, "me/gated", 2, "me/gated is gated")
-
-
-def test_other_manifest_is_reported_and_known_encoder_is_loaded(hub, tmp_path):
-    url, folder = hub
     (folder / "run.json").write_text('{"learning_rate": 0.1}')
-    encoder = "sentence-transformers/all-MiniLM-L6-v2"
-    other, known = load_in_process(tmp_path, url, ("me/tiny", None), (encoder, None))
-    check_error(other, "me/tiny", 1, "or was not written by llmcond")
-    assert known["size"] == 384
+    models = [("me/none", None), ("me/tiny", "v9"), ("me/tiny", None), ("me/gated", None)]
+    known = ("sentence-transformers/all-MiniLM-L6-v2", None)
+    results = load_in_process(tmp_path, url, *models, known)
+    check_error(results[0], "me/none", 2, "the hub has no such repository")
+    check_error(results[1], "me/tiny", 2, "me/tiny has no revision 'v9'")
+    check_error(results[2], "me/tiny", 1, "or was not written by llmcond")
+    check_error(results[3], "me/gated", 2, "me/gated is gated")
+    assert results[4]["size"] == 384
     # Only the manifest was downloaded.
     (snapshot,) = (tmp_path / "home/hub/models--me--tiny/snapshots").iterdir()
     assert [path.name for path in snapshot.iterdir()] == ["run.json"]
+    # Without run.json, it is an encoder like any other.
+    shutil.rmtree(tmp_path / "home")
+    (folder / "run.json").unlink()
+    (encoder,) = load_in_process(tmp_path, url, ("me/tiny", None))
+    assert encoder["size"] == 384
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
+def test_unknown_name_suggests_known_names(in_tmp, tiny_run):
+    for name, expected in (
         ("minlm-csts", "Did you mean 'minilm-csts' or 'minilm"),
-        ("all-MiniLM-L6", "Did you mean 'all-MiniLM-L6-v2'"),
         ("NV-Embd-v2", "Did you mean 'NV-Embed-v2'"),
         ("x" * 300, "The bundled models are 'minilm-conditions', 'minilm-csts'"),
-    ],
-)
-def test_unknown_name_suggests_known_names(tmp_path, monkeypatch, name, expected):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as error:
-        llmcond.load_embedder(name)
-    assert f"there is no run or model {name}" in str(error.value)
-    assert expected in str(error.value)
-
-
-def test_unknown_head_of_bundled_model_suggests_prompt():
-    with pytest.raises(
-        UserError, match=r"--model minilm-csts --prompt concat-cond-sent --run DIR$"
     ):
+        with pytest.raises(UserError) as error:
+            llmcond.load_embedder(name)
+        assert f"there is no run or model {name}" in str(error.value)
+        assert expected in str(error.value)
+    message = r"--model minilm-csts --prompt concat-cond-sent --run DIR$"
+    with pytest.raises(UserError, match=message):
         llmcond.load_embedder("minilm-csts", head="mpl")
-
-
-def test_revision_of_local_run_is_rejected(tiny_run):
     with pytest.raises(UserError, match="is not on the hub"):
         llmcond.load_embedder(tiny_run, revision="main")
+    with pytest.raises(UserError, match=f"Name an existing one .*{tiny_run}"):
+        llmcond.runs.open_run(tiny_run.parent / "other")
+    for value in (5, ["a"], b"a"):
+        with pytest.raises(UserError, match=r"run is .*; expected a path"):
+            llmcond.load_embedder(value)
 
 
 # -- encoders without a run --------------------------------------------------------------------
@@ -140,50 +133,51 @@ def test_revision_of_local_run_is_rejected(tiny_run):
 def encoder(tmp_path, monkeypatch, tiny_bert):
     """A small encoder in the folder ``encoder`` of the current folder, beside some texts."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts.csv").write_text("text\na dog runs\na cat sleeps\nred wine\n")
+    Path("texts.csv").write_text("text\na dog runs\na cat sleeps\nred wine\n")
     pq.write_table(pa.table({"text": ["a dog runs", "a cat sleeps"]}), "texts.parquet")
     return shutil.copytree(tiny_bert, tmp_path / "encoder")
 
 
-@pytest.mark.parametrize("flag", ["--model", "--run"])
 @pytest.mark.parametrize(
     "command",
     [
-        ("similarity", "a dog", "a cat", "--condition", "the animal"),
-        ("embed", "texts.csv", "--out", "v.npy", "--condition", "the animal"),
-        ("embed", "texts.parquet", "--out", "v.lance", "--condition", "the animal"),
-        ("index", "texts.csv", "--out", "idx", "--condition", "the animal"),
-        ("cluster", "texts.csv", "--condition", "the animal", "--clusters", 2),
-        ("check-condition", "texts.csv", "--condition", "the animal"),
-        ("explain", "a dog runs", "--condition", "the animal"),
-        ("export", "--out", "e", "--condition", "the animal", "--prompt", "concat-sent-cond"),
+        ("similarity", "a dog", "a cat"),
+        ("embed", "texts.csv", "--out", "v.npy"),
+        ("embed", "texts.parquet", "--out", "v.lance"),
+        ("index", "texts.csv", "--out", "idx"),
+        ("cluster", "texts.csv", "--clusters", 2),
+        ("check-condition", "texts.csv"),
+        ("explain", "a dog runs"),
+        ("export", "--out", "e", "--prompt", "concat-sent-cond"),
     ],
 )
-def test_commands_take_the_folder_of_an_encoder(capsys, encoder, command, flag):
-    run_json(capsys, *command, flag, "encoder")
+def test_commands_take_the_folder_of_an_encoder(capsys, encoder, command):
+    run_json(capsys, *command, "--condition", "the animal", "--model", "encoder")
     assert not list(encoder.glob("run.json"))
 
 
 def test_encoder_embeds_as_a_run_of_it_does(capsys, encoder, tiny_run):
     embedder = llmcond.load_embedder("encoder", prompt="concat-sent-cond", device="cpu")
     expected = llmcond.load_embedder(tiny_run, head="none", device="cpu")
-    vectors = embedder.encode(["a dog", "a cat"], "the animal")
-    np.testing.assert_allclose(
-        vectors, expected.encode(["a dog", "a cat"], "the animal"), atol=1e-3
+    vectors, expected_vectors = (
+        item.encode(["a dog", "a cat"], "the animal") for item in (embedder, expected)
     )
-    by_path = llmcond.load_embedder(encoder, device="cpu")
-    assert by_path.view.name == llmcond.load_embedder("encoder").view.name
-    with pytest.raises(UserError, match=r"encoder has no fitted head 'mlp'.* --run DIR"):
-        llmcond.load_embedder("encoder", head="mlp")
-    with pytest.raises(UserError, match=r"no features of the prompt 'nope'"):
-        llmcond.load_embedder("encoder", prompt="nope")
-    with pytest.raises(UserError, match="revision is 'v1', but encoder is not on the hub"):
-        llmcond.load_embedder("encoder", revision="v1")
+    np.testing.assert_allclose(vectors, expected_vectors, atol=1e-3)
+    for options, message in (
+        ({"head": "mlp"}, r"encoder has no fitted head 'mlp'.* --run DIR"),
+        ({"prompt": "nope"}, r"no features of the prompt 'nope'"),
+        ({"revision": "v1"}, "revision is 'v1', but encoder is not on the hub"),
+    ):
+        with pytest.raises(UserError, match=message):
+            llmcond.load_embedder("encoder", **options)
     message = run_rejected(capsys, "evaluate", "--run", "encoder")
     assert message == (
         "encoder is an encoder, and this command needs a run. Extract features with it: llmcond "
         "extract --model encoder --run DIR"
     )
+    command = ("similarity", "a dog", "a cat", "--condition", "the animal")
+    assert run_json(capsys, *command, "--run", "encoder")["head"] == "none"
+    assert run_json(capsys, *command, "--model", "minilm")["head"] == "none"
 
 
 def test_index_of_an_encoder_is_opened_again_in_another_process(capsys, encoder):
@@ -197,15 +191,125 @@ def test_index_of_an_encoder_is_opened_again_in_another_process(capsys, encoder)
     assert not [path for path in temporary if path.stat().st_mtime > Path("idx").stat().st_mtime]
 
 
-@pytest.mark.parametrize("name", ["minilm", "sentence-transformers/all-MiniLM-L6-v2"])
-def test_known_encoder_needs_no_run(capsys, in_tmp, name):
-    command = ("similarity", "a dog", "a cat", "--condition", "the animal")
-    result = run_json(capsys, *command, "--model", name)
-    assert result["head"] == "none"
-    assert llmcond.load_embedder(name, device="cpu").dim == 384
+# -- kinds of task of packages -----------------------------------------------------------------
+
+#: A package that adds a kind of task, a task of this kind, a head and a metric.
+PACKAGE = """
+from llmcond import Task
+from llmcond.heads.dense import Linear
 
 
-@pytest.mark.parametrize("value", [5, ["a"], b"a", {"a": 1}, 1.5])
-def test_run_of_another_type_is_rejected(value):
-    with pytest.raises(UserError, match=r"run is .*; expected a path"):
-        llmcond.load_embedder(value)
+class Answers(Task):
+    name, kind, metrics = "answers", "pairs", ("pearson",)
+
+
+class Scaled(Linear):
+    pass
+
+
+def overlap(prediction, rating, group):
+    return float((prediction > 0) @ (rating > 0)) / len(rating)
+"""
+ENTRY_POINTS = """
+[llmcond.kinds]
+pairs = pairs_kind:Answers
+[llmcond.tasks]
+answers = pairs_kind:Answers
+[llmcond.heads]
+scaled = pairs_kind:Scaled
+[llmcond.metrics]
+overlap = pairs_kind:overlap
+gone = pairs_kind:Gone
+"""
+RECIPE = """
+kind = "scaled"
+description = "A linear head of another package."
+source = "these tests"
+dim = 8
+dropout = 0.1
+learning_rate = 1e-3
+batch_size = 8
+epochs = 1
+patience = 1
+"""
+
+
+def test_package_adds_kind_task_head_and_metric(
+    tmp_path, monkeypatch, capsys, write_rows, small_rows, model
+):
+    (tmp_path / "pairs_kind.py").write_text(PACKAGE)
+    metadata = tmp_path / "pairs_kind-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pairs-kind\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "pairs_kind", raising=False)
+    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
+    monkeypatch.chdir(tmp_path)
+    assert all(find_kind(name).kind == name for name in KINDS)
+    with pytest.raises(UserError, match=r"no kind of task 'rankin'.*'ranking'"):
+        find_kind("rankin")
+    Path("scaled.toml").write_text(RECIPE)
+    options = ["--run", "run", "--prompt", "pair-cond", "--task", "answers", "--pooling", "mean"]
+    data = ["--model", model, "--data", str(write_rows(small_rows))]
+    assert cli.run(["extract", *data, *options, "--device", "cpu"]) == 0
+    assert open_any_run(Path("run")).kind.kind == "pairs"
+    assert cli.run(["fit-head", "--head", "scaled.toml", "--run", "run"]) == 0
+    capsys.readouterr()
+    results = run_json(capsys, "evaluate", "--run", "run", "--metric", "overlap")["results"]
+    assert [row["head"] for row in results].count("scaled") == 1
+    for row in results:
+        assert (row["n"], row["task"], "pearson" in row) == (12, "answers", True)
+        assert 0 <= row["overlap"] <= 1
+    with pytest.raises(UserError, match=r"metric 'gone' of an installed package, pairs_kind:Gone"):
+        metrics.choose_metrics((), ["gone"])
+
+
+# -- credits of models -------------------------------------------------------------------------
+
+WORK = {"name": "Data", "use": "texts", "authors": "Ada", "licence": "MIT", "url": "https://a.b/c"}
+
+
+def write_credits(folder, **changes):
+    record = {"format": 1, "licence": "Apache-2.0", "works": [WORK], **changes}
+    (folder / CREDITS).write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("name", pretrained_names())
+def test_card_of_bundled_model_names_every_work(name):
+    folder = pretrained_folder(name)
+    works = read_credits(folder).works
+    card = ModelCard.load(folder / "README.md")
+    expected = ("apache-2.0", ["LivNLP/C-STS-Reannotated"])
+    assert (card.data.license, card.data.datasets) == expected
+    assert {"base encoder", "rated sentence pairs"} < {work.use for work in works}
+    for work in works:
+        assert f"[{work.name}]({work.url})" in card.text
+        assert work.authors in card.text
+    (score,) = card.data.eval_results
+    assert (score.metric_type, score.dataset_split) == ("spearmanr", "dev (5 folds)")
+
+
+def test_texts_of_credits_are_not_markdown(tmp_path):
+    hostile = "a|b\n\n# <script> [x](javascript:x) `y`"
+    changes = {"authors": hostile, "origin": hostile, "url": hostile, "licence": "My-1.0"}
+    write_credits(tmp_path, works=[{**WORK, **changes, "year": 2026}])
+    section = read_credits(tmp_path).to_markdown()
+    escaped = r"a\|b \# &lt;script&gt; \[x\](javascript:x) \`y\`"
+    assert section.count(escaped) == 2
+    assert "| Data | texts |" in section
+    assert section.replace(escaped, "").count("](") == 1  # the licence of the model
+    assert read_credits(tmp_path).metadata == {"license": "apache-2.0"}
+
+
+def test_invalid_credits_are_reported(tmp_path):
+    for changes in ({"works": []}, {"licence": 3}, {"works": [{"name": "x"}]}, {"format": None}):
+        write_credits(tmp_path, **changes)
+        with pytest.raises(LlmcondError, match=CREDITS):
+            read_credits(tmp_path)
+    write_credits(tmp_path, format=2)
+    with pytest.raises(UserError, match="newer version"):
+        read_credits(tmp_path)
+    assert read_credits(tmp_path / "none") is None
+    llmcond.load_embedder("minilm-csts", device="cpu").save_pretrained(tmp_path / "copy")
+    assert read_credits(tmp_path / "copy") == read_credits(pretrained_folder("minilm-csts"))

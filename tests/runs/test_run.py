@@ -1,6 +1,7 @@
 """Runs with damaged records: a one-line error names the file, without a traceback."""
 
 import json
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,140 +13,95 @@ from llmcond.errors import LlmcondError
 from llmcond.runs import open_run
 
 
-def change_record(path, keys, value):
-    record = json.loads(path.read_text())
+@contextmanager
+def changed_record(path, keys, value):
+    """Change a value of a JSON file, whose nested keys are separated by dots."""
+    before = path.read_text()
+    record = json.loads(before)
+    *parents, name = keys.split(".")
     parent = record
-    for key in keys[:-1]:
+    for key in parents:
         parent = parent[key]
-    parent[keys[-1]] = value
+    parent[name] = value
     path.write_text(json.dumps(record))
+    yield
+    path.write_text(before)
 
 
-def failure_message(capsys, *arguments):
-    """Return the one-line error message of a command that fails."""
-    assert run([str(argument) for argument in arguments]) in (1, 2)
-    captured = capsys.readouterr()
-    assert captured.err.startswith("llmcond: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
+@pytest.fixture
+def read_error(capsys, run_copy):
+    """Return a function that returns the one-line error of a command that fails with the run."""
+
+    def fail(*arguments):
+        assert run([*map(str, arguments), "--run", str(run_copy)]) in (1, 2)
+        captured = capsys.readouterr()
+        assert captured.err.startswith("llmcond: error: ")
+        assert captured.err.count("\n") == 1
+        return captured.err
+
+    return fail
 
 
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        (("format",), 0),
-        (("format",), -1),
-        (("format",), True),
-        (("task",), 3),
-        (("encoder",), []),
-        (("encoder", "name"), None),
-        (("encoder", "model"), 3),
-        (("encoder", "revision"), {}),
-        (("encoder", "default_prompt"), None),
-        (("encoder", "identity"), "x"),
-        (("encoder", "identity", "max_length"), "64"),
-        (("encoder", "identity", "dtype"), "float99"),
-        (("encoder", "identity", "more"), 1),
-        (("store_dtype",), "int8"),
-        (("data",), {}),
-        (("data", "rows"), ["train"]),
-        (("data", "rows"), {"train": 3}),
-        (("data", "columns"), {"label": 1}),
-        (("data", "scale", "low"), "1"),
-        (("data", "split_seed"), None),
-        (("data", "unrated"), None),
-        (("prompts",), []),
-        (("prompts", "concat-sent-cond"), None),
-        (("prompts", "concat-sent-cond", "prompt"), []),
-        (("prompts", "concat-sent-cond", "prompt", "conditional"), 3),
-        (("prompts", "concat-sent-cond", "prompt", "name"), "\x1b[31mx"),
-    ],
-)
-def test_damaged_manifest_is_reported(capsys, run_copy, keys, value):
-    change_record(run_copy / "run.json", keys, value)
-    line = failure_message(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
-    assert str(run_copy) in line
+def test_damaged_manifest_is_reported(run_copy, read_error):
+    for keys, value in (
+        ("format", 0),
+        ("format", True),
+        ("task", 3),
+        ("encoder", []),
+        ("encoder.name", None),
+        ("encoder.revision", {}),
+        ("encoder.identity.max_length", "64"),
+        ("encoder.identity.dtype", "float99"),
+        ("encoder.identity.more", 1),
+        ("store_dtype", "int8"),
+        ("data.rows", {"train": 3}),
+        ("data.scale.low", "1"),
+        ("prompts", []),
+        ("prompts.concat-sent-cond.prompt.conditional", 3),
+        ("prompts.concat-sent-cond.prompt.name", "\x1b[31mx"),
+    ):
+        with changed_record(run_copy / "run.json", keys, value):
+            assert str(run_copy) in read_error("fit-head", "--head", "pca", "--dim", "4"), keys
 
 
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        (("recipe",), None),
-        (("recipe", "name"), 3),
-        (("encoder",), []),
-        (("encoder", "identity"), {}),
-        (("prompts",), {}),
-        (("prompts",), [3]),
-        (("prompts",), []),
-        (("fit",), None),
-        (("zero_shot",), 3),
-        (("fit", "trained_on"), "dev"),
-        (("subtract",), "yes"),
-        (("store_dtype",), None),
-    ],
-)
-@pytest.mark.parametrize("named", [(), ("--head", "pca")])
-def test_damaged_head_is_reported(capsys, run_copy, keys, value, named):
+def test_damaged_head_is_reported(capsys, run_copy, read_error):
     run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", run_copy)
-    change_record(run_copy / "heads/p/head.json", keys, value)
-    assert str(run_copy) in failure_message(capsys, "evaluate", "--run", run_copy, *named)
+    for keys, value in (
+        ("recipe", None),
+        ("recipe.name", 3),
+        ("encoder.identity", {}),
+        ("prompts", {}),
+        ("prompts", [3]),
+        ("fit.trained_on", "dev"),
+        ("zero_shot", 3),
+        ("subtract", "yes"),
+        ("store_dtype", None),
+    ):
+        with changed_record(run_copy / "heads/p/head.json", keys, value):
+            for options in ((), ("--head", "pca")):
+                assert str(run_copy) in read_error("evaluate", *options), keys
 
 
-@pytest.mark.parametrize("table", [{"a": [1]}, {"split": [None]}, None])
-def test_damaged_rows_are_reported(capsys, run_copy, table):
+def test_damaged_rows_are_reported(run_copy, read_error):
     path = run_copy / "rows.parquet"
-    if table is None:
-        pq.write_table(pq.read_table(path).slice(3), path)
-    else:
-        pq.write_table(pa.table(table), path)
-    assert str(path) in failure_message(capsys, "evaluate", "--run", run_copy)
+    for table in (pq.read_table(path).slice(3), pa.table({"a": [1]}), pa.table({"split": [None]})):
+        pq.write_table(table, path)
+        assert str(path) in read_error("evaluate")
 
 
-def test_damaged_store_error_says_what_to_delete(capsys, run_copy):
+def test_damaged_store_error_says_what_to_delete(run_copy, read_error):
     (store,) = run_copy.glob("features/*")
     for file in store.glob("vectors.lance/data/*"):
         content = bytearray(file.read_bytes())
         content[-200:] = bytes(200)
         file.write_bytes(content)
-    line = failure_message(capsys, "evaluate", "--run", run_copy)
+    line = read_error("evaluate")
     assert f"{store / 'vectors.lance'} cannot be read" in line
     assert f"delete {store} and run" in line
-    (store / "store.json").write_text('{"format": true}')
-    with pytest.raises(LlmcondError, match="states no format"):
+    changed = changed_record(store / "store.json", "format", True)
+    with changed, pytest.raises(LlmcondError, match="states no format"):
         open_run(run_copy).store()
-
-
-def test_lance_panic_over_damaged_store_manifest_is_reported(capsys, run_copy):
-    (store,) = run_copy.glob("features/*")
     for file in store.glob("vectors.lance/_versions/*.manifest"):
         content = file.read_bytes()
-        file.write_bytes(content[:40] + content[80:])
-    assert "cannot be read" in failure_message(capsys, "evaluate", "--run", run_copy)
-
-
-def test_damaged_fit_of_sweep_is_repeated(capsys, run_copy):
-    arguments = (
-        "sweep",
-        "--run",
-        run_copy,
-        "--head",
-        "linear",
-        "--set",
-        "epochs=1",
-        "--seeds",
-        "2",
-    )
-    arguments = (*arguments, "--workers", "1")
-    results = run_json(capsys, *arguments)["results"]
-    first, second = sorted((run_copy / "sweep").iterdir())
-    for content in ("{", "[]", None):
-        if content is None:
-            change_record(first, ("fit",), {"curve": 3})
-            change_record(second, ("dev_score",), "0.5")
-        else:
-            first.write_text(content)
-            second.write_text(json.dumps({**json.loads(second.read_text()), "recipe": None}))
-        assert run([str(argument) for argument in (*arguments, "--json")]) == 0
-        captured = capsys.readouterr()
-        assert captured.err.count(" The fit is repeated.") == 2
-        assert json.loads(captured.out)["results"] == results
+        file.write_bytes(content[:40] + content[80:])  # Lance panics
+    assert "cannot be read" in read_error("evaluate")

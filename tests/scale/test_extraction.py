@@ -1,12 +1,12 @@
-"""Extraction by workers: the same vectors as in one process, even if processes are killed."""
+"""Extraction by several processes: the same vectors as in one process, even if some are killed."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import threading
-import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,48 +15,25 @@ import lance
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from helpers.dialogues import write_dialogues
-from helpers.graphs import write_graph
 from helpers.processes import Command
+from helpers.waiting import PATIENCE, wait_until
 from safetensors.torch import load_file, save_file
 
-import llmcond
 from llmcond import extract
 from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
-from llmcond.runs import open_any_run
+from llmcond.prompts import load_prompt
+from llmcond.prompts.inputs import SplitInputs, render_rows
+from llmcond.runs import open_any_run, open_run
 from llmcond.scale.extraction import EncoderSpec, ExtractionWorker
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
-PROMPTS = ("concat-cond-sent", "routed")
-#: Each actor imports everything again, so tests that do not need several actors use one.
-ONE_ACTOR, TWO_ACTORS = ({"scale": "ray", "actors": count} for count in (1, 2))
-
-
-@pytest.fixture(scope="module")
-def model(tiny_bert):
-    return str(tiny_bert)
-
-
-@pytest.fixture(scope="module")
-def broken_model(tmp_path_factory, model):
-    """A checkpoint that gives NaN for texts with the word "rain"."""
-    folder = shutil.copytree(model, tmp_path_factory.mktemp("broken") / "model")
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    weights = load_file(folder / "model.safetensors")
-    weights["embeddings.word_embeddings.weight"][vocabulary["rain"]].fill_(float("nan"))
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one thread, as an actor on a CPU does, so that parts and vectors are exactly equal."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--pooling", "mean", "--normalize")
+PROMPTS = FIRST, SECOND = "concat-cond-sent", "routed"
+ON_RAY = {"scale": "ray", "actors": 2}
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +50,21 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def local_run(tmp_path_factory, model, data):
+def extract_into(model, data):
+    """Return a function that extracts the data into a folder."""
+
+    def extract_data(folder, **options):
+        fixed = {"model": model, "data": str(data), "prompt": PROMPTS, **vars(OPTIONS)}
+        return extract(run=folder, **{**fixed, **options})
+
+    return extract_data
+
+
+@pytest.fixture(scope="module")
+def local_run(tmp_path_factory, extract_into, one_thread):
+    """The run that one process with one thread extracts, as each worker does."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    torch.set_num_threads(1)
-    extract(model=model, **vars(OPTIONS), run=folder, data=str(data), prompt=PROMPTS)
+    extract_into(folder)
     return folder
 
 
@@ -97,11 +85,33 @@ def assert_same_vectors(folder, other):
         np.testing.assert_array_equal(vector, expected[key])
 
 
-def test_actors_store_same_vectors_as_one_process(ray, caplog, model, data, local_run, tmp_path):
+def test_split_inputs_are_inputs_of_rows_and_can_be_iterated_again(local_run):
+    opened, prompt = open_run(local_run), load_prompt(FIRST)
+    splits = [opened.rows(name) for name in opened.splits]
+    inputs, by_row = SplitInputs(splits, prompt), []
+    for rows in splits:
+        rendered = render_rows(rows, prompt)
+        first = (rendered.first, rendered.first_unconditional)
+        second = (rendered.second, rendered.second_unconditional)
+        by_row += [item for row in zip(*first, *second, strict=True) for item in row]
+    assert list(inputs) == list(inputs) == by_row
+    assert len(inputs) == len(by_row) == 4 * 2_000
+    assert by_row[-1] in inputs
+    assert load_prompt("concat-sent-cond").conditional.render("two", "men") not in inputs
+
+
+# -- workers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "workers", [{"workers": 2}, pytest.param(ON_RAY, marks=pytest.mark.slow)], ids=["local", "ray"]
+)
+def test_workers_store_same_vectors_as_one_process(
+    request, caplog, extract_into, local_run, two_threads, tmp_path, workers
+):
+    request.getfixturevalue("ray" if workers is ON_RAY else "two_threads")
     caplog.set_level("INFO")
-    result = extract(
-        model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS, **TWO_ACTORS
-    )
+    result = extract_into(tmp_path, **workers)
     assert_same_vectors(tmp_path, local_run)
     prompts, local_prompts = (
         open_any_run(folder).manifest["prompts"] for folder in (tmp_path, local_run)
@@ -109,38 +119,75 @@ def test_actors_store_same_vectors_as_one_process(ray, caplog, model, data, loca
     for name in PROMPTS:
         record, local_record = prompts[name]["extraction"], local_prompts[name]["extraction"]
         assert {**record, "created": None} == {**local_record, "created": None}
-    assert result.prompts["routed"].n_computed == 4_000
-    assert "2 workers on the cluster" in caplog.text
+    assert str(tmp_path) not in json.dumps(prompts)
+    # The two conditions alone are inputs of both prompts.
+    summary = result.prompts[SECOND]
+    assert (summary.n_inputs, summary.n_computed) == (4_002, 4_000)
+    assert "2 workers on " in caplog.text
+    assert torch.get_num_threads() == 2
     caplog.clear()
-    extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **TWO_ACTORS)
+    extract_into(tmp_path, **workers)
     assert "nothing is encoded" in caplog.text
-    assert "2 workers" not in caplog.text  # no actor is started
+    assert "2 workers" not in caplog.text  # no worker is started
 
 
-@pytest.mark.parametrize("task", ["dialogue", "kgc"])
-def test_other_tasks_are_extracted_by_actors(ray, model, tmp_path, task):
-    write = {"dialogue": write_dialogues, "kgc": write_graph}[task]
-    source = str(write(tmp_path / "data"))
-    extract(model=model, **vars(OPTIONS), run=tmp_path / "alone", data=source, task=task)
-    extract(model=model, **vars(OPTIONS), run=tmp_path / "ray", data=source, task=task, **ONE_ACTOR)
-    assert_same_vectors(tmp_path / "ray", tmp_path / "alone")
-
-
-@pytest.mark.parametrize("first_options", [{}, ONE_ACTOR])
-def test_extraction_resumes_with_or_without_actors(
-    ray, model, data, local_run, tmp_path, first_options
+@pytest.mark.parametrize("first_options", [{}, {"workers": 2}])
+def test_extraction_resumes_with_or_without_workers(
+    extract_into, local_run, two_threads, tmp_path, first_options
 ):
-    second_options = {} if first_options else ONE_ACTOR
-    extract(
-        model=model,
-        **vars(OPTIONS),
-        run=tmp_path,
-        data=str(data),
-        prompt=PROMPTS[:1],
-        **first_options,
-    )
-    extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **second_options)
-    assert_same_vectors(tmp_path, local_run)
+    second_options = {} if first_options else {"workers": 2}
+    extract_into(tmp_path, prompt=[FIRST], **first_options)
+    extract_into(tmp_path, **second_options)
+    actual, expected = read_vectors(tmp_path), read_vectors(local_run)
+    assert actual.keys() == expected.keys()
+    for key, vector in actual.items():
+        np.testing.assert_allclose(vector, expected[key], rtol=0, atol=1e-3)
+
+
+def test_dialogues_are_extracted_by_workers(model, two_threads, tmp_path):
+    options = {"model": model, "data": str(write_dialogues(tmp_path / "data")), "task": "dialogue"}
+    for name, workers in (("alone", {}), ("shared", {"workers": 1})):
+        extract(**options, **vars(OPTIONS), run=tmp_path / name, **workers)
+    assert_same_vectors(tmp_path / "shared", tmp_path / "alone")
+
+
+@contextmanager
+def block_commits_until(folder, ready):
+    """Keep every process from storing vectors until a condition holds."""
+    held, failed = threading.Event(), []
+
+    def hold():
+        with FileLock(open_run(folder).store().folder / "commit.lock"):
+            held.set()
+            try:
+                wait_until(ready)
+            except BaseException as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(PATIENCE)
+    yield
+    thread.join()
+    assert failed == []
+
+
+def test_killed_worker_is_replaced(caplog, extract_into, local_run, two_threads, tmp_path):
+    extract_into(tmp_path, prompt=[FIRST])
+
+    def kill_worker():
+        workers = multiprocessing.active_children()
+        if len(workers) < 2:
+            return False
+        workers[0].kill()
+        workers[0].join()
+        return True
+
+    with block_commits_until(tmp_path, kill_worker):
+        result = extract_into(tmp_path, prompt=[SECOND], workers=2)
+    assert result.prompts[SECOND].n_computed == 4_000
+    assert "a worker died and is replaced" in caplog.text
+    assert read_vectors(tmp_path).keys() == read_vectors(local_run).keys()
 
 
 def find_child_actors():
@@ -162,7 +209,8 @@ def find_child_actors():
     return actors
 
 
-def test_killed_actors_lose_no_vectors(ray, caplog, model, data, local_run, tmp_path):
+@pytest.mark.slow
+def test_killed_actors_lose_no_vectors(ray, caplog, extract_into, local_run, tmp_path):
     stopped, killed = threading.Event(), set()
 
     def kill_actors():
@@ -175,9 +223,7 @@ def test_killed_actors_lose_no_vectors(ray, caplog, model, data, local_run, tmp_
     thread = threading.Thread(target=kill_actors)
     thread.start()
     try:
-        extract(
-            model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS, **TWO_ACTORS
-        )
+        extract_into(tmp_path, **ON_RAY)
     finally:
         stopped.set()
         thread.join()
@@ -185,121 +231,98 @@ def test_killed_actors_lose_no_vectors(ray, caplog, model, data, local_run, tmp_
     assert_same_vectors(tmp_path, local_run)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_driver_resumes_from_last_commit(model, data, local_run, tmp_path, signal_number):
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_killed_driver_resumes_from_last_commit(
+    extract_into, model, data, local_run, tmp_path, signal_number
+):
     folder = tmp_path / "run"
-    model_flags = ("--model", model, "--dtype", "float32", "--pooling", "mean", "--normalize")
-    data_flags = ("--data", data, "--prompt", *PROMPTS, "--workers", "2")
-    command = Command(
-        tmp_path / "out",
-        ("extract", *model_flags, *data_flags, "--run", folder),
-        setup=partial(torch.set_num_threads, 2),
-    )
-    versions = folder / "features"
-    while command.process.is_alive() and not any(versions.glob("*/vectors.lance/_versions/*")):
-        time.sleep(0.01)
-    assert command.process.is_alive(), command.finish()
+    options = ("--data", data, "--prompt", *PROMPTS, "--workers", "2", "--run", folder)
+    arguments = ("extract", "--model", model, *FLAGS, *options)
+    command = Command(tmp_path / "out", arguments, setup=partial(torch.set_num_threads, 2))
+    commits = folder / "features"
+    wait_until(lambda: [*commits.glob("*/vectors.lance/_versions/*")])
     os.kill(command.process.pid, signal_number)
     status, _, stderr = command.finish()
+    assert status == (143 if signal_number == signal.SIGTERM else -signal_number), stderr
     if signal_number == signal.SIGTERM:
-        assert status == 143, stderr
         assert stderr.splitlines()[-1].startswith("llmcond: error: terminated; stored results")
-    assert len(read_vectors(folder)) <= len(read_vectors(local_run))
-    extract(model=model, **vars(OPTIONS), run=folder, prompt=PROMPTS)
+    assert 0 < len(read_vectors(folder)) <= len(read_vectors(local_run))
+    extract_into(folder)
     assert_same_vectors(folder, local_run)
 
 
-def test_too_long_input_is_named_in_error(ray, model, tmp_path):
-    data = tmp_path / "rows.csv"
-    lines = [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(3_000)]
-    lines[1_500] = f"two men,a dog,{'the number of people ' * 9},3"
-    data.write_text("\n".join(["sentence1,sentence2,condition,label", *lines]), encoding="utf-8")
-    options, source = replace(OPTIONS, max_length=32, long_texts="windows"), str(data)
-    with pytest.raises(UserError, match=r"^row 1501 of rows.csv, prompt .* is too long without"):
-        extract(
-            model=model,
-            **vars(options),
-            run=tmp_path / "run",
-            data=source,
-            prompt=PROMPTS[:1],
-            **ONE_ACTOR,
-        )
+# -- errors ------------------------------------------------------------------------------------
 
 
-def test_input_that_gives_nan_is_named_in_error(ray, broken_model, tmp_path):
-    data = tmp_path / "rows.csv"
-    lines = ["sentence1,sentence2,condition,label"]
-    lines += [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(20)]
-    data.write_text("\n".join([*lines, "rain,a dog,the place,3"]) + "\n", encoding="utf-8")
-    source = str(data)
-    with pytest.raises(UserError, match=r"row 21 of rows.csv.*returned NaN or infinity"):
-        extract(
-            model=broken_model,
-            **vars(OPTIONS),
-            run=tmp_path / "run",
-            data=source,
-            prompt=PROMPTS[:1],
-            **ONE_ACTOR,
-        )
+def write_pairs(path, *special):
+    rows = [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(20)]
+    path.write_text("\n".join(["sentence1,sentence2,condition,label", *rows, *special, ""]))
+    return str(path)
+
+
+def test_input_that_cannot_be_encoded_is_named_in_error(model, tmp_path):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    vocabulary = json.loads((broken / "tokenizer.json").read_text())["model"]["vocab"]
+    weights = load_file(broken / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][vocabulary["rain"]].fill_(float("nan"))
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    options = {"run": tmp_path / "run", "prompt": [FIRST], "workers": 1}
+    data = write_pairs(tmp_path / "nan.csv", "rain,a dog,the place,3")
+    with pytest.raises(UserError, match=r"row 21 of nan.csv.*returned NaN or infinity"):
+        extract(model=str(broken), **vars(OPTIONS), data=data, **options)
     stored = read_vectors(tmp_path / "run")
     assert len(stored) == 22  # all other inputs
     assert all(np.isfinite(vector).all() for vector in stored.values())
+    data = write_pairs(tmp_path / "long.csv", f"two men,a dog,{'the number of people ' * 9},3")
+    settings = vars(replace(OPTIONS, max_length=32, long_texts="windows"))
+    with pytest.raises(UserError, match=r"^row 21 of long.csv, prompt .* is too long without"):
+        extract(model=model, **settings, data=data, **{**options, "run": tmp_path / "long"})
 
 
-def test_actor_rejects_different_encoder(model, tmp_path):
-    resolved = resolve(model, OPTIONS)
-    other = EncoderSpec(
-        model, replace(OPTIONS, pooling="cls"), resolved.identity.fingerprint, tmp_path, "float16"
-    )
+def test_worker_rejects_different_encoder(model, tmp_path):
+    fingerprint = resolve(model, OPTIONS).identity.fingerprint
+    options = replace(OPTIONS, pooling="cls")
     with pytest.raises(UserError, match="is a different encoder on"):
-        ExtractionWorker(other)
+        ExtractionWorker(EncoderSpec(model, options, fingerprint, tmp_path, "float16"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_options_are_reported_in_one_line(capsys, two_threads, model, data, tmp_path):
+    on_ray = ("--scale", "ray")
+    for options, message in (
+        (("--workers", "0"), "workers is 0; it must be at least 1"),
+        (("--workers", "3"), "workers is 3, but each worker needs one of the 2 cores"),
         (("--actors", "2"), "--actors needs --scale ray"),
         (("--address", "auto"), "--address needs --scale ray"),
-        (("--scale", "ray", "--workers", "2"), "--workers cannot be given with --scale"),
-        (("--scale", "ray", "--actors", "0"), "actors is 0; it must be at least 1"),
-        (("--scale", "ray", "--gpus-per-actor", "1"), "Add --dtype"),
-        (("--scale", "ray", "--device", "cuda"), "Leave out --device"),
-        (("--scale", "ray", "--gpus-per-actor", "1", "--device", "cpu"), "Leave out --device"),
-    ],
-)
-def test_conflicting_options_are_reported_in_one_line(
-    capsys, model, data, tmp_path, options, message
-):
+        ((*on_ray, "--workers", "2"), "--workers cannot be given with --scale"),
+        ((*on_ray, "--actors", "0"), "actors is 0; it must be at least 1"),
+        ((*on_ray, "--gpus-per-actor", "1"), "Add --dtype"),
+        ((*on_ray, "--device", "cuda"), "Leave out --device"),
+        (("--run", "a\x1b[31mred"), "x1b[31mred' contains a control character"),
+    ):
+        arguments = ("extract", "--model", model, "--pooling", "mean", "--data", str(data))
+        folder = () if "--run" in options else ("--run", str(tmp_path / "run"))
+        assert run([*arguments, *folder, *options]) == 2
+        (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- launched processes ------------------------------------------------------------------------
+
+
+def test_processes_launched_together_create_one_complete_run(model, data, tmp_path, local_run):
+    """Each of two processes is started as torchrun does it."""
     folder = tmp_path / "run"
-    arguments = ["extract", "--model", model, "--pooling", "mean", "--data", str(data), *options]
-    assert run([*arguments, "--run", str(folder)]) == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert message in error
-    assert not folder.exists()
-
-
-def test_run_name_with_control_characters_is_rejected(capsys, model, tmp_path):
-    folder = tmp_path / "a\x1b[31mred"
-    arguments = ["extract", "--model", model, "--pooling", "mean", "--run", str(folder)]
-    assert run(arguments) == 2
-    assert "x1b[31mred' contains a control character" in capsys.readouterr().err.splitlines()[-1]
-    assert not folder.exists()
-
-
-def test_python_function_has_same_options(ray, model, data, local_run, tmp_path):
-    llmcond.extract(
-        model=model,
-        dtype="float32",
-        pooling="mean",
-        normalize=True,
-        data=data,
-        prompt=PROMPTS,
-        run=tmp_path,
-        scale="ray",
-        actors=1,
-    )
-    assert_same_vectors(tmp_path, local_run)
-    record = json.loads((tmp_path / "run.json").read_text())
-    assert str(tmp_path) not in json.dumps(record["prompts"])
-    shutil.rmtree(tmp_path)
+    options = ("--data", data, "--prompt", *PROMPTS, "--run", folder, "--json")
+    processes = []
+    for rank in (0, 1):
+        environment = {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
+        arguments = ("extract", "--model", model, *FLAGS, *options)
+        processes.append(Command(tmp_path / str(rank), arguments, environment))
+    (status, first, notes), (other, second, other_notes) = (each.finish() for each in processes)
+    assert (status, other) == (0, 0), notes + other_notes
+    assert json.loads(first)["prompts"][FIRST]["n_inputs"] == 4_002
+    assert (second, other_notes) == ("", "")
+    assert_same_vectors(folder, local_run)

@@ -14,9 +14,10 @@ from llmcond.scale import pool
 from llmcond.scale.pool import Workers, worker_pool
 
 ACTORS = Workers(2, "auto")
+ON_RAY = pytest.param(ACTORS, id="actors", marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=[Workers(2), ACTORS], ids=["processes", "actors"])
+@pytest.fixture(params=[pytest.param(Workers(2), id="processes"), ON_RAY])
 def squares(request, tmp_path):
     request.getfixturevalue("actors_import_helpers" if request.param.is_local else "ray")
     with worker_pool(request.param, SquareWorker, tmp_path) as workers:
@@ -24,34 +25,31 @@ def squares(request, tmp_path):
 
 
 def test_each_item_comes_with_its_result(squares):
-    results = dict(squares.map(range(30)))
-    assert {item: square for item, (square, _) in results.items()} == {i: i * i for i in range(30)}
-    assert squares.size == 2
-    assert list(squares.map([])) == []
-
-
-def test_items_are_read_when_actors_are_free(squares):
     read_items = []
 
     def items():
-        for i in range(50):
+        for i in range(30):
             read_items.append(i)
             yield i
 
+    assert squares.size == 2
+    assert list(squares.map([])) == []
     results = squares.map(items())
-    next(results)
-    assert len(read_items) <= 5
-    assert len(list(results)) == 49
+    first, (square, _) = next(results)
+    assert len(read_items) <= 5  # items are read when workers are free
+    others = {item: square for item, (square, _) in results}
+    assert {first: square, **others} == {i: i * i for i in range(30)}
 
 
-def test_dead_actor_is_replaced_and_items_are_redone(squares, caplog):
-    results = dict(squares.map([1, 2, "deadly once", 3, 4, 5]))
-    assert [results[i][0] for i in (1, 2, 3, 4, 5)] == [1, 4, 9, 16, 25]
-    assert "deadly once" in results
+def test_dead_worker_is_replaced_and_items_are_redone(squares, caplog):
+    results = [*squares.map([1, 2, "deadly once", 3, 4, 5])]
+    squared = {(item, square) for item, (square, _) in results}
+    assert squared == {(1, 1), (2, 4), (3, 9), (4, 16), (5, 25), ("deadly once", 0)}
+    assert len(results) == 6
     assert "a worker died and is replaced" in caplog.text
 
 
-def test_item_that_kills_every_actor_raises_error(squares):
+def test_item_that_kills_every_worker_raises_error(squares):
     with pytest.raises(LlmcondError, match="5 workers died while working on the same part"):
         list(squares.map([1, "deadly", 2]))
 
@@ -61,12 +59,33 @@ def test_user_error_of_worker_is_raised_unchanged(squares, tmp_path):
         list(squares.map([1, "wrong"]))
     (tmp_path / "broken").touch()
     with (
-        worker_pool(Workers(1), SquareWorker, tmp_path) as broken_actors,
+        worker_pool(Workers(1), SquareWorker, tmp_path) as broken_workers,
         pytest.raises(UserError, match=r"^the model cannot be loaded$"),
     ):
-        list(broken_actors.map([1]))
+        list(broken_workers.map([1]))
 
 
+@pytest.mark.usefixtures("actors_import_helpers")
+def test_processes_end_with_the_pool(tmp_path):
+    with worker_pool(Workers(2), SquareWorker, tmp_path) as processes:
+        pids = {pid for _, (_, pid) in processes.map(["slow", 1, "slow", 2])}
+    assert os.getpid() not in pids
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+# -- clusters ----------------------------------------------------------------------------------
+
+
+def test_ray_without_authentication_is_rejected(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for installed in ("2.51.2", "2.9.0"):
+        monkeypatch.setattr(pool, "version", lambda _, installed=installed: installed)
+        message = f"needs Ray 2.52 or newer. The installed {installed}"
+        with pytest.raises(UserError, match=message), worker_pool(ACTORS, SquareWorker):
+            pass
+
+
+@pytest.mark.slow
 def test_cluster_without_gpus_is_reported(ray):
     workers = Workers(address="auto", gpus_each=0.5)
     message = "the cluster at auto has 0 GPUs, but each actor needs 0.5"
@@ -74,20 +93,8 @@ def test_cluster_without_gpus_is_reported(ray):
         pass
 
 
-@pytest.mark.parametrize(
-    ("installed", "message"),
-    [("2.51.2", "needs Ray 2.52 or newer. The installed 2.51.2"), ("2.9.0", "needs Ray 2.52")],
-)
-def test_ray_without_authentication_is_rejected(monkeypatch, installed, message):
-    monkeypatch.setattr(pool, "version", lambda _: installed)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=message), worker_pool(ACTORS, SquareWorker):
-        pass
-
-
 CLUSTER_SCRIPT = """
 from helpers.ray import SquareWorker
-from helpers.waiting import wait_until
 from llmcond.errors import UserError
 from llmcond.scale.pool import Workers, worker_pool
 for address in ("127.0.0.1:1", "somewhere"):
@@ -106,19 +113,10 @@ def test_missing_cluster_is_reported(tmp_path):
         [sys.executable, "-c", CLUSTER_SCRIPT],
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
         env=environment | {"HOME": str(tmp_path)},
     )
     first, second = result.stdout.strip().splitlines()
     assert first.startswith("there is no usable Ray cluster at 127.0.0.1:1: ")
     assert "`ray start --head`" in first
     assert "expected HOST:PORT, or auto" in second
-    assert result.returncode == 0
-
-
-@pytest.mark.usefixtures("actors_import_helpers")
-def test_processes_end_with_the_pool(tmp_path):
-    with worker_pool(Workers(2), SquareWorker, tmp_path) as processes:
-        pids = {pid for _, (_, pid) in processes.map(["slow", 1, "slow", 2])}
-    assert os.getpid() not in pids
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -1,10 +1,12 @@
-"""The workflow that analyses heads."""
+"""Analyses of heads: examples, histograms, clusters, and similarities of answers."""
 
 import csv
+import json
 import shutil
 
 import numpy as np
 import pytest
+from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.arrays import as_matrix
@@ -14,106 +16,169 @@ from llmcond.evaluation.analyses import impurity
 from llmcond.runs import open_run
 from llmcond.runs.rated import RatedExamples
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-@pytest.mark.parametrize("top", [0, 1])
-def test_top_limits_listed_examples(fitted, tmp_path, top):
-    report = llmcond.analyse(run=fitted, what=["examples"], out=tmp_path, top=top).to_json()
-    (head,) = report["examples"]
-    for direction in ("better", "worse"):
-        assert len(head[direction]) == min(top, head[f"n_{direction}"])
-    assert head["n_better"] + head["n_worse"] > 1
+NONE, LINEAR = "none@concat-sent-cond", "linear@concat-sent-cond"
 
 
-def test_negative_top_is_rejected(fitted):
-    with pytest.raises(UserError, match=r"--top is -1; it must be at least 0"):
-        llmcond.analyse(run=fitted, what=["examples"], top=-1)
-
-
-def read_figure(path):
-    """Return the rows of the data of a figure, by the panel and the series."""
+def read_csv(path):
     with path.open(encoding="utf-8", newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    by_series = {}
-    for row in rows:
-        by_series.setdefault((row["panel"], row["series"]), []).append(row)
-    return by_series
+        return list(csv.DictReader(stream))
+
+
+def test_top_limits_listed_examples(fitted, tmp_path):
+    for top in (0, 1):
+        report = llmcond.analyse(run=fitted, what=["examples"], out=tmp_path, top=top).to_json()
+        (head,) = report["examples"]
+        for direction in ("better", "worse"):
+            assert len(head[direction]) == min(top, head[f"n_{direction}"])
+        assert head["n_better"] + head["n_worse"] > 1
 
 
 def test_histograms_of_cosines_are_written_with_their_data(fitted, tmp_path):
-    analysis = llmcond.analyse(
-        run=fitted, what=["isotropy"], out=tmp_path, figure_format="svg", split="train"
-    )
+    options = {"what": ["isotropy"], "out": tmp_path, "figure_format": "svg", "split": "train"}
+    analysis = llmcond.analyse(run=fitted, **options)
     assert {path.name for path in tmp_path.iterdir()} == {"isotropy.svg", "isotropy-data.csv"}
-    series = read_figure(tmp_path / "isotropy-data.csv")
-    assert set(series) == {
-        ("none@concat-sent-cond", "minus c"),
-        ("none@concat-sent-cond", "with c"),
-        ("linear@concat-sent-cond", "minus c"),
-    }
+    series = {}
+    for row in read_csv(tmp_path / "isotropy-data.csv"):
+        series.setdefault((row["panel"], row["series"]), []).append(row)
+    assert set(series) == {(NONE, "minus c"), (NONE, "with c"), (LINEAR, "minus c")}
     for row in analysis["isotropy"]:
         bins = series[f"{row['head']}@{row['prompt']}", "minus c" if row["subtract"] else "with c"]
         counts = np.array([int(line["vectors"]) for line in bins])
         edges = np.array([[float(line[end]) for end in ("from", "to")] for line in bins])
         assert counts.sum() == row["n"]
         # The histogram agrees with table 4 up to the width of its bins.
-        width = edges[0, 1] - edges[0, 0]
         mean = (counts * edges.mean(axis=1)).sum() / counts.sum()
-        assert mean == pytest.approx(row["mean_cosine"], abs=width)
+        assert mean == pytest.approx(row["mean_cosine"], abs=edges[0, 1] - edges[0, 0])
         assert sum(float(line["percent"]) for line in bins) == pytest.approx(100)
 
 
-@pytest.mark.parametrize("form", ["png", "pdf"])
-def test_figure_format_applies_to_all_figures(fitted, tmp_path, form):
-    what = ["isotropy", "clusters"]
-    llmcond.analyse(run=fitted, what=what, out=tmp_path, figure_format=form, conditions=2)
-    names = ("isotropy", "clusters-linear@concat-sent-cond")
-    expected = {f"{name}{end}" for name in names for end in (f".{form}", "-data.csv")}
-    assert {path.name for path in tmp_path.iterdir()} == expected
-
-
-def test_unknown_figure_format_is_rejected(fitted):
-    with pytest.raises(UserError, match="figure-format"):
-        llmcond.analyse(run=fitted, what=["isotropy"], figure_format="gif")
-
-
-def test_tables_say_whether_condition_is_subtracted(capsys, fitted, tmp_path):
+def test_tables_and_figures_of_all_analyses_are_written(capsys, fitted, tmp_path):
     what = ("isotropy", "clusters", "conditions")
-    options = ("--out", str(tmp_path), "--conditions", "2", "--format", "markdown")
-    assert run(["analyse", "--run", str(fitted), "--what", *what, *options]) == 0
-    cells = [
-        [cell.strip() for cell in line.split("|")[1:3]]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("|")
-    ]
-    rows = [row for row in cells if "@" in row[0]]
-    expected = [
-        ["none@concat-sent-cond+c", "no"],
-        ["none@concat-sent-cond", "yes"],
-        ["linear@concat-sent-cond", "yes"],
-    ]
-    assert rows == expected * len(what)
-    assert cells.count(["name", "minus c"]) == len(what)
+    options = ("--out", str(tmp_path), "--conditions", "2", "--figure-format", "pdf")
+    command = ["analyse", "--run", str(fitted), "--what", *what, *options, "--format", "markdown"]
+    assert run(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tables = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines if line[:1] == "|"]
+    rows = [row for row in tables if "@" in row[0]]
+    assert rows == [[f"{NONE}+c", "no"], [NONE, "yes"], [LINEAR, "yes"]] * len(what)
+    assert tables.count(["name", "minus c"]) == len(what)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"isotropy.pdf", "isotropy-data.csv", f"clusters-{LINEAR}.pdf"} <= names
 
 
 def test_clusters_before_a_head_are_those_of_sentences_without_their_condition(heads_run, tmp_path):
     pytest.importorskip("vl_convert")
-    folder = shutil.copytree(heads_run, tmp_path / "run")
-    name = "low"
-    options = {"run": folder, "head": [name], "split": "train", "what": ["clusters"]}
+    options = {"run": heads_run, "head": ["low"], "split": "train", "what": ["clusters"]}
     report = llmcond.analyse(**options, sentences=3, out=tmp_path, figure_format="svg").to_json()
     zero_shot, head = report["clusters"]
-    run = open_run(folder)
-    rows, split = run.rows("train"), RatedExamples(run)
-    sentences = as_matrix(split.rated(run.load_head(name).view, "train").first)
-    conditions = rows.take(rows.rated).condition
-    positions = [
-        i
-        for condition in head["conditions"]
-        for i in [i for i, text in enumerate(conditions) if text == condition][:3]
-    ]
-    labels = [conditions[i] for i in positions]
+    opened = open_run(heads_run)
+    rows, examples = opened.rows("train"), RatedExamples(opened)
+    sentences = as_matrix(examples.rated(opened.load_head("low").view, "train").first)
+    conditions = np.array(rows.take(rows.rated).condition)
+    matches = [np.flatnonzero(conditions == condition)[:3] for condition in head["conditions"]]
+    positions = np.concatenate(matches).tolist()
+    labels = conditions[positions].tolist()
     assert head["impurity_before"] == impurity(sentences.read(positions), labels, 0).value
     assert "impurity_before" not in zero_shot
-    assert "</svg>" in (tmp_path / f"clusters-{name}.svg").read_text(encoding="utf-8")
-    with (tmp_path / f"clusters-{name}-data.csv").open(encoding="utf-8", newline="") as stream:
-        assert [row["condition"] for row in csv.DictReader(stream)] == labels
+    assert "</svg>" in (tmp_path / "clusters-low.svg").read_text(encoding="utf-8")
+    assert [row["condition"] for row in read_csv(tmp_path / "clusters-low-data.csv")] == labels
+
+
+# -- answers -----------------------------------------------------------------------------------
+
+FIRST, SECOND = PAIR = ("A girl in an orange dress.", "A girl in gray.")
+#: The first question has both answers, the second only that of the second sentence.
+COLUMNS = ("sentence1", "sentence2", "condition", "answer1", "answer2")
+ROWS = [
+    dict(zip(COLUMNS, (FIRST, SECOND, "color", "orange", "gray"), strict=True)),
+    dict(zip(COLUMNS, (FIRST, SECOND, "game", "", "tennis"), strict=True)),
+]
+#: The texts that are compared, with their conditions.
+COMPARISONS = [
+    (FIRST, SECOND, None),
+    (FIRST, SECOND, "color"),
+    (FIRST, "orange", "color"),
+    (SECOND, "gray", "color"),
+    (FIRST, SECOND, "game"),
+    (SECOND, "tennis", "game"),
+]
+
+
+def analyse_answers(folder, answers=ROWS):
+    (head,) = llmcond.analyse(run=folder, what=["answers"], answers=answers)["answers"]
+    return head
+
+
+def texts_of(head):
+    return [(row["text1"], row["text2"], row["condition"]) for row in head["rows"]]
+
+
+def test_similarities_equal_those_of_embedder(fitted):
+    head = analyse_answers(fitted)
+    assert texts_of(head) == COMPARISONS
+    columns = list(zip(*COMPARISONS[1:], strict=True))
+    # The prompt encodes a text without a condition as it is.
+    alone = [llmcond.EncoderInput(instruction="", text=text) for text in PAIR]
+    for key, name in (("before", "none"), ("after", "linear")):
+        embedder = llmcond.load_embedder(fitted, name)
+        values = [row[key] for row in head["rows"]]
+        expected = embedder.similarity(*columns)
+        assert values[1:] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert len({round(value, 6) for value in values}) >= 4
+        vectors = embedder.encoder.encode(alone)
+        if name == "linear":
+            vectors = embedder.head.transform(vectors)
+        similarity = embedder.head.compare(vectors[:1], vectors[1:])[0]
+        assert values[0] == pytest.approx(float(similarity), abs=1e-5)
+
+
+def test_heads_that_take_conditions_have_no_similarity_without(run_copy, model):
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
+    llmcond.extract(model=model, **options, run=run_copy, prompt=["separate"])
+    changes = {"epochs": "1", "rank": "4"}
+    llmcond.fit_head(run=run_copy, head="hypernet", prompt="separate", set=changes, device="cpu")
+    head = analyse_answers(run_copy, [{key: ROWS[0][key] for key in list(ROWS[0])[:3]}])
+    assert texts_of(head) == COMPARISONS[:2]
+    alone, under_condition = head["rows"]
+    assert alone["after"] is None
+    assert -1 <= under_condition["after"] <= 1
+    assert -1 <= alone["before"] < 1
+
+
+def test_file_of_answers_gives_table(capsys, fitted, tmp_path):
+    path = tmp_path / "answers.csv"
+    path.write_text("\n".join([",".join(ROWS[0]), *(",".join(row.values()) for row in ROWS), ""]))
+    command = ["analyse", "--run", str(fitted), "--what", "answers", "--answers", str(path)]
+    assert run([*command, "--format", "markdown"]) == 0
+    table = capsys.readouterr().out
+    assert f"Similarity before ({NONE}) and after ({LINEAR})" in table
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|")]
+    (head,) = run_json(capsys, *command)["answers"]
+    shown = [[cell.strip() for cell in row] for row in rows[2:]]
+    assert [tuple(row[:3]) for row in shown] == [(a, b, c or "–") for a, b, c in COMPARISONS]
+    assert [row[3] for row in shown] == [f"{row['before']:.4f}" for row in head["rows"]]
+
+
+def test_invalid_request_is_rejected(capsys, fitted, tmp_path):
+    for options, message in (
+        ({"what": ["answers"]}, "the analysis answers needs the texts to compare"),
+        ({"what": ["isotropy"], "answers": ROWS}, "--answers is only for the analysis answers"),
+        ({"answers": [{**ROWS[0], "condition": " "}]}, "condition is empty"),
+        ({"answers": [{"sentence1": "a", "sentence2": "b"}]}, "has no column 'condition'"),
+        ({"what": ["examples"], "top": -1}, "--top is -1; it must be at least 0"),
+        ({"what": ["isotropy"], "figure_format": "gif"}, "figure-format"),
+    ):
+        with pytest.raises(UserError, match=message):
+            llmcond.analyse(run=fitted, **options)
+    message = run_rejected(capsys, "analyse", "--run", fitted, "--answers", "missing.csv")
+    assert message.startswith("missing.csv does not exist")
+    # Other analyses do not need the encoder.
+    folder = shutil.copytree(fitted, tmp_path / "run")
+    manifest = json.loads((folder / "run.json").read_text())
+    manifest["encoder"]["model"] = str(tmp_path / "gone")
+    (folder / "run.json").write_text(json.dumps(manifest))
+    assert "answers" not in llmcond.analyse(run=folder, what=["isotropy"])
+    with pytest.raises(UserError, match="gone"):
+        analyse_answers(folder)

@@ -1,4 +1,4 @@
-"""Fits that start from the parameters of a fitted head."""
+"""Fits that start from the parameters of a fitted head, their logs, and the default head."""
 
 import json
 import shutil
@@ -14,6 +14,7 @@ from llmcond.runs.examples import load_examples
 
 #: Settings with which a fit hardly changes its initial parameters.
 STILL = ("--set", "epochs=1", "learning_rate=1e-9", "dropout=0")
+LINEAR = "linear@concat-sent-cond"
 
 
 @pytest.fixture
@@ -22,188 +23,147 @@ def run(fitted, tmp_path):
 
 
 @pytest.fixture
-def dialogues(dialogue_run, tmp_path):
-    return shutil.copytree(dialogue_run, tmp_path / "dialogues")
+def fit(capsys, run):
+    """Return a function that fits a linear head on the run."""
+
+    def fit_head(*options, head="linear", folder=run, command=run_json):
+        return command(capsys, "fit-head", "--run", folder, "--head", head, *options)
+
+    return fit_head
 
 
 def tensors_of(run, name):
     return open_any_run(run).load_head(name).head.tensors
 
 
-def assert_equal_tensors(first, second, **tolerance):
+def assert_close_tensors(first, second, atol=1e-5):
     assert first.keys() == second.keys()
     for name, value in first.items():
-        np.testing.assert_allclose(value, second[name], rtol=0, atol=tolerance.get("atol", 0))
+        np.testing.assert_allclose(value, second[name], rtol=0, atol=atol)
 
 
-def test_fit_starts_from_parameters_of_head(capsys, run):
-    command = ("fit-head", "--run", run, "--head", "linear", "--seed", "7")
-    start = ("--start", "linear@concat-sent-cond")
-    run_json(capsys, *command, *start, "--name", "still", *STILL)
-    assert_equal_tensors(
-        tensors_of(run, "still"), tensors_of(run, "linear@concat-sent-cond"), atol=1e-5
+def test_fit_starts_from_parameters_of_head(fit, run):
+    fit("--seed", "7", "--start", LINEAR, "--name", "still", *STILL)
+    assert_close_tensors(tensors_of(run, "still"), tensors_of(run, LINEAR))
+    record, start_record = (
+        json.loads((run / f"heads/{name}/head.json").read_text()) for name in ("still", LINEAR)
     )
-    record = json.loads((run / "heads/still/head.json").read_text())
-    start_record = json.loads((run / "heads/linear@concat-sent-cond/head.json").read_text())
-    assert record["start"] == {
-        "name": "linear@concat-sent-cond",
-        "weights_sha256": start_record["weights_sha256"],
-    }
+    assert record["start"] == {"name": LINEAR, "weights_sha256": start_record["weights_sha256"]}
     assert "start" not in start_record
     assert record["recipe"]["settings"]["learning_rate"] == 1e-9  # of --head, not of the start
-
-
-def test_same_start_and_seed_give_same_head(capsys, run):
-    command = ("fit-head", "--run", run, "--head", "linear", "--set", "epochs=2")
-    start = ("--start", run / "heads/linear@concat-sent-cond")
     for name in ("first", "second"):
-        run_json(capsys, *command, *start, "--name", name)
-    run_json(capsys, *command, "--name", "new")
-    first, second, new = (tensors_of(run, name) for name in ("first", "second", "new"))
-    assert_equal_tensors(first, second)
-    assert not np.array_equal(first["weight"], new["weight"])
+        fit("--set", "epochs=2", "--start", run / "heads" / LINEAR, "--name", name)
+    fit("--set", "epochs=2", "--name", "new")
+    assert_close_tensors(tensors_of(run, "first"), tensors_of(run, "second"), atol=0)
+    assert not np.array_equal(tensors_of(run, "first")["weight"], tensors_of(run, "new")["weight"])
+    # The start decides the size and the subtraction.
+    fit("--set", "epochs=1", "--dim", "8", "--no-subtract", "--name", "small")
+    result = fit("--set", "epochs=1", "--start", "small", "--name", "started")
+    assert (result["dim"], result["subtract"]) == (8, False)
 
 
-def evaluations(run, name):
+def test_each_member_starts_from_same_member(fit, run):
+    fit("--set", "epochs=1", "members=2", "--name", "two")
+    fit("--start", "two", "--name", "still", *STILL, "members=2")
+    assert_close_tensors(tensors_of(run, "still"), tensors_of(run, "two"))
+    message = fit("--start", "two", "--name", "one", command=run_rejected)
+    assert "the head to start from has 2 members, but the new head has 1" in message
+
+
+def test_both_roles_before_start_from_that_of_bi_encoder(fit, dialogue_run, tmp_path):
+    folder = shutil.copytree(dialogue_run, tmp_path / "dialogues")
+    fit("--set", "epochs=2", "--name", "bi", head="ccl", folder=folder)
+    fit("--start", "bi", "--name", "pairs", *STILL, head="c3l-paper", folder=folder)
+    bi, pairs = tensors_of(folder, "bi"), tensors_of(folder, "pairs")
+    assert not np.allclose(bi["b1"], bi["b2"], atol=1e-4)
+    for role, start_role in (("b1", "b2"), ("b2", "b2"), ("a", "a")):
+        np.testing.assert_allclose(pairs[role], bi[start_role], atol=1e-6)
+    for head, options, expected in (
+        ("weighted", (), "of pair_weights, it has none, and the new head has the shape 8x8"),
+        ("rank", ("--set", "map=mlp", "--name", "m"), "of b1, it has the shape 32x32"),
+    ):
+        start = ("--start", "bi", *options)
+        assert expected in fit(*start, head=head, folder=folder, command=run_rejected)
+
+
+def test_head_of_graph_starts_from_head_of_other_run(fit, graph, model, tmp_path):
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
+    for name in ("first", "second"):
+        run = tmp_path / name
+        llmcond.extract(model=model, **options, run=run, data=str(graph), task="kgc")
+    changes = {"epochs": "1", "queue": "0"}
+    llmcond.fit_head(run=tmp_path / "first", head="hadamard", set=changes)
+    start = ("--start", tmp_path / "first/heads/hadamard@separate", "--name", "still")
+    fit(*start, *STILL, "queue=0", head="hadamard", folder=run)
+    head = tensors_of(tmp_path / "first", "hadamard@separate")
+    assert_close_tensors(tensors_of(run, "still"), head)
+
+
+def test_head_that_cannot_be_start_is_rejected(fit, run, dialogue_run):
+    fit("--set", "epochs=1", "--with", "dev", "--name", "both")
+    descent = "is not fitted by gradient descent"
+    rank = dialogue_run / "heads/rank@separate"
+    for head, start, options, message in (
+        ("linear", "missing", (), "missing"),
+        ("mlp", "linear", (), f"{LINEAR} is a linear head, and the recipe"),
+        ("pca", "linear", (), f"the head pca {descent}"),
+        ("none", "linear", (), f"the head none {descent}"),
+        ("linear", LINEAR, (), f"the new head would replace {LINEAR}"),
+        ("linear", LINEAR, ("--dim", "4"), "the shape 32x32, and the new head has the shape 4x32"),
+        ("linear", LINEAR, ("--no-subtract",), "(joint, minus e(c)), not concat-sent-cond (joint)"),
+        ("linear", LINEAR, ("--with", "dev"), "starts from new parameters. Leave out --start"),
+        ("linear", "both", ("--name", "n"), "both was fitted on dev as well, which is to choose"),
+        ("linear", rank, (), "was fitted on the prompt separate"),
+    ):
+        name = ("--name", "new") if "--dim" in options else ()
+        assert message in fit("--start", start, *options, *name, head=head, command=run_rejected)
+    path = run / "heads" / LINEAR / "head.json"
+    record = json.loads(path.read_text())
+    record["encoder"]["identity"]["max_length"] = 7
+    path.write_text(json.dumps(record))
+    message = fit("--start", LINEAR, "--name", "n", command=run_rejected)
+    assert "but the run holds features of" in message
+
+
+# -- logs --------------------------------------------------------------------------------------
+
+
+def read_curves(run, name):
     """Return the learning curves of a fit's log, by stage."""
     curves = {}
     for record in read_log(log_path(run, name)):
         if record["event"] == "evaluation":
-            stage = record.get("stage", "")
             entry = {k: v for k, v in record.items() if k not in ("event", "time", "stage")}
-            curves.setdefault(stage, []).append(entry)
+            curves.setdefault(record.get("stage", ""), []).append(entry)
     return curves
 
 
-def test_log_has_learning_curve_of_each_fit(capsys, run):
-    command = ("fit-head", "--run", run, "--head", "linear", "--dim", "4")
-    result = run_json(capsys, *command, "--name", "one", "--set", "epochs=2")
-    fit = json.loads((run / "heads/one/head.json").read_text())["fit"]
-    assert evaluations(run, "one") == {"": fit["curve"]}
-    assert fit["curve"][1]["step"] == 2 * fit["steps_per_epoch"]
+def test_log_has_learning_curve_of_each_fit(fit, run):
+    result = fit("--dim", "4", "--name", "one", "--set", "epochs=2")
+    record = json.loads((run / "heads/one/head.json").read_text())["fit"]
+    assert read_curves(run, "one") == {"": record["curve"]}
+    assert record["curve"][1]["step"] == 2 * record["steps_per_epoch"]
     start, *_, end = read_log(log_path(run, "one"))
     assert (start["config"]["recipe"]["settings"]["dim"], start["config"]["seed"]) == (4, 0)
     assert end["dev_spearman"] == result["dev_spearman"]
     assert end["best_epoch"] == result["best_epoch"]
 
-    run_json(capsys, *command, "--name", "two", "--set", "epochs=1", "members=2")
-    fit = json.loads((run / "heads/two/head.json").read_text())["fit"]
-    curves = [member["curve"] for member in fit["members"]]
-    assert evaluations(run, "two") == {"member-0": curves[0], "member-1": curves[1]}
+    fit("--name", "two", "--set", "epochs=1", "members=2")
+    members = json.loads((run / "heads/two/head.json").read_text())["fit"]["members"]
+    expected = {f"member-{i}": member["curve"] for i, member in enumerate(members)}
+    assert read_curves(run, "two") == expected
+    fit("--name", "dev", "--with", "dev", "--folds", "2", "--set", "epochs=1")
+    assert [*read_curves(run, "dev")] == ["without-dev", "fold-0", "fold-1", ""]
 
-    on_dev = ("--with", "dev", "--folds", "2", "--set", "epochs=1")
-    run_json(capsys, *command, "--name", "dev", *on_dev)
-    assert [*evaluations(run, "dev")] == ["without-dev", "fold-0", "fold-1", ""]
-
-
-def test_log_of_head_in_closed_form_has_its_figures(capsys, run):
-    run_json(capsys, "fit-head", "--run", run, "--head", "pca", "--dim", "4")
+    fit("--dim", "4", head="pca")
     start, end = read_log(log_path(run, "pca@concat-sent-cond"))
     assert (start["event"], end["event"]) == ("start", "end")
     assert 0 < end["explained_variance"] <= 1
-
-
-def test_log_of_failed_fit_shows_its_epochs(capsys, run):
+    # The log of a failed fit has no end.
     diverging = ("--set", "epochs=9", "learning_rate=1e30")
-    run_rejected(capsys, "fit-head", "--run", run, "--head", "mlp", "--name", "bad", *diverging)
-    records = read_log(log_path(run, "bad"))
-    assert {record["event"] for record in records} <= {"start", "evaluation"}
-
-
-def test_start_decides_size_and_subtraction(capsys, run):
-    command = ("fit-head", "--run", run, "--head", "linear", "--set", "epochs=1")
-    run_json(capsys, *command, "--dim", "8", "--no-subtract", "--name", "small")
-    result = run_json(capsys, *command, "--start", "small", "--name", "started")
-    assert (result["dim"], result["subtract"]) == (8, False)
-
-
-def test_each_member_starts_from_same_member(capsys, run):
-    command = ("fit-head", "--run", run, "--head", "linear")
-    run_json(capsys, *command, "--set", "epochs=1", "members=2", "--name", "two")
-    run_json(capsys, *command, "--start", "two", "--name", "still", *STILL, "members=2")
-    assert_equal_tensors(tensors_of(run, "still"), tensors_of(run, "two"), atol=1e-5)
-    message = run_rejected(capsys, *command, "--start", "two", "--name", "one")
-    assert "the head to start from has 2 members, but the new head has 1" in message
-
-
-def test_both_roles_before_start_from_that_of_bi_encoder(capsys, dialogues):
-    command = ("fit-head", "--run", dialogues)
-    run_json(capsys, *command, "--head", "ccl", "--set", "epochs=2", "--name", "bi")
-    run_json(capsys, *command, "--head", "c3l-paper", "--start", "bi", "--name", "pairs", *STILL)
-    bi, pairs = tensors_of(dialogues, "bi"), tensors_of(dialogues, "pairs")
-    assert not np.allclose(bi["b1"], bi["b2"], atol=1e-4)
-    for role, start_role in (("b1", "b2"), ("b2", "b2"), ("a", "a")):
-        np.testing.assert_allclose(pairs[role], bi[start_role], atol=1e-6)
-    message = run_rejected(capsys, *command, "--head", "weighted", "--start", "bi")
-    assert "of pair_weights, it has none, and the new head has the shape 8x8" in message
-    message = run_rejected(
-        capsys, *command, "--head", "rank", "--set", "map=mlp", "--start", "bi", "--name", "mlp"
-    )
-    assert "has other parameters than the new head: of b1, it has the shape 32x32" in message
-
-
-def test_head_of_graph_starts_from_head_of_other_run(capsys, graph, tiny_bert, tmp_path):
-    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
-    for name in ("first", "second"):
-        run = tmp_path / name
-        llmcond.extract(model=str(tiny_bert), **options, run=run, data=str(graph), task="kgc")
-    changes = {"epochs": "1", "queue": "0"}
-    llmcond.fit_head(run=tmp_path / "first", head="hadamard", set=changes)
-    command = ("fit-head", "--run", run, "--head", "hadamard", "--name", "still", *STILL, "queue=0")
-    run_json(capsys, *command, "--start", tmp_path / "first/heads/hadamard@separate")
-    head = tensors_of(tmp_path / "first", "hadamard@separate")
-    assert_equal_tensors(tensors_of(run, "still"), head, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("linear", "--start", "missing"), "missing"),
-        (("mlp", "--start", "linear"), "linear@concat-sent-cond is a linear head, and the recipe"),
-        (("pca", "--start", "linear"), "the head pca is not fitted by gradient descent"),
-        (("none", "--start", "linear"), "the head none is not fitted by gradient descent"),
-        (("linear", "--start", "linear"), "the new head would replace linear@concat-sent-cond"),
-        (
-            ("linear", "--start", "linear", "--name", "n", "--dim", "4"),
-            "of weight, it has the shape 32x32, and the new head has the shape 4x32",
-        ),
-        (
-            ("linear", "--start", "linear", "--no-subtract"),
-            "reads other features than the new head: concat-sent-cond (joint, minus e(c)), not "
-            "concat-sent-cond (joint)",
-        ),
-        (
-            ("linear", "--start", "linear", "--with", "dev"),
-            "--with dev measures a fit that starts from new parameters. Leave out --start",
-        ),
-    ],
-)
-def test_head_that_cannot_be_start_is_rejected(capsys, fitted, arguments, message):
-    assert message in run_rejected(capsys, "fit-head", "--run", fitted, "--head", *arguments)
-
-
-def test_start_on_other_features_is_rejected(capsys, run, dialogues):
-    message = run_rejected(
-        capsys, "fit-head", "--run", run, "--head", "linear",
-        "--start", dialogues / "heads/rank@separate",
-    )  # fmt: skip
-    assert "was fitted on the prompt separate" in message
-    assert "is missing in the run" in message
-    record_path = run / "heads/linear@concat-sent-cond/head.json"
-    record = json.loads(record_path.read_text())
-    record["encoder"]["identity"]["max_length"] = 7
-    record_path.write_text(json.dumps(record))
-    message = run_rejected(
-        capsys, "fit-head", "--run", run, "--head", "linear", "--start", "linear", "--name", "n"
-    )
-    assert "but the run holds features of" in message
-
-
-def test_head_that_was_fitted_on_dev_is_no_start(capsys, run):
-    command = ("fit-head", "--run", run, "--head", "linear", "--set", "epochs=1")
-    run_json(capsys, *command, "--with", "dev", "--name", "both")
-    message = run_rejected(capsys, *command, "--start", "both", "--name", "n")
-    assert "both was fitted on dev as well, which is to choose the epoch" in message
+    fit("--name", "bad", *diverging, head="mlp", command=run_rejected)
+    events = {record["event"] for record in read_log(log_path(run, "bad"))}
+    assert events <= {"start", "evaluation"}
 
 
 # -- the default head --------------------------------------------------------------------------
@@ -222,7 +182,6 @@ def test_head_that_does_not_beat_zero_shot_is_not_the_default(capsys, caplog, ru
     assert worse["dev_spearman"] < -0.5
     assert run_json(capsys, *similarity)["head"] == "none"
     assert run_json(capsys, *similarity, "--head", "worse")["head"] == "worse"
-    assert not any(head["taken"] for head in run_json(capsys, "heads", "--run", run_copy)["heads"])
     better = run_json(capsys, *random, "--seed", 0, "--name", "better")
     assert better["dev_spearman"] > 0
     assert run_json(capsys, *similarity)["head"] == "better"
@@ -231,11 +190,11 @@ def test_head_that_does_not_beat_zero_shot_is_not_the_default(capsys, caplog, ru
 
 
 @pytest.mark.parametrize("kind", ["ranking", "dialogue"])
-def test_zero_shot_of_other_tasks_is_scored_on_dev(tmp_path, tiny_bert, graph, dialogue_run, kind):
+def test_zero_shot_of_other_tasks_is_scored_on_dev(tmp_path, model, graph, dialogue_run, kind):
     folder = dialogue_run
     if kind == "ranking":
         folder = tmp_path / "run"
-        llmcond.extract(model=tiny_bert, data=graph, run=folder, task="kgc", device="cpu")
+        llmcond.extract(model=model, data=graph, run=folder, task="kgc", device="cpu")
     examples = load_examples(open_any_run(folder))
     view = examples.run.zero_shot_view(examples.run.prompt(None))
     name, score = examples.score_zero_shot_on_dev(view)

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -17,10 +16,11 @@ from llmcond.workflows.options.texts import IndexOptions
 ROWS = [("a", "two men play in the park", "2019"), ("b", "children sit at the beach", "2024")]
 ROWS += [("c", "three women walk in the rain", "2025"), ("d", "two dogs play at the beach", "2020")]
 CONDITION = ("--condition", "the place")
+SECOND_CONDITION = ("--condition", "the number of people")
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     path = tmp_path / "texts.csv"
     with path.open("w", newline="") as stream:
         csv.writer(stream).writerows([("id", "text", "year"), *ROWS])
@@ -28,19 +28,46 @@ def texts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def index(tmp_path: Path, texts: Path, heads_run: Path, capsys) -> Path:
-    run_options = ["--run", heads_run, "--head", "low", "--device", "cpu"]
-    out = tmp_path / "index"
-    result = run_json(
-        capsys, "index", texts, "--out", out, "--id", "id", "--keep", "year", *run_options
-    )
+def create(capsys, heads_run):
+    """Return a function that creates or extends an index with a head of a run."""
+
+    def create_index(source, out, *options, head="low", command=run_json):
+        model = ("--run", heads_run, "--head", head, "--device", "cpu")
+        return command(capsys, "index", source, "--out", out, *model, *options)
+
+    return create_index
+
+
+@pytest.fixture
+def index(tmp_path, texts, create):
+    result = create(texts, tmp_path / "index", "--id", "id", "--keep", "year")
     assert (result["texts"], result["added"]) == (4, 4)
-    return out
+    return tmp_path / "index"
 
 
-def test_index_is_created_searched_and_updated(index: Path, texts: Path, capsys, tmp_path: Path):
-    query = ["search", index, "dogs at the beach", *CONDITION, "-k", "2"]
-    hits = run_json(capsys, *query, "--where", "year >= 2020")
+@pytest.fixture
+def search(capsys, index):
+    """Return a function that searches the index for two dogs, and returns the JSON."""
+    return lambda *options: run_json(capsys, "search", index, "two dogs", *options)
+
+
+@pytest.fixture
+def show(capsys, index):
+    """Return a function that searches the index for two dogs, and returns the printed output."""
+
+    def show_hits(*options, folder=index):
+        assert run(["search", str(folder), "two dogs", *options]) == 0
+        return capsys.readouterr()
+
+    return show_hits
+
+
+def in_one_line(text):
+    return " ".join(text.split())
+
+
+def test_index_is_created_searched_and_updated(index, search, texts, capsys, tmp_path):
+    hits = search(*CONDITION, "-k", "2", "--where", "year >= 2020")
     assert isinstance(hits["results"][0]["year"], int)
     assert [row["rank"] for row in hits["results"]] == [1, 2]
     assert set(hits["results"][0]) == {"rank", "score", "text", "id", "year"}
@@ -53,22 +80,20 @@ def test_index_is_created_searched_and_updated(index: Path, texts: Path, capsys,
     assert result["conditions"] == []  # a search prepares none
 
 
-def test_options_decide_form_of_vectors(texts: Path, heads_run: Path, capsys, tmp_path: Path):
-    options = ["--run", heads_run, "--head", "linear", "--device", "cpu", "--truncate-dim", "5"]
-    command = ["index", texts, "--out", tmp_path / "small", *options, *CONDITION]
-    result = run_json(capsys, *command, "--precision", "ubinary")
+def test_options_decide_form_of_vectors(create, texts, capsys, tmp_path):
+    small, other = tmp_path / "small", tmp_path / "other"
+    options = (*CONDITION, "--truncate-dim", "5", "--precision")
+    result = create(texts, small, *options, "ubinary", head="linear")
     assert (result["precision"], result["truncate_dim"]) == ("ubinary", 5)
-    hits = run_json(capsys, "search", tmp_path / "small", "dogs", *CONDITION)
+    hits = run_json(capsys, "search", small, "dogs", *CONDITION)
     assert (len(hits["results"]), hits["exact"]) == (4, False)
-    assert "was built with precision ubinary, not int8" in run_rejected(
-        capsys, *command, "--precision", "int8"
-    )
-    assert "4 texts are too few" in run_rejected(
-        capsys, "index", texts, "--out", tmp_path / "other", *options, "--precision", "int8"
-    )
-    assert "--precision is 'float32'. Did you mean 'float16'" in run_rejected(
-        capsys, *command, "--precision", "float32"
-    )
+    for out, precision, expected in (
+        (small, "int8", "was built with precision ubinary, not int8"),
+        (other, "int8", "4 texts are too few"),
+        (other, "float32", "--precision is 'float32'. Did you mean 'float16'"),
+    ):
+        message = create(texts, out, *options, precision, head="linear", command=run_rejected)
+        assert expected in message
 
 
 TYPED = """id,text,year,price,flag,zip,key,day,note,big,gap
@@ -77,221 +102,162 @@ b,two,2024,-2e-3,False,99999,x,2024-02-01,,1,
 """
 
 
-def test_csv_column_types_are_inferred(tmp_path, heads_run, capsys):
-    path, out = tmp_path / "typed.csv", tmp_path / "typed"
+def test_csv_column_types_are_inferred(create, tmp_path, capsys):
+    path, out, header = tmp_path / "typed.csv", tmp_path / "typed", TYPED.splitlines()[0]
     path.write_text(TYPED)
-    run_options = ["--id", "id", "--run", heads_run, "--head", "low", "--device", "cpu"]
-    keep = ["--keep", *TYPED.split(maxsplit=1)[0].split(",")[2:]]
+    names = header.split(",")[2:]
+    options = ("--id", "id", "--keep", *names)
 
-    def search(where: str) -> list[dict]:
-        hits = run_json(capsys, "search", out, "one", *CONDITION, "--where", where)["results"]
-        return sorted(hits, key=lambda row: row["id"])
+    def search(where):
+        command = ("search", out, "one", *CONDITION, "--where", where)
+        return sorted(run_json(capsys, *command)["results"], key=lambda row: row["id"])
 
-    run_json(capsys, "index", path, "--out", out, *keep, *run_options)
+    create(path, out, *options)
     first, second = search("true")
-    assert [first[name] for name in keep[1:]] == [
-        *(2019, 1.5, True, "01234", "7", "2024-01-31", "", "1234567890123456789", 1)
-    ]
+    expected = [2019, 1.5, True, "01234", "7", "2024-01-31", "", "1234567890123456789", 1]
+    assert [first[name] for name in names] == expected
     assert (second["price"], second["flag"], second["gap"]) == (-0.002, False, None)
     where = "year > 2020 AND price < 0 AND NOT flag AND zip = '99999' AND day > '2024-01-31'"
     assert [row["id"] for row in search(where)] == ["b"]
     assert [row["id"] for row in search("gap IS NULL AND note = ''")] == ["b"]
     # Later files are read with the column types of the index.
-    later = TYPED.split(maxsplit=1)[0] + "\nc,three,2025,3,true,7,8,9,10,11,\n"
+    later = f"{header}\nc,three,2025,3,true,7,8,9,10,11,\n"
     path.write_text(later)
-    run_json(capsys, "index", path, "--out", out, *keep, *run_options)
+    create(path, out, *options)
     (third,) = search("id = 'c'")
-    assert [third[name] for name in keep[1:]] == [
-        *(2025, 3.0, True, "7", "8", "9", "10", "11", None)
-    ]
+    assert [third[name] for name in names] == [2025, 3.0, True, "7", "8", "9", "10", "11", None]
     path.write_text(later.replace("c,three,2025", "d,four,unknown"))
-    message = run_rejected(capsys, "index", path, "--out", out, *keep, *run_options)
+    message = create(path, out, *options, command=run_rejected)
     assert "the column 'year' has the type int64 in the index" in message
     assert "'unknown'" in message
-    assert run_json(capsys, "search", out, "one", *CONDITION)["searched"] == 3
+    assert len(search("true")) == 3
 
 
-def test_narrow_table_drops_id_before_extra_columns(index: Path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "52")
-    assert run(["search", str(index), "two dogs", *CONDITION]) == 0
-    captured = capsys.readouterr()
-    assert re.search("^ +rank +score +text +year *$", captured.out, re.MULTILINE)
-    assert "columns left out, because a line has only 52 characters: id (" in captured.err
-    monkeypatch.setenv("COLUMNS", "200")
-    assert run(["search", str(index), "two dogs", *CONDITION, "--explain"]) == 0
-    order = " +".join(["", "rank", "score", "text", "without", "rank without", "year", "id", "$"])
-    assert re.search(f"^{order}", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_index_remembers_values_of_conditions(index: Path, texts: Path, capsys):
+def test_index_remembers_values_of_conditions(index, search, show, texts, capsys):
     values = ("--values", 'beach, "Hyde Park"')
-    run_json(
-        capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year", *CONDITION, *values
-    )
+    options = ("--id", "id", "--keep", "year", *CONDITION, *values)
+    run_json(capsys, "index", texts, "--out", index, *options)
     condition_text = "the place, such as beach, Hyde Park"
-    with_values = run_json(capsys, "search", index, "two dogs", *CONDITION)
+    with_values = search(*CONDITION)
     assert with_values["conditions"] == {condition_text: 1.0}
-    assert (
-        with_values["results"]
-        == run_json(capsys, "search", index, "two dogs", *CONDITION, *values)["results"]
-    )
-    assert run(["search", str(index), "two dogs", *CONDITION]) == 0
+    assert with_values["results"] == search(*CONDITION, *values)["results"]
     message = "'the place' has the values that the index records: beach, Hyde Park (--values '' for"
-    assert message in " ".join(capsys.readouterr().err.split())
-    without_values = run_json(capsys, "search", index, "two dogs", *CONDITION, "--values", "")
+    assert message in in_one_line(show(*CONDITION).err)
+    without_values = search(*CONDITION, "--values", "")
     assert without_values["conditions"] == {"the place": 1.0}
     assert without_values["results"] != with_values["results"]
-    conditions = (*CONDITION, *CONDITION, "--values", "", *values, "--explain")
-    assert run(["search", str(index), "two dogs", *conditions]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert f"under the place under {condition_text}" in output
-    several_conditions = (
-        *CONDITION,
-        "--condition",
-        "the number of people",
-        *values,
-        "--values",
-        "",
-    )
-    assert run(["search", str(index), "two dogs", *several_conditions, "--explain"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert "under the place under the number of people" in output
+    table = show(*CONDITION, *CONDITION, "--values", "", *values, "--explain").out
+    assert f"under the place under {condition_text}" in in_one_line(table)
     message = run_rejected(capsys, "index", "--out", index, "--delete", "a", *values)
     assert "1 --values and 0 --condition" in message
 
 
-def test_hits_are_printed_as_table(index: Path, capsys):
-    conditions = [
-        *CONDITION,
-        "--condition",
-        "the number of people",
-        "--weight",
-        "1",
-        "--weight",
-        "0.5",
-    ]
-    assert run(["search", str(index), "two dogs", *conditions, "--explain"]) == 0
-    output = capsys.readouterr().out
-    for text in ("rank", "score", "id", "year", "under the place", "without", "rank without"):
-        assert text in " ".join(output.split())
-    assert all(row[1].split()[0] in output for row in ROWS)
-
-
-def test_explain_names_encoder_of_unconditional_scores(
-    tmp_path: Path, texts: Path, index: Path, heads_run: Path, capsys
-):
-    query = ["two dogs", *CONDITION, "--explain"]
-    assert run(["search", str(index), *query]) == 0
-    captured = capsys.readouterr()
+def test_hits_are_printed_as_table(show, monkeypatch, create, texts, tmp_path):
+    captured = show(*CONDITION, "--explain")
     assert re.search(r"^without: bert\d+, no condition$", captured.err, re.MULTILINE)
-    assert ("rank without" in captured.out, "under the place" in captured.out) == (True, False)
-    joint = str(tmp_path / "joint")
-    run_options = ["--run", str(heads_run), "--head", "linear", "--device", "cpu"]
-    assert run(["index", str(texts), "--out", joint, *CONDITION, *run_options]) == 0
-    capsys.readouterr()
-    assert run(["search", joint, *query]) == 0
-    captured = capsys.readouterr()
+    weights = ("--weight", "1", "--weight", "0.5", "--explain")
+    output = show(*CONDITION, *SECOND_CONDITION, *weights).out
+    for text in ("rank", "score", "id", "year", "under the place", "without", "rank without"):
+        assert text in in_one_line(output)
+    assert all(row[1].split()[0] in output for row in ROWS)
+    monkeypatch.setenv("COLUMNS", "52")
+    captured = show(*CONDITION)
+    assert re.search("^ +rank +score +text +year *$", captured.out, re.MULTILINE)
+    assert "columns left out, because a line has only 52 characters: id (" in captured.err
+    monkeypatch.setenv("COLUMNS", "200")
+    joint = tmp_path / "joint"
+    create(texts, joint, *CONDITION, head="linear")
+    captured = show(*CONDITION, "--explain", folder=joint)
     assert "no condition; no ranks, because they need every text encoded" in captured.err
     assert ("without" in captured.out, "rank without" in captured.out) == (True, False)
 
 
-def test_text_file_is_indexed_by_line(tmp_path: Path, heads_run: Path, capsys):
-    (tmp_path / "texts.txt").write_text("".join(f"{row[1]}\n\n" for row in ROWS))
-    command = ["index", tmp_path / "texts.txt", "--out", tmp_path / "index", "--run", heads_run]
-    assert "--skip-empty" in run_rejected(capsys, *command)
-    command.append("--skip-empty")
-    result = run_json(capsys, *command, "--head", "linear", *CONDITION)
+def test_text_file_is_indexed_by_line(create, tmp_path):
+    path, out = tmp_path / "texts.txt", tmp_path / "index"
+    path.write_text("".join(f"{row[1]}\n\n" for row in ROWS))
+    assert "--skip-empty" in create(path, out, command=run_rejected)
+    options = ("--skip-empty", *CONDITION)
+    result = create(path, out, *options, head="linear")
     assert (result["texts"], result["conditions"]) == (4, ["the place"])
-    assert run_json(capsys, *command, "--head", "linear")["unchanged"] == 4
+    assert create(path, out, *options, head="linear")["unchanged"] == 4
 
 
-def test_invalid_search_reports_one_line(index: Path, tmp_path: Path, capsys):
-    search = ["search", index, "dogs"]
-    assert "is not an index" in run_rejected(capsys, "search", tmp_path, "dogs", *CONDITION)
-    assert "required: --condition" in run_rejected(capsys, *search)
-    assert "the query is empty" in run_rejected(capsys, "search", index, "", *CONDITION)
-    assert "k is 0" in run_rejected(capsys, *search, *CONDITION, "-k", "0")
-    assert "invalid int value" in run_rejected(capsys, *search, *CONDITION, "-k", "x")
-    assert "there is no column 'kind'" in run_rejected(
-        capsys, *search, *CONDITION, "--where", "kind = 1"
-    )
-    assert "2 --weight and 1 --condition" in run_rejected(
-        capsys, *search, *CONDITION, "--weight", "1", "--weight", "2"
-    )
-    assert "a --condition is repeated" in run_rejected(
-        capsys, *search, *CONDITION, "--condition", "The  place", "--weight", "1", "--weight", "2"
-    )
-    assert "every text anyway. Leave it out" in run_rejected(
-        capsys, *search, *CONDITION, "--rerank", "3"
-    )
+def test_invalid_search_reports_one_line(index, tmp_path, capsys):
+    search = (index, "dogs", *CONDITION)
+    repeated = (*search, "--condition", "The  place", "--weight", "1")
+    for arguments, expected in (
+        ((tmp_path, "dogs", *CONDITION), "is not an index"),
+        ((index, "dogs"), "required: --condition"),
+        ((index, "", *CONDITION), "the query is empty"),
+        ((*search, "-k", "0"), "k is 0"),
+        ((*search, "--where", "kind = 1"), "there is no column 'kind'"),
+        ((*search, "--weight", "1", "--weight", "2"), "2 --weight and 1 --condition"),
+        ((*repeated, "--weight", "2"), "a --condition is repeated"),
+        ((*search, "--rerank", "3"), "every text anyway. Leave it out"),
+    ):
+        assert expected in run_rejected(capsys, "search", *arguments)
 
 
-def test_invalid_index_input_reports_one_line(index: Path, texts: Path, tmp_path: Path, capsys):
-    def index_error(*arguments: object) -> str:
-        return run_rejected(capsys, "index", *arguments)
-
-    new = ["--out", tmp_path / "new"]
-    assert "Name TEXTS to create one" in index_error(*new)
-    assert "does not exist" in index_error(tmp_path / "none.csv", *new)
-    assert "there is nothing to do" in index_error("--out", index)
-    assert "has no column 'body'" in index_error(texts, *new, "--text", "body")
-    assert "has no column 'key'" in index_error(texts, *new, "--id", "key")
-    path = tmp_path / "double.csv"
-    path.write_text("id,text\nx,one\ny, \nx,two\n")
-    assert "row 2 of double.csv: text is empty" in index_error(path, *new, "--id", "id")
-    path.write_text("id,text\nx,one\ny,two\nx,three\n")
-    assert "the rows 1 and 3 have the same id, 'x'" in index_error(path, *new, "--id", "id")
-    path.write_text("id,text,a.b\n1,one,x\n2,two,y\n")
-    assert "'a.b' contains '.'" in index_error(path, *new, "--keep", "a.b")
-    path.write_text('{"id": NaN, "text": "one"}\n{"id": 1.0, "text": "two"}\n')
-    path = path.rename(tmp_path / "double.jsonl")
-    assert "row 1: the id is empty" in index_error(path, *new, "--id", "id")
-    path.write_text('{"id": "\\ud800", "text": "one", "k": "\\udfff"}\n')
-    assert "half of a surrogate pair" in index_error(path, *new, "--id", "id")
-    assert "half of a surrogate pair" in index_error(path, *new, "--keep", "k")
-    assert "half of a surrogate pair" in index_error(path, *new, "--keep", "\udce4")
-    assert not (tmp_path / "new").exists()
-    # The names of columns are checked before texts are deleted.
-    delete = ["--delete", "a"]
-    assert "'a.b' contains '.'" in index_error(texts, "--out", index, *delete, "--keep", "a.b")
-    assert len(Index.open(index, device="cpu")) == 4
-    assert "half of a surrogate pair" in index_error("--out", index, "--delete", "\udce4")
-    assert "another head" in index_error(texts, "--out", index, "--head", "relu")
-    assert "is reserved" in index_error(texts, "--out", index, "--id", "id", "--keep", "id")
+def test_invalid_index_input_reports_one_line(index, texts, tmp_path, capsys):
+    new, path = ("--out", tmp_path / "new"), tmp_path / "double.jsonl"
+    for content, options, expected in (
+        (
+            [{"id": "x", "text": "a"}, {"id": "y", "text": " "}],
+            (),
+            "row 2 of double.jsonl: text is",
+        ),
+        ([{"id": name, "text": "a"} for name in "xyx"], (), "rows 1 and 3 have the same id, 'x'"),
+        ([{"id": "x", "text": "a", "a.b": 1}], ("--keep", "a.b"), "'a.b' contains '.'"),
+        ([{"id": float("nan"), "text": "a"}], (), "row 1: the id is empty"),
+        ([{"id": "\ud800", "text": "a"}], (), "half of a surrogate pair"),
+        ([{"id": "x", "text": "a", "k": "\udfff"}], ("--keep", "k"), "half of a surrogate pair"),
+    ):
+        path.write_text("\n".join(json.dumps(row) for row in content))
+        message = run_rejected(capsys, "index", path, *new, "--id", "id", *options)
+        assert expected in message
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "x.json").write_text(json.dumps({}))
-    assert "is not an index" in index_error(texts, "--out", tmp_path / "folder")
+    (tmp_path / "folder" / "x.json").write_text("{}")
+    for arguments, expected in (
+        (new, "Name TEXTS to create one"),
+        ((tmp_path / "none.csv", *new), "does not exist"),
+        (("--out", index), "there is nothing to do"),
+        ((texts, *new, "--text", "body"), "has no column 'body'"),
+        ((texts, *new, "--id", "key"), "has no column 'key'"),
+        (("--out", index, "--delete", "\udce4"), "half of a surrogate pair"),
+        ((texts, "--out", index, "--head", "relu"), "another head"),
+        ((texts, "--out", index, "--id", "id", "--keep", "id"), "is reserved"),
+        ((texts, "--out", tmp_path / "folder"), "is not an index"),
+        # The names of columns are checked before texts are deleted.
+        ((texts, "--out", index, "--delete", "a", "--keep", "a.b"), "'a.b' contains '.'"),
+    ):
+        assert expected in run_rejected(capsys, "index", *arguments)
+    assert not (tmp_path / "new").exists()
+    assert len(Index.open(index, device="cpu")) == 4
 
 
-def test_guide_is_recorded_and_applied(index: Path, tmp_path: Path, capsys):
+def test_guide_is_recorded_and_applied(index, search, show, tmp_path, capsys):
     labels = tmp_path / "labels.csv"
     labels.write_text("text,label\nmen in the park,park\ndogs at the beach,beach\na park,park\n")
     values = ("--values", "park, beach")
-    before = run_json(capsys, "search", index, "two dogs", *CONDITION, *values)
+    before = search(*CONDITION, *values)
     command = ("index", "--out", index)
     result = run_json(capsys, *command, *CONDITION, *values, "--guide", labels)
     condition_text = "the place, such as park, beach"
-    guide = {"labels": {"park": 2, "beach": 1}, "source": "labels.csv"}
-    assert result["guides"] == {condition_text: guide}
-    guided = run_json(capsys, "search", index, "two dogs", *CONDITION)
-    assert (guided["guides"], guided["conditions"]) == (
-        {condition_text: guide},
-        {condition_text: 1.0},
-    )
+    guides = {condition_text: {"labels": {"park": 2, "beach": 1}, "source": "labels.csv"}}
+    assert result["guides"] == guides
+    guided = search(*CONDITION)
+    assert (guided["guides"], guided["conditions"]) == (guides, {condition_text: 1.0})
     assert guided["results"] != before["results"]
-    assert run(["search", str(index), "two dogs", *CONDITION]) == 0
-    messages = " ".join(capsys.readouterr().err.split())
+    messages = in_one_line(show(*CONDITION).err)
     assert "'the place' is guided by labelled texts: park, beach (labels.csv)" in messages
-    assert "no column condition, but there are 0" in run_rejected(
-        capsys, *command, "--guide", labels
-    )
-    assert "does not exist" in run_rejected(
-        capsys, *command, *CONDITION, "--guide", tmp_path / "other.csv"
-    )
-    assert "Name it: --condition" in run_rejected(capsys, *command, "--guide", "none")
+    for options, expected in (
+        (("--guide", labels), "no column condition, but there are 0"),
+        ((*CONDITION, "--guide", tmp_path / "other.csv"), "does not exist"),
+        (("--guide", "none"), "Name it: --condition"),
+    ):
+        assert expected in run_rejected(capsys, *command, *options)
     assert "guides" not in run_json(capsys, *command, *CONDITION, "--guide", "none")
-    after = run_json(capsys, "search", index, "two dogs", *CONDITION)
-    assert after["results"] == before["results"]
+    assert search(*CONDITION)["results"] == before["results"]
     table = pd.DataFrame({"text": ["men in the park", "dogs at the beach"], "label": ["a", "b"]})
     result = index_texts(IndexOptions(out=index, condition=["the place"], guide=table))
     assert result.to_json()["guides"][condition_text]["labels"] == {"a": 1, "b": 1}

@@ -31,12 +31,8 @@ VARIED = ("--vary", "learning_rate=0.0001,0.05", "--rank", "4", "--seeds", "2", 
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, small_rows):
-    path = tmp_path_factory.mktemp("data") / "rows.csv"
-    lines = ["sentence1,sentence2,condition,label"]
-    lines += [",".join(str(value) for value in row) for row in small_rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+def data(tiny_run):
+    return tiny_run.parent / "rows.csv"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +50,8 @@ def complete(tiny_bert, data):
 def swept(complete, tmp_path_factory):
     """A finished sweep over two combinations with two seeds. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("swept") / "run"
-    assert run(complete(folder, *VARIED)) == 0
+    plots = ("--plot", folder.parent / "rates.svg", "--plot-steps", folder.parent / "steps.svg")
+    assert run(complete(folder, *VARIED, *plots)) == 0
     return folder
 
 
@@ -119,15 +116,16 @@ def test_results_are_means_over_seeds_on_dev_best_first(swept):
         rate = row["settings"]["learning_rate"]
         scores = [summaries[rate, seed]["scores"][0]["spearman"] for seed in (0, 1)]
         assert row["spearman"] == pytest.approx(sum(scores) / 2)
-    means = [row["spearman"] for row in report["results"]]
-    assert means == sorted(means, reverse=True)
-    assert means[0] != means[1]
+    first, second = (row["spearman"] for row in report["results"])
+    assert first > second
     assert report["failures"] == []
     assert "torch" in report["versions"]
     assert report["data"]["rows"]["dev"] == 12
+    assert "learning rate" in (swept.parent / "rates.svg").read_text()
+    assert (swept.parent / "steps.svg").is_file()
 
 
-def test_best_encoder_is_run_of_best_seed_of_best_settings(swept, capsys):
+def test_only_best_encoder_is_kept_as_a_run(swept, complete, tmp_path, capsys):
     report, summaries = read_report(swept), read_summaries(swept)
     rate = report["results"][0]["settings"]["learning_rate"]
     best = max((summaries[rate, seed] for seed in (0, 1)), key=lambda s: s["dev_spearman"])
@@ -137,47 +135,21 @@ def test_best_encoder_is_run_of_best_seed_of_best_settings(swept, capsys):
     test_scores = [summaries[rate, seed]["scores"][1]["spearman"] for seed in (0, 1)]
     assert report["test"]["spearman"] == pytest.approx(sum(test_scores) / 2)
     evaluate = ("evaluate", "--run", swept / "best", "--split", "test")
-    (score,) = (
-        row["spearman"]
-        for row in run_json(capsys, *evaluate)["results"]
-        if row["name"] == best["head"]
-    )
-    assert score == best["scores"][1]["spearman"]
-    pair = ("two men play", "two dogs sit", "--condition", "the place")
-    assert run_json(capsys, "similarity", *pair, "--run", swept / "best")["head"] == best["head"]
-
-
-def test_weights_of_other_trainings_are_removed(swept):
+    rows = {row["name"]: row for row in run_json(capsys, *evaluate)["results"]}
+    assert rows[best["head"]]["spearman"] == best["scores"][1]["spearman"]
+    # Other trainings leave only records and logs.
     assert find_weights(swept) == ["best"]
     assert all(path.suffix == ".json" for path in (swept / "trainings").iterdir())
-
-
-def test_every_training_has_a_log_even_if_its_weights_are_removed(swept):
-    digests = sorted(path.stem for path in (swept / "trainings").glob("*.json"))
-    paths = sorted((swept / "logs").glob("*.jsonl"))
-    assert [path.stem for path in paths] == digests
-    rates = [read_log(path)[0]["config"]["settings"]["learning_rate"] for path in paths]
+    logs = {path.stem: read_log(path) for path in (swept / "logs").glob("*.jsonl")}
+    assert logs.keys() == {path.stem for path in (swept / "trainings").iterdir()}
+    rates = [log[0]["config"]["settings"]["learning_rate"] for log in logs.values()]
     assert sorted(rates) == [0.0001, 0.0001, 0.05, 0.05]
-    assert all(read_log(path)[-1]["event"] == "end" for path in paths)
-
-
-def test_training_equals_that_of_train_lora(swept, complete, tmp_path, capsys):
-    best = read_report(swept)["best"]
-    rate = read_report(swept)["results"][0]["settings"]["learning_rate"]
+    assert all(log[-1]["event"] == "end" for log in logs.values())
+    # The training equals that of train-lora.
     _, *common = complete(tmp_path / "alone", "--rank", 4, "--head", "none")
     flags = ("--learning-rate", rate, "--seed", best["seed"])
     alone = run_json(capsys, "train-lora", *common, *flags)
-    assert without_times(alone) == without_times(best)
-
-
-def test_table_and_plots_show_combinations(complete, folder, capsys):
-    plots = ("--plot", folder / "rates.svg", "--plot-steps", folder / "steps.svg")
-    assert run(complete(folder, *VARIED, "--format", "markdown", *plots)) == 0
-    table = capsys.readouterr().out
-    assert "learning_rate=0.05" in table
-    assert "Mean over seeds" in table
-    assert "learning rate" in (folder / "rates.svg").read_text()
-    assert (folder / "steps.svg").is_file()
+    assert without_times(alone) == without_times(report["best"])
 
 
 def test_keep_all_leaves_weights_of_every_training(complete, tmp_path, capsys):
@@ -185,43 +157,41 @@ def test_keep_all_leaves_weights_of_every_training(complete, tmp_path, capsys):
     result = run_json(capsys, *complete(tmp_path, *arguments))
     digests = [path.stem for path in (tmp_path / "trainings").glob("*.json")]
     assert find_weights(tmp_path) == sorted([*digests, "best"])
-    for digest in digests:
-        assert run_json(capsys, "evaluate", "--run", tmp_path / "trainings" / digest)["results"]
     assert result["test"]["settings"] == result["results"][0]["settings"]
 
 
 # -- reuse of finished trainings ---------------------------------------------------------------
 
 
-def test_repeated_sweep_trains_nothing(complete, folder, trainings, capsys):
+def test_repeated_sweep_trains_only_what_is_missing(complete, folder, trainings, capsys):
     weights = folder / "best/adapter_model.safetensors"
     before, written = read_report(folder), weights.stat().st_mtime_ns
     repeated = run_json(capsys, *complete(folder, *VARIED))
     assert trainings == []
     assert repeated["results"] == before["results"]
     assert weights.stat().st_mtime_ns == written
-
-
-def test_smaller_sweep_trains_its_best_again_without_weights(complete, folder, trainings, capsys):
-    other = read_report(folder)["results"][1]
+    # A damaged record is replaced; the best training is repeated if its record is new.
+    damaged = min((folder / "trainings").glob("*.json"))
+    scores = json.loads(damaged.read_text())["scores"]
+    damaged.write_text('{"scores": {}}')
+    assert run(complete(folder, *VARIED, "--format", "markdown")) == 0
+    captured = capsys.readouterr()
+    assert "The training is repeated." in captured.err
+    assert "learning_rate=0.05" in captured.out
+    assert "Mean over seeds" in captured.out
+    assert len(trainings) in (1, 2)
+    assert json.loads(damaged.read_text())["scores"] == scores
+    # A smaller sweep has another best training, whose weights were removed.
+    trainings.clear()
+    other = before["results"][1]
     rate = other["settings"]["learning_rate"]
-    arguments = ("--vary", f"learning_rate={rate}", *VARIED[2:])
-    result = run_json(capsys, *complete(folder, *arguments))
+    result = run_json(capsys, *complete(folder, "--vary", f"learning_rate={rate}", *VARIED[2:]))
     assert trainings == [(rate, result["best"]["seed"])]
     assert result["results"] == [other]
     assert find_weights(folder) == ["best"]
 
 
-def test_damaged_record_is_trained_again(complete, folder, trainings, capsys):
-    damaged = min((folder / "trainings").glob("*.json"))
-    scores = json.loads(damaged.read_text())["scores"]
-    damaged.write_text('{"scores": {}}')
-    assert run(complete(folder, *VARIED)) == 0
-    assert "The training is repeated." in capsys.readouterr().err
-    assert len(trainings) in (1, 2)  # the best one is trained again if its record is new
-    assert json.loads(damaged.read_text())["scores"] == scores
-
-
+@pytest.mark.slow
 def test_killed_sweep_resumes_from_last_checkpoint(complete, tmp_path, capsys):
     varied = ("--vary", "rank=1,2", "--seeds", "1", "--head", "none", "--batch-size", "10")
     arguments = (*varied, "--checkpoint-steps", "2")
@@ -237,6 +207,7 @@ def test_killed_sweep_resumes_from_last_checkpoint(complete, tmp_path, capsys):
     assert read_report(tmp_path / "killed")["results"] == whole["results"]
 
 
+@pytest.mark.slow
 def test_two_workers_equal_one(complete, swept, tmp_path, capsys):
     result = run_json(capsys, *complete(tmp_path, *VARIED, "--workers", "2"))
     report = read_report(swept)
@@ -269,7 +240,6 @@ def test_settings_with_failed_training_are_reported_and_last(
     assert result["failures"] == [failure]
     assert [row["seeds"] for row in result["results"]] == [[0, 1], [0]]
     assert result["results"][1]["settings"] == {"learning_rate": best_rate}
-    # Only the failed training is repeated.
     repeated = run_json(capsys, *complete(tmp_path, *VARIED))
     assert repeated["failures"] == []
     assert repeated["results"] == read_report(swept)["results"]
@@ -309,8 +279,8 @@ def test_main_metric_of_task_decides(tiny_bert, tmp_path, task, write, head, met
     values = [row.main.value for row in result.results]
     assert values == sorted(values, reverse=metric == "mrr")
     assert result.results[0].primary.name == result.test.primary.name == metric
-    assert result.best.record["scores"][0][metric] == values[0]
-    assert result.best.record["scores"][1][metric] == result.test.main.value
+    dev, test = (score[metric] for score in result.best.record["scores"])
+    assert (dev, test) == (values[0], result.test.main.value)
     assert result.to_pandas()[metric].tolist() == values
     config = json.loads((tmp_path / "run/best/training.json").read_text())["made_of"]
     assert config["head"]["learning_rate"] == config["settings"]["learning_rate"]
@@ -325,7 +295,9 @@ def plan(tiny_bert, data, tmp_path):
 
     def plan_sweep(**options):
         common = {"model": str(tiny_bert), "data": data, "run": tmp_path, "pooling": "mean"}
-        planned = plan_trainings(SweepLoraOptions(**common, **options), tmp_path)
+        planned = plan_trainings(
+            SweepLoraOptions(**{"head": "none", **common, **options}), tmp_path
+        )
         return [(group[0].settings, [training.job for training in group]) for group in planned]
 
     return plan_sweep
@@ -350,14 +322,12 @@ def test_options_and_head_settings_are_varied_together(plan):
         assert (head["rank"], head["learning_rate"], head["temperature"]) == (4, 2e-5, 1.9)
 
 
-def test_default_learning_rate_follows_varied_rank(plan):
-    planned = plan(head="none", vary={"rank": ["full", 8]}, seeds=1)
+def test_values_are_parsed_as_the_options_are(plan):
+    # The default learning rate follows the rank.
+    planned = plan(vary={"rank": ["full", 8]}, seeds=1)
     assert [jobs[0].settings.learning_rate for _, jobs in planned] == [5e-5, 1e-3]
-
-
-def test_sequences_and_switches_can_be_varied(plan):
     vary = {"target": "attention,query+value", "encoder_dropout": "true,false"}
-    planned = plan(head="none", vary=vary, seeds=1)
+    planned = plan(vary=vary, seeds=1)
     assert [tuple(settings.values()) for settings, _ in planned] == [
         ("attention", True),
         ("attention", False),
@@ -365,80 +335,67 @@ def test_sequences_and_switches_can_be_varied(plan):
         ("query+value", False),
     ]
     assert planned[-1][1][0].settings.target == ("query", "value")
-
-
-def test_equal_values_are_planned_once(plan):
-    assert len(plan(head="none", vary={"learning_rate": "1e-3,0.001,1e-3"}, seeds=2)) == 1
+    assert len(plan(vary={"learning_rate": "1e-3,0.001,1e-3"}, seeds=2)) == 1
+    ((_, jobs),) = plan(seeds=2, ensemble=3, normalize=True)
+    assert [job.seed for job in jobs] == [0, 3]  # seeds of ensembles do not overlap
 
 
 def test_sampled_combinations_are_part_of_larger_sample(plan):
     vary = {"learning_rate": "1e-3,2e-3,3e-3,4e-3", "rank": "1,2,3,4"}
-    samples = [
-        [settings for settings, _ in plan(head="none", vary=vary, seeds=1, trials=n)]
-        for n in (3, 6, 99)
-    ]
-    assert [len(sample) for sample in samples] == [3, 6, 16]
-    assert all(settings in samples[1] for settings in samples[0])
-    other = [s for s, _ in plan(head="none", vary=vary, seeds=1, trials=3, seed=1)]
-    assert other != samples[0]
 
+    def sample(trials, seed=0):
+        return [settings for settings, _ in plan(vary=vary, seeds=1, trials=trials, seed=seed)]
 
-def test_seeds_of_ensembles_do_not_overlap(plan):
-    ((_, jobs),) = plan(head="none", seeds=2, ensemble=3, normalize=True)
-    assert [job.seed for job in jobs] == [0, 3]
+    few, more, every = sample(3), sample(6), sample(99)
+    assert (len(few), len(more), len(every)) == (3, 6, 16)
+    assert all(settings in more for settings in few)
+    assert sample(3, seed=1) != few
 
 
 # -- invalid sweeps ----------------------------------------------------------------------------
 
+INVALID = [
+    ("--vary rank=4 --seeds 1", "there is nothing to vary"),
+    ("--vary lerning_rate=1,2", "Did you mean 'learning_rate'"),
+    ("--vary head.temperatur=1,2", "Did you mean 'head.temperature'"),
+    ("--vary seed=1,2", "--vary names 'seed', which is no setting"),
+    ("--vary learning_rate=1e-3,fast", "learning_rate is 'fast'; expected a number."),
+    ("--vary learning_rate=1e-3,1000", "it must be at most 100"),
+    ("--vary rank=2,two", "--rank is 'two'; expected a whole number"),
+    ("--vary encoder_dropout=no", "encoder_dropout is 'no'; expected true or false."),
+    ("--vary temperature=1.5,-1", "--vary temperature=-1: 'temperature' is -1.0"),
+    ("--vary epochs=1,2", "epochs is both varied and set. Give it once."),
+    ("--vary mse=1,2 --set mse=1", "mse is both varied and set. Give it once."),
+    ("--vary rank=1,2 alpha+rank=1,2", "--vary repeats rank"),
+    ("--vary prompt=routed,rooted", "Did you mean 'routed'"),
+    ("--vary rank=1,2 --then dev", "Leave out --then"),
+    ("--vary rank=1,2 --plot x.jpg", "name a .png or .svg or .pdf file"),
+]
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--seeds", "1"], "there is nothing to vary"),
-        (["--vary", "rank=4", "--seeds", "1"], "there is nothing to vary"),
-        (["--vary", "lerning_rate=1,2"], "Did you mean 'learning_rate'"),
-        (["--vary", "head.temperatur=1,2"], "Did you mean 'head.temperature'"),
-        (["--vary", "seed=1,2"], "--vary names 'seed', which is no setting"),
-        (["--vary", "then_share=0.1,0.2"], "--vary names 'then_share'"),
-        (["--vary", "learning_rate=1e-3,fast"], "learning_rate is 'fast'; expected a number."),
-        (["--vary", "learning_rate=1e-3,1000"], "it must be at most 100"),
-        (["--vary", "rank=2,two"], "--rank is 'two'; expected a whole number"),
-        (["--vary", "encoder_dropout=no"], "encoder_dropout is 'no'; expected true or false."),
-        (["--vary", "temperature=1.5,-1"], "--vary temperature=-1: 'temperature' is -1.0"),
-        (["--vary", "epochs=1,2"], "epochs is both varied and set. Give it once."),
-        (["--vary", "mse=1,2", "--set", "mse=1"], "mse is both varied and set. Give it once."),
-        (["--vary", "rank=1,2", "alpha+rank=1,2"], "--vary repeats rank"),
-        (["--vary", "prompt=routed,rooted"], "Did you mean 'routed'"),
-        (["--vary", "rank=1,2", "--then", "dev"], "Leave out --then"),
-        (["--vary", "rank=1,2", "--plot", "x.jpg"], "name a .png or .svg or .pdf file"),
-    ],
-)
+
 def test_invalid_sweep_is_rejected_before_first_training(
-    complete, tmp_path, monkeypatch, trainings, capsys, arguments, expected
+    complete, tmp_path, monkeypatch, trainings, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    command = complete("run", "--head", "none", *arguments)
-    assert expected in run_rejected(capsys, *command)
+    for arguments, expected in INVALID:
+        command = complete("run", "--head", "none", *arguments.split())
+        assert expected in run_rejected(capsys, *command), arguments
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = complete("run", "--head", "none", "--vary", "rank=1,2")
+    assert "cannot be launched with accelerate or torchrun" in run_rejected(capsys, *command)
     assert trainings == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_without_dev_is_rejected(complete, write_rows, small_rows, tmp_path, capsys):
+def test_unusable_data_and_runs_are_rejected(
+    complete, swept, tiny_run, write_rows, small_rows, tmp_path, capsys
+):
+    varied = ("--head", "none", "--vary", "rank=1,2")
     for name in ("train", "dev"):
         rows = [(*row[:3], -1 if name == "dev" else row[3]) for row in small_rows]
         write_rows(rows, f"splits/{name}.csv")
-    options = ("--head", "none", "--vary", "rank=1,2", "--data", tmp_path / "splits")
-    line = run_rejected(capsys, *complete(tmp_path / "run", *options))
-    assert "no dev split with rated rows" in line
-
-
-def test_run_of_something_else_is_rejected(complete, swept, tiny_run, capsys):
+    command = complete(tmp_path / "run", *varied, "--data", tmp_path / "splits")
+    assert "no dev split with rated rows" in run_rejected(capsys, *command)
     for folder in (tiny_run, swept / "best"):
-        line = run_rejected(capsys, *complete(folder, "--head", "none", "--vary", "rank=1,2"))
+        line = run_rejected(capsys, *complete(folder, *varied))
         assert line == f"{folder} already holds a run. Name another --run."
-
-
-def test_launched_sweep_is_rejected(complete, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    command = complete(tmp_path / "run", "--head", "none", "--vary", "rank=1,2")
-    assert "cannot be launched with accelerate or torchrun" in run_rejected(capsys, *command)
