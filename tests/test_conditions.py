@@ -1,4 +1,4 @@
-"""Conditions with example values: their text, copies, flags, and pairing with values."""
+"""The strings of users: texts, and conditions with example values."""
 
 import copy
 import json
@@ -23,6 +23,7 @@ from llmcond.data.datasets import read_rows
 from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
 from llmcond.runs.similarity import as_conditions, pair_with_conditions
+from llmcond.text import cell_text, check_string, condition_cell, condition_key, shorten
 
 CUISINE = Condition("the cuisine", values=["Italian", "Thai", "Indian"])
 CUISINE_TEXT = "the cuisine, such as Italian, Thai, Indian"
@@ -40,107 +41,70 @@ def test_condition_is_the_string_that_encoder_reads():
     assert llmcond.Condition is Condition
 
 
-def test_copies_have_text_and_values():
+def test_copies_have_text_and_values_and_are_immutable():
     pickles = [pickle.dumps(CUISINE, protocol) for protocol in range(2, 6)]
-    copies = [copy.copy(CUISINE), copy.deepcopy(CUISINE), *map(pickle.loads, pickles)]
-    for condition in copies:
-        assert (condition, condition.text, condition.values) == (
-            CUISINE_TEXT,
-            CUISINE.text,
-            CUISINE.values,
-        )
+    for condition in (copy.copy(CUISINE), copy.deepcopy(CUISINE), *map(pickle.loads, pickles)):
         assert type(condition) is Condition
+        assert (condition, condition.text) == (CUISINE_TEXT, CUISINE.text)
+        assert condition.values == CUISINE.values
+    for name in ("values", "other"):
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            setattr(CUISINE, name, ("Greek",))
 
 
-def test_condition_is_immutable():
-    with pytest.raises(AttributeError, match="cannot be changed"):
-        CUISINE.values = ("Greek",)
-    with pytest.raises(AttributeError, match="cannot be changed"):
-        CUISINE.other = 1
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
+def test_values_can_be_list_or_csv_text():
+    for text, values in (
         (pa.array(["Italian", "Thai"]), ("Italian", "Thai")),
-        ("Italian, Thai ,Indian", ("Italian", "Thai", "Indian")),
         (' Rome, "Paris, Texas" , Rome,, ', ("Rome", "Paris, Texas")),
         ('"say ""yes""",no', ('say "yes"', "no")),
-        ("a\nb", ("a", "b")),
-        ("Italian", ("Italian",)),
         (["Paris, Texas", " Rome ", ""], ("Paris, Texas", "Rome")),
         ((str(i) for i in range(64)), tuple(str(i) for i in range(64))),
-        ("", ()),
+        (["Café", "cafe\u0301 ", "CAFÉ", "bar"], ("Café", "bar")),
         (" , ", ()),
-    ],
-)
-def test_values_can_be_list_or_csv_text(text, values):
-    condition = Condition("the place", text)
-    assert condition.values == values
-    assert Condition("the place", condition.values) == condition
-    assert "such as" not in condition or values
+    ):
+        condition = Condition("the place", text)
+        assert condition.values == values
+        assert Condition("the place", condition.values) == condition
+        assert "such as" not in condition or values
 
 
-def test_condition_flags_reproduce_condition():
-    condition = Condition("the place", ["Paris, Texas", "Rome", 'the "Ritz"'])
-    _, text, flag, values = shlex.split(condition_flags(condition))
-    assert (flag, Condition(text, values)) == ("--values", condition)
-    assert condition_flags("the place") == "--condition 'the place'"
-    assert condition_flags(Condition("the place")) == "--condition 'the place' --values ''"
-
-
-@pytest.mark.parametrize(
-    ("text", "values", "message"),
-    [
-        (
-            "the place",
-            [str(i) for i in range(65)],
-            "one condition has 65 example values; give at most 64",
-        ),
+def test_invalid_condition_error_says_what_is_wrong():
+    for text, values, message in (
+        ("a", [*map(str, range(65))], "one condition has 65 example values; give at most 64"),
         ("the place", ["Rome", 7], "the example value 7 is not a string"),
-        ("the place", 7, "the example values are 7; expected a list"),
         ("the place", None, "the example values are None; expected a list"),
-        ("the place", {"Rome": 1}, "the example values are {'Rome': 1}; expected a list"),
-        ("the place", ["\ud800"], "the example value is .* half of a surrogate pair"),
-        ("\0", ["Rome"], "the condition is .* NUL"),
         ("the place", 'Rome, "Paris', "cannot be read: .* put double quotes"),
-        ("the place", 'Rome, "Paris"Texas', "cannot be read: .* put double quotes"),
+        ("\0", ["Rome"], "the condition is .* NUL"),
         (" ", "Rome", "the values Rome belong to an empty condition"),
         (CUISINE, "Greek", "is the Condition .* expected its text and all values"),
         (7, "Rome", "the condition is the int 7; expected a string"),
-    ],
-)
-def test_invalid_condition_error_says_what_is_wrong(text, values, message):
-    with pytest.raises(UserError, match=message):
-        Condition(text, values)
+    ):
+        with pytest.raises(UserError, match=message):
+            Condition(text, values)
 
 
 def test_values_are_combined_with_conditions_in_order():
     assert combine_values(["a", "b"], []) == ["a", "b"]
-    first, second = combine_values(["a", "b"], ["", "x, y"])
-    assert (first, second) == ("a", "b, such as x, y")
+    assert combine_values(["a", "b"], ["", "x, y"]) == ["a", "b, such as x, y"]
     assert combine_values(["a"], ["x", "y"]) == ["a, such as x, y"]
     for values in (["x"], ["x", "y", "z"]):
         with pytest.raises(UserError, match=f"{len(values)} --values and 2 --condition. Give"):
             combine_values(["a", "b"], values)
-    with pytest.raises(UserError, match="1 --values and 0 --condition"):
-        combine_values([], ["x"])
 
 
 #: Spellings of one condition that the encoder reads as one text, and another one in capitals.
-FORMS = ["the café", "the cafe\u0301", " the café", "the  café ", "the\u00a0café", "the\ncafé\t"]
+FORMS = ["the cafe\u0301", " the café", "the  café ", "the\u00a0café", "\u2028the\ncafé\t"]
 CAPITALS = "The CAFÉ"
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_entrance_gives_a_condition_its_normal_form(form):
-    assert Condition(form) == as_condition(form) == "the café"
+    assert Condition(form) == as_condition(form) == condition_cell(form) == "the café"
     assert Condition(form).text == "the café"
     assert Condition("the café", [form]).values == ("the café",)
     assert combine_values([form], []) == add_values([form], None) == ["the café"]
     assert combine_values([form], ["x"]) == add_values([form], "x") == ["the café, such as x"]
     assert pair_with_conditions(["a ", "b"], form) == [("a ", "the café"), ("b", "the café")]
-    assert pair_with_conditions(["a"], [form]) == [("a", "the café")]
     assert as_conditions([form]) == as_conditions(form) == ["the café"]
     data = [{"sentence1": " a  b", "sentence2": "c", "condition": form, "label": 1}]
     assert read_rows(data)[0].texts["condition"] == ["the café"]
@@ -151,48 +115,58 @@ def test_every_entrance_gives_a_condition_its_normal_form(form):
         assert (labelled.condition, labelled.texts) == ("the café", ["a ", "b"])
 
 
-def test_values_that_differ_in_case_or_form_are_one_value():
-    assert Condition("c", ["Café", "cafe\u0301 ", "CAFÉ", "bar"]).values == ("Café", "bar")
-
-
-@pytest.mark.parametrize("form", [*FORMS, CAPITALS])
-def test_repeated_conditions_of_a_command_count_once(form, caplog):
+def test_repeated_conditions_of_a_command_count_once(caplog):
     caplog.set_level("INFO")
-    assert combine_values(["the café", "the place", form], []) == ["the café", "the place"]
-    assert caplog.messages == [
-        "--condition 'the café' is given more than once and counts once; case and spacing make no "
-        "difference"
-    ]
-    assert len(combine_values(["the café", form], ["x", "y"])) == 2
+    for form in (FORMS[0], CAPITALS):
+        assert combine_values(["the café", "the place", form], []) == ["the café", "the place"]
+        assert len(combine_values(["the café", form], ["x", "y"])) == 2
+    message = "--condition 'the café' is given more than once and counts once; case and spacing"
+    assert [text.startswith(message) for text in caplog.messages] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("condition", "message"),
-    [
-        ("", "the condition is empty. Give a text, such as 'the topic'."),
-        (" \u00a0\n", "the condition is empty"),
-        (None, "the condition is empty"),
-        (["the place"], "the condition is ['the place'], not a text"),
-        (7, "the condition is 7, not a text"),
-        ("a\0", "the condition contains a NUL character"),
-        ("\ud800", "the condition contains half of a surrogate pair"),
+def test_invalid_conditions_are_refused_in_one_line():
+    for condition, message in (
+        (" \u00a0\n", r"the condition is empty\. Give a text, such as 'the topic'\."),
         (Condition(""), "the condition is empty"),
-    ],
-)
-def test_invalid_conditions_are_refused_in_one_line(condition, message):
-    with pytest.raises(UserError) as error:
-        as_condition(condition)
-    assert message in str(error.value)
-    with pytest.raises(UserError):
-        combine_values([condition], [])
+        (["the place"], r"the condition is \['the place'\], not a text"),
+        ("\ud800", "the condition contains half of a surrogate pair"),
+    ):
+        with pytest.raises(UserError, match=message):
+            as_condition(condition)
+        with pytest.raises(UserError):
+            combine_values([condition], [])
 
 
-def test_tables_and_json_separate_text_and_values():
+def test_flags_tables_and_json_separate_text_and_values():
+    condition = Condition("the place", ["Paris, Texas", "Rome", 'the "Ritz"'])
+    _, text, flag, values = shlex.split(condition_flags(condition))
+    assert (flag, Condition(text, values)) == ("--values", condition)
+    assert condition_flags("the place") == "--condition 'the place'"
     assert condition_text(CUISINE) == "the cuisine"
     assert condition_text("the place") == "the place"
-    assert condition_json(CUISINE) == {
-        "condition": "the cuisine",
-        "values": ["Italian", "Thai", "Indian"],
-    }
+    cuisine = {"condition": "the cuisine", "values": ["Italian", "Thai", "Indian"]}
+    assert condition_json(CUISINE) == cuisine
     assert condition_json("the place") == condition_json(Condition("the place"))
     assert condition_json(None) == {"condition": None}
+
+
+# -- texts -------------------------------------------------------------------------------------
+
+
+def test_only_invalid_characters_are_refused_and_keys_ignore_invisible_ones():
+    for text in ("a\ud800", "\udfffb", "a\0b"):
+        with pytest.raises(UserError, match=r"^--where is '.*, which contains .*\. Correct it\.$"):
+            check_string(text, "--where")
+        with pytest.raises(ValueError, match=r"^contains"):
+            cell_text(text)
+    for text in ("the café", "\U0001f600", "a\u2028b", "x\ty\r\n"):
+        assert check_string(text, "--where") == cell_text(text) == text
+    for text in ("THE CAFÉ", "The Cafe\u0301", "the\u200b café", "ｔｈｅ café", "the ca\u00adfé"):
+        assert condition_key(text) == condition_key("the café") != condition_key("the cafe")
+
+
+def test_shortened_text_keeps_letters_whole():
+    assert shorten("two  words\n here", 80) == "two words here"
+    assert shorten("a" * 300_000, 5) == "aaaaa…"
+    assert shorten("किताब", 3) == "कि…"
+    assert shorten("👩\u200d👧 x", 2) == "👩…"

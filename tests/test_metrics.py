@@ -1,13 +1,9 @@
-"""Metrics: equal to scipy and to tables of known values, and NaN exactly if undefined."""
+"""Metrics: known values, NaN exactly if undefined, and metrics of users."""
 
 from math import isnan, nan
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
-from scipy.stats import pearsonr, spearmanr
 
 from llmcond import metrics
 from llmcond.errors import UserError
@@ -20,21 +16,6 @@ from llmcond.metrics import (
     pearson,
     spearman,
 )
-
-# Few distinct values, so that most examples have ties.
-PAIRED = st.integers(3, 40).flatmap(
-    lambda n: arrays(np.float64, (2, n), elements=st.integers(-5, 5).map(float))
-)
-
-
-@given(PAIRED)
-@pytest.mark.filterwarnings("ignore::scipy.stats.ConstantInputWarning")
-def test_correlations_equal_those_of_scipy(values):
-    first, second = values
-    for ours, theirs in ((spearman, spearmanr), (pearson, pearsonr)):
-        expected = theirs(first, second).statistic
-        assert ours(first, second) == pytest.approx(expected, abs=1e-9, nan_ok=True)
-
 
 # Each line is a sentence pair: (similarity, rating) under each condition, and its accuracy.
 ACCURACY_CASES = [
@@ -50,14 +31,11 @@ ACCURACY_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("conditions", "expected"), ACCURACY_CASES)
-def test_accuracy_of_single_pair(conditions, expected):
-    similarity, rating = np.array(conditions, dtype=np.float64).T
-    actual = accuracy(similarity, rating, np.full(len(rating), 7))
-    assert actual == pytest.approx(expected, nan_ok=True)
-
-
-def test_accuracy_counts_comparisons_in_any_row_order():
+def test_accuracy_of_pairs():
+    for conditions, expected in ACCURACY_CASES:
+        similarity, rating = np.array(conditions, dtype=np.float64).T
+        actual = accuracy(similarity, rating, np.full(len(rating), 7))
+        assert actual == pytest.approx(expected, nan_ok=True), conditions
     table = [(s, r, i) for i, (conditions, _) in enumerate(ACCURACY_CASES) for s, r in conditions]
     np.random.default_rng(0).shuffle(table)
     similarity, rating, pair = np.array(table).T
@@ -65,14 +43,14 @@ def test_accuracy_counts_comparisons_in_any_row_order():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("n", [0, 1, 2, 60])
-def test_constants_and_single_rows_have_no_correlation(n):
-    # The mean of 0.1 repeated is not 0.1 to the last digit.
-    constant, rating = np.full(n, 0.1), np.arange(n, dtype=np.float64)
-    for correlation in (spearman, pearson):
-        assert isnan(correlation(constant, rating))
-        assert isnan(correlation(rating, constant))
-    assert isnan(accuracy(constant, rating, np.arange(n)))
+def test_constants_and_single_rows_have_no_correlation():
+    for n in (0, 1, 2, 60):
+        # The mean of 0.1 repeated is not 0.1 to the last digit.
+        constant, rating = np.full(n, 0.1), np.arange(n, dtype=np.float64)
+        for correlation in (spearman, pearson):
+            assert isnan(correlation(constant, rating))
+            assert isnan(correlation(rating, constant))
+        assert isnan(accuracy(constant, rating, np.arange(n)))
 
 
 def test_metric_formats_values():
@@ -127,21 +105,14 @@ def test_user_metrics_are_added_to_default_metrics():
 
 
 @pytest.mark.usefixtures("metrics_file")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_invalid_and_failing_metrics_are_rejected():
+    for name, message in (
         ("spaerman", "Did you mean 'spearman'"),
         ("my_metrics.py:kendal", "Did you mean 'kendall'"),
         ("my_metrics.py:spearman", "has the name of the bundled metric spearman"),
         ("my_metrics.py:number", "is not a metric; expected a function"),
-    ],
-)
-def test_unknown_and_invalid_metrics_are_rejected(name, message):
-    with pytest.raises(UserError, match=message):
-        choose_metrics(NAMES, [name])
-
-
-@pytest.mark.usefixtures("metrics_file")
-def test_failing_metric_is_reported_in_one_line():
+    ):
+        with pytest.raises(UserError, match=message):
+            choose_metrics(NAMES, [name])
     with pytest.raises(UserError, match="the metric fails failed: division by zero"):
         choose_metrics(NAMES, ["my_metrics.py:fails"])[-1](np.ones(2), np.ones(2), np.arange(2))

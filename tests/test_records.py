@@ -36,35 +36,30 @@ def test_valid_record_is_read_without_unknown_keys(tmp_path):
     assert read_record(path, _Outer) == _Outer(_Inner(["a"], 1), {"x": 1})
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_invalid_record_error_names_the_key(tmp_path):
+    path = tmp_path / "record.json"
+    for changes, expected in (
         ({"inner": None}, "'inner' is None: it should be an object"),
         ({"inner": {"names": ["a"]}}, "the key 'inner.share' is missing"),
-        ({"inner": {"names": "a", "share": 0.5}}, "'inner.names' is 'a'"),
-        ({"inner": {"names": [1], "share": 0.5}}, "'inner.names.0' is 1"),
+        ({"inner": {"names": [], "share": float("nan")}}, "'inner.share' is nan"),
         ({"counts": {"x": True}}, "'counts.x' is True: it should be a valid integer"),
         ({"counts": {"x": "1" * 999}}, "1111…"),
-    ],
-)
-def test_invalid_record_error_names_the_key(tmp_path, changes, expected):
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps({**VALID_RECORD, **changes}))
-    with pytest.raises(LlmcondError) as error:
-        read_record(path, _Outer, "Do it again.")
-    assert not isinstance(error.value, UserError)
-    message = str(error.value)
-    assert message.startswith(f"{path} was damaged: ")
-    assert message.endswith(". Do it again.")
-    assert expected in message
-    assert len(message) < len(str(path)) + 200
-
-
-def test_numbers_must_be_finite(tmp_path):
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps({**VALID_RECORD, "inner": {"names": [], "share": float("nan")}}))
-    with pytest.raises(LlmcondError, match=r"'inner\.share' is nan"):
-        read_record(path, _Outer)
+    ):
+        path.write_text(json.dumps({**VALID_RECORD, **changes}))
+        with pytest.raises(LlmcondError) as error:
+            read_record(path, _Outer, "Do it again.")
+        message = str(error.value)
+        assert not isinstance(error.value, UserError)
+        assert message.startswith(f"{path} was damaged: ")
+        assert message.endswith(". Do it again.")
+        assert expected in message
+        assert len(message) < len(str(path)) + 200
+    path.write_text(json.dumps({"format": 3, **VALID_RECORD}))
+    with pytest.raises(UserError, match=r"a newer version .*format 3.* Upgrade llmcond"):
+        read_record(path, _Outer, version=2)
+    with pytest.raises(UserError, match=r"an earlier version .*format 3.* Create it again"):
+        read_record(path, _Outer, version=4)
+    assert read_record(path, _Outer, version=3) == check_record(VALID_RECORD, _Outer, "x")
 
 
 @dataclass(frozen=True)
@@ -89,28 +84,7 @@ def test_values_become_json_and_are_read_again(tmp_path):
     }
     assert as_json(values) == fields_as_json(values) == expected
     assert as_json([values, None, True, np.arange(2)]) == [expected, None, True, [0, 1]]
-    assert [type(value) for value in as_json({"x": (np.int64(2), np.float32(1))})["x"]] == [
-        int,
-        float,
-    ]
+    assert [type(value) for value in as_json((np.int64(2), np.float32(1)))] == [int, float]
     record = _Outer(_Inner(("a",), 0.5), {"x": 1})
     write_record(tmp_path / "record.json", record)
     assert read_record(tmp_path / "record.json", _Outer) == _Outer(_Inner(["a"], 0.5), {"x": 1})
-
-
-def test_object_converts_itself():
-    class Named:
-        def to_json(self):
-            return "itself"
-
-    assert as_json({"x": [Named()]}) == {"x": ["itself"]}
-
-
-def test_only_this_format_is_read(tmp_path):
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps({"format": 3, **VALID_RECORD}))
-    with pytest.raises(UserError, match=r"a newer version .*format 3.* Upgrade llmcond"):
-        read_record(path, _Outer, version=2)
-    with pytest.raises(UserError, match=r"an earlier version .*format 3.* Create it again"):
-        read_record(path, _Outer, version=4)
-    assert read_record(path, _Outer, version=3) == check_record(VALID_RECORD, _Outer, "x")

@@ -20,29 +20,19 @@ VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"
     ("answer", "rating"),
     [
         ('{"rating": "4"}', 0.75),
-        ('{"rating": 4}', 0.75),
         ('{"answer1": "two {men}", "answer2": "none", "rating": "1"}', 0),
         ('```json\n{"rating": "5"}\n```', 1),
-        ('{"rating": "2"} No, I was wrong: {"rating": "3"}', 0.5),
         ('<think>{"rating": "1"}? Rather more.</think>{"rating": "5"}', 1),
-        ('<think>{"rating": "1"}</think><thinking>3</thinking>{"rating": "5"}', 1),
         ('<thinking></thinking><think>{"rating": "1"}</think>Rating: 5', 1),
         ('{"rating": "ill-defined"}', math.nan),
         ('{"rating": -1}', math.nan),
         ("Rating: 4", 0.75),
         ("**Rating**: 4/5", 0.75),
-        ("The similarity is 2.", 0.25),
-        ("3", 0.5),
-        ("**3.5**", 0.625),
         ("Ill-defined.", math.nan),
-        ("Rating (1-5): none", None),
         ('{"rating": "6"}', None),
-        ('{"rating": null}', None),
         ('{"rating": true}', None),
-        ('{"score": "4"}', 0.75),
         ("I rate 2 of these 4 sentences", None),
         ("{" * 30_000, None),
-        ("", None),
     ],
 )
 def test_rating_is_parsed(answer, rating):
@@ -59,8 +49,6 @@ def test_rating_is_parsed(answer, rating):
         ),
         ('{"partner": 0, "alike": "", "different": ""}', []),
         ('{"partner": 4, "alike": "a", "different": "b"}', None),
-        ('{"partner": "x", "alike": "a", "different": "b"}', None),
-        ('{"partner": 1, "alike": "", "different": "b"}', None),
         ('{"partner": 1, "alike": 3, "different": "b"}', None),
         (
             '{"partner": 1, "alike": "cafe\u0301\u00a0", "different": "b"}',
@@ -75,43 +63,33 @@ def test_proposal_is_parsed(answer, proposal):
     assert parse_proposal(answer, "x", ["p", "q", "r"]) == proposal
 
 
-def test_texts_are_inserted_verbatim():
-    template = load_template("answer-then-compare", "rate")
-    system, user = template.messages(VALUES)
+def test_bundled_templates_are_distinct_and_insert_texts_verbatim():
+    templates = bundled_templates()
+    assert {template.name for template in templates} >= {"rate", "answer-then-compare", "propose"}
+    assert len({template.digest for template in templates}) == len(templates)
+    for template in templates:
+        assert template.description
+        assert template.source
+        assert load_template(template.name, template.kind) == template
+    system, user = load_template("answer-then-compare", "rate").messages(VALUES)
     assert (system["role"], user["role"]) == ("system", "user")
     assert "Sentence 1: one {x}\n" in user["content"]
     assert "Condition: {sentence1}\n" in user["content"]
     assert '"answer1": ...' in user["content"]
 
 
-def test_bundled_templates_differ_and_name_their_source():
-    templates = bundled_templates()
-    assert {template.name for template in templates} >= {"rate", "answer-then-compare", "propose"}
-    assert len({template.digest for template in templates}) == len(templates)
-    assert all(template.description and template.source for template in templates)
-    assert all(load_template(template.name, template.kind) == template for template in templates)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("{condition}", "it"), "question lacks the placeholder {condition}"),
-        (("{condition}", "{aspect}"), "unknown placeholder {aspect}"),
-        (("{condition}", "{condition!r}"), "write {condition}"),
-        (("{condition}", "{condition} {"), "for literal braces"),
-        (('kind = "rate"', 'kind = "rank"'), "'kind' is 'rank'"),
-        (('kind = "rate"', 'kind = "rate"\nfirst = ["rating"]'), "first has 'rating'"),
-        (
-            ('kind = "rate"', 'kind = "rate"\nname = "x"'),
-            "the name of a prompt is that of its file",
-        ),
-        (('kind = "rate"', 'kind = "rate"\nbefore = []'), "unknown key 'before'"),
-    ],
-)
-def test_invalid_template_is_reported_with_its_file(tmp_path, change, message):
+def test_invalid_template_is_reported_with_its_file(tmp_path):
     path = tmp_path / "mine.toml"
     text = (bundled_folder("prompts", "annotate") / "rate.toml").read_text()
-    path.write_text(text.replace(*change))
-    with pytest.raises(UserError, match=r"mine\.toml") as error:
-        load_template(str(path), "rate")
-    assert message in str(error.value)
+    for old, new, message in (
+        ("{condition}", "it", "question lacks the placeholder {condition}"),
+        ("{condition}", "{aspect}", "unknown placeholder {aspect}"),
+        ("{condition}", "{condition!r}", "write {condition}"),
+        ("{condition}", "{condition} {", "for literal braces"),
+        ('kind = "rate"', 'kind = "rank"', "'kind' is 'rank'"),
+        ('kind = "rate"', 'kind = "rate"\nfirst = ["rating"]', "first has 'rating'"),
+    ):
+        path.write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=r"mine\.toml") as error:
+            load_template(str(path), "rate")
+        assert message in str(error.value)

@@ -1,6 +1,6 @@
-"""Record figures of ranx, PyKEEN, arch and statsmodels, with which llmcond's are compared.
+"""Record figures of PyKEEN, arch and statsmodels, with which llmcond's are compared.
 
-    pip install ranx==0.3.21 pykeen==1.11.1 arch==8.0.0 statsmodels==0.15.0    # another environment
+    pip install pykeen==1.11.1 arch==8.0.0 statsmodels==0.15.0    # another environment
     PYTHONPATH=tests/golden python tests/golden/record_peers.py
 
 ``peers.json`` holds random and adversarial inputs, the figures of the peers, and their versions, so
@@ -22,7 +22,6 @@ PYKEEN = {"mrr": "inverse_harmonic_mean_rank", "mean_rank": "arithmetic_mean_ran
 }
 #: The sides of PyKEEN: predicted tails, predicted heads, and both.
 SIDES = {"tail": "forward", "head": "backward", "both": "both"}
-RANX = {"mrr": "mrr"} | {f"hits@{k}": f"hit_rate@{k}" for k in CUTS}
 #: Bootstrap samples and sentence pairs of the statistics.
 SAMPLES, PAIRS = 60, 15
 
@@ -113,25 +112,6 @@ def pykeen_figures(scores: np.ndarray, answer: np.ndarray, left_out: np.ndarray)
     return {"ranks": ranks, "metrics": metrics}
 
 
-def ranx_figures(
-    scores: np.ndarray, answer: np.ndarray, left_out: np.ndarray
-) -> dict[str, float] | None:
-    """Return ranx's metrics; None if scores are tied, whose order ranx does not define."""
-    from ranx import Qrels, Run, evaluate
-
-    candidates = ~left_out
-    candidates[np.arange(len(answer)), answer] = True
-    run = {
-        f"q{i}": {f"d{j}": float(scores[i, j]) for j in np.flatnonzero(candidates[i])}
-        for i in range(len(answer))
-    }
-    if any(len(set(documents.values())) < len(documents) for documents in run.values()):
-        return None
-    qrels = {f"q{i}": {f"d{column}": 1} for i, column in enumerate(answer)}
-    values = evaluate(Qrels(qrels), Run(run), list(RANX.values()))
-    return {name: float(values[theirs]) for name, theirs in RANX.items()}
-
-
 def arch_figures(rows: dict[str, np.ndarray]) -> dict[str, object]:
     """Return arch's bootstrap over sentence pairs: its samples, the metrics on them, and variances.
 
@@ -194,12 +174,11 @@ def statsmodels_figures() -> dict[str, object]:
 def main() -> None:
     rows = rated_rows()
     record = {
-        "versions": {name: version(name) for name in ("ranx", "pykeen", "arch", "statsmodels")},
+        "versions": {name: version(name) for name in ("pykeen", "arch", "statsmodels")},
         "rankings": {
             name: {
                 **{key: values.tolist() for key, values in case.items()},
                 "pykeen": pykeen_figures(**case),
-                "ranx": ranx_figures(**case),
             }
             for name, case in ranking_cases().items()
         },

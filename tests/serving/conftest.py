@@ -8,8 +8,6 @@ from llmcond.serving.model import ServedModel
 
 @pytest.fixture(scope="session")
 def client(embedder):
-    with serve(ServedModel(embedder), max_client_batch_size=50, payload_limit=20_000) as (
-        client,
-        _,
-    ):
+    settings = {"max_client_batch_size": 50, "payload_limit": 20_000}
+    with serve(ServedModel(embedder), **settings) as (client, _):
         yield client

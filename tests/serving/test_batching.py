@@ -1,12 +1,11 @@
 """The request queue of a model: batching, fairness, cancellation and errors."""
 
 import threading
-import time
 from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from helpers.waiting import PATIENCE
+from helpers.waiting import PATIENCE, wait_until
 
 from llmcond.encoders.spec import Encoded
 from llmcond.serving.batching import Batcher, ClosedError
@@ -107,34 +106,6 @@ def test_failed_request_does_not_fail_others(batcher, model):
     assert batcher.submit(make_rows(3)).result(30).vectors.tolist() == [[3.0]]
 
 
-def test_immediate_follow_up_request_joins_next_batch(batcher, model):
-    occupy(batcher, model)
-    first, second = batcher.submit(make_rows(1)), batcher.submit(make_rows(2))
-    model.go.release()
-    model.started.acquire()
-    third = batcher.submit(make_rows(3))
-    batcher.awaited = 3
-    time.sleep(1)  # after a batch of one second, the batcher waits for at most 200 ms
-    model.go.release()
-    first.result(30), second.result(30)
-    fourth = batcher.submit(make_rows(4))
-    batcher.awaited = 2
-    model.release_all()
-    assert third.result(30).vectors.item() + fourth.result(30).vectors.item() == 7
-    assert model.batches[2:] == [["3", "4"]]
-
-
-def test_wait_between_batches_ends_without_follow_up_requests(batcher, model):
-    occupy(batcher, model)
-    second_batch = batcher.submit(make_rows(1)), batcher.submit(make_rows(2))
-    model.go.release()
-    model.started.acquire()
-    third = batcher.submit(make_rows(3))
-    batcher.awaited = 1_000
-    model.release_all()
-    assert [request.result(30).vectors.item() for request in (*second_batch, third)] == [1, 2, 3]
-
-
 def test_calls_run_in_model_thread_in_order(batcher, model):
     occupy(batcher, model)
     earlier = batcher.submit(make_rows(1))
@@ -151,21 +122,9 @@ def test_close_finishes_accepted_requests_and_rejects_new_ones(batcher, model):
     accepted = [occupy(batcher, model), *(batcher.submit(make_rows(i)) for i in range(1, 30))]
     close_thread = threading.Thread(target=batcher.close)
     close_thread.start()
-    while batcher.alive:
-        pass
+    wait_until(lambda: not batcher.alive)
     with pytest.raises(ClosedError):
         batcher.submit(make_rows(1))
     model.release_all()
     close_thread.join(PATIENCE)
     assert [request.result(0).vectors.item() for request in accepted] == list(range(30))
-
-
-def test_long_texts_count_with_truncated_length(model):
-    batcher = Batcher(model, max_tokens=100, max_row_tokens=40)
-    first = occupy(batcher, model)
-    others = [batcher.submit([("1" * 10, "c" * 10_000)]) for _ in range(3)]
-    model.release_all()
-    for request in (first, *others):
-        request.result(30)
-    batcher.close()
-    assert [len(batch) for batch in model.batches] == [1, 3]

@@ -29,53 +29,40 @@ def matryoshka_run(tiny_run, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def served(matryoshka_run, tmp_path_factory):
-    """A server with ranges, and its embedder."""
-    ranges = tmp_path_factory.mktemp("ranges") / "ranges.npy"
-    np.save(ranges, np.stack([np.full(16, -0.5), np.full(16, 0.5)]))
-    model = load_model(ServedSource(run=matryoshka_run, head="linear", device="cpu", ranges=ranges))
+def test_dimensions_and_precisions_of_requests(matryoshka_run, tmp_path):
+    ranges = np.stack([np.full(16, -0.5), np.full(16, 0.5)])
+    np.save(tmp_path / "ranges.npy", ranges)
+    source = ServedSource(run=matryoshka_run, head="linear", device="cpu")
+    model = load_model(replace(source, ranges=tmp_path / "ranges.npy"))
+    embedder = model.model
     with serve(model) as (client, _):
-        yield client, model.model
 
+        def embed(**fields):
+            response = client.post("/v1/embeddings", {**REQUEST, **fields})
+            assert response.status == 200, response.body
+            return [entry["embedding"] for entry in response.json["data"]]
 
-def embed(client, **fields):
-    response = client.post("/v1/embeddings", {**REQUEST, **fields})
-    assert response.status == 200, response.body
-    return [entry["embedding"] for entry in response.json["data"]]
-
-
-def test_dimensions_truncate_to_sizes_of_training(served):
-    client, embedder = served
-    vectors = np.array(embed(client, dimensions=4))
-    expected = embedder.encode(TEXTS, CONDITION, truncate_dim=4)
-    np.testing.assert_allclose(vectors, expected, atol=1e-6)
-    encoded = embed(client, dimensions=8, encoding_format="base64")
-    decoded = [np.frombuffer(base64.b64decode(text), "<f4") for text in encoded]
-    expected = embedder.encode(TEXTS, CONDITION, truncate_dim=8)
-    np.testing.assert_allclose(decoded, expected, atol=1e-6)
-    error = client.post("/v1/embeddings", {**REQUEST, "dimensions": 5}).error
-    assert error["param"] == "dimensions"
-    assert "the other sizes that it supports are: 8, 4." in error["message"]
-
-
-@pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
-def test_precision_gives_lists_of_integers(served, precision):
-    client, embedder = served
-    codes = embed(client, precision=precision, encoding_format="base64")
-    vectors, ranges = embedder.encode(TEXTS, CONDITION), np.array([[-0.5] * 16, [0.5] * 16])
-    expected = llmcond.quantize_embeddings(vectors, precision, ranges)
-    assert np.abs(np.array(codes) - expected.astype(int)).max() <= 1
-    assert all(isinstance(value, int) for value in codes[0])
-
-
-def test_precision_without_ranges_is_rejected(served, embedder):
-    fields = {"dimensions": 4, "precision": "int8"}
-    error = served[0].post("/v1/embeddings", {**REQUEST, **fields}).error
-    assert error["param"] == "precision"
-    assert "the server has no ranges of 4 dimensions" in error["message"]
-    problem = ServedModel(embedder).find_form_problem(None, "uint8")
-    assert problem[0] == "precision"
+        for dimensions in (4, 8):
+            encoded = embed(dimensions=dimensions, encoding_format="base64")
+            decoded = [np.frombuffer(base64.b64decode(text), "<f4") for text in encoded]
+            expected = embedder.encode(TEXTS, CONDITION, truncate_dim=dimensions)
+            np.testing.assert_allclose(decoded, expected, atol=1e-6)
+        for precision in ("int8", "uint8", "binary", "ubinary"):
+            codes = embed(precision=precision, encoding_format="base64")
+            vectors = embedder.encode(TEXTS, CONDITION)
+            expected = llmcond.quantize_embeddings(vectors, precision, ranges)
+            assert np.abs(np.array(codes) - expected.astype(int)).max() <= 1
+            assert all(isinstance(value, int) for value in codes[0])
+        for fields, param, message in (
+            ({"dimensions": 5}, "dimensions", "the other sizes that it supports are: 8, 4."),
+            (
+                {"dimensions": 4, "precision": "int8"},
+                *("precision", "the server has no ranges of 4 dimensions"),
+            ),
+        ):
+            error = client.post("/v1/embeddings", {**REQUEST, **fields}).error
+            assert error["param"] == param
+            assert message in error["message"]
 
 
 def test_sizes_depend_on_head_and_guides(matryoshka_run, embedder):
@@ -84,22 +71,19 @@ def test_sizes_depend_on_head_and_guides(matryoshka_run, embedder):
     assert "are: 1 to 15." in pca.find_form_problem(17, "float32")[1]
     guided = replace(pca, model=pca.model.guided(["a", "b"], ["x", "y"], "c"))
     assert "its guides map all of them" in guided.find_form_problem(3, "float32")[1]
+    assert ServedModel(embedder).find_form_problem(None, "uint8")[0] == "precision"
     untrained = ServedModel(embedder).find_form_problem(3, "float32")
     assert untrained[0] == "dimensions"
     assert "start the server with --truncate-dim" in untrained[1]
 
 
-def test_server_can_truncate_any_embeddings(tiny_run):
+def test_server_can_truncate_any_embeddings_but_not_those_of_an_index(tiny_run, tmp_path):
     source = ServedSource(run=tiny_run, head="none", device="cpu", truncate_dim=5)
     model = load_model(source)
-    assert model.model.dim == 5
     vectors = model.encode([("a", "b")]).vectors
     assert model.form_embeddings(vectors, None, "float32").shape == (1, 5)
     with pytest.raises(UserError, match="truncate_dim is 500"):
         load_model(replace(source, truncate_dim=500))
-
-
-def test_index_keeps_its_size(tiny_run, tmp_path):
     index = Index.build(tmp_path / "i", run=tiny_run, head="none", device="cpu", truncate_dim=5)
     source = ServedSource(index=index.folder, device="cpu")
     assert load_model(source).model.dim == 5
