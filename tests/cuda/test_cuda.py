@@ -1,0 +1,475 @@
+"""The code for GPUs on the stand-in for one: same results as on the CPU, waits, copies, memory."""
+
+import dataclasses
+import gc
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import checkpoints
+from helpers.cases import CASES
+from helpers.commands import run_json
+from helpers.graphs import write_graph
+from helpers.serving import serve
+from helpers.standin import StandIn
+from helpers.training import build_trainer, resume_training
+
+from llmcond.benchmark import checks
+from llmcond.benchmark.checks import CheckEnvironment, distance
+from llmcond.benchmark.shapes import csts_inputs, long_inputs
+from llmcond.encoders import EncoderOptions
+from llmcond.encoders.encoder import Encoder, load_encoder
+from llmcond.encoders.engine import engine
+from llmcond.encoders.engine.forward import pool_routed
+from llmcond.encoders.engine.interface import Routes, recording_weights
+from llmcond.encoders.loading import loading, memory
+from llmcond.encoders.loading.memory import measure_footprint
+from llmcond.encoders.spec import Router
+from llmcond.errors import LlmcondError
+from llmcond.runs.embedder import load_embedder
+from llmcond.serving.model import ServedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = ("--set", "epochs=2", "batch_size=16", "dropout=0")
+
+
+def load_gpu_encoder(folder, shape, dtype, **options):
+    return Encoder(CheckEnvironment("cuda:0", folder).resolve(shape, dtype, **options))
+
+
+def make_inputs(n=64, conditions=()):
+    inputs = [
+        dataclasses.replace(item, text=f"{item.text} {index}")
+        for index, item in enumerate(csts_inputs(n, False))
+    ]
+    routers = [Router(condition, 0.05, True, True) for condition in conditions]
+    return [
+        dataclasses.replace(item, router=router) for item in inputs for router in routers or [None]
+    ]
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "conditions"),
+    [("mistral-7b", "float32", ()), ("minilm", "bfloat16", ("the place", "the mood"))],
+)
+def test_host_waits_once_per_batch(gpu, tmp_path, shape, dtype, conditions):
+    encoder = load_gpu_encoder(tmp_path, shape, dtype, max_tokens_per_batch=400, pooling="mean")
+    queries = encoder.queries(conditions) if conditions else None
+    gpu.reset()
+    encoder.encode_with_counts(make_inputs(conditions=conditions), queries)
+    assert not gpu.waits, gpu.report()
+    assert not gpu.unpinned, gpu.report()
+    assert gpu.events == gpu.copies["cuda to cpu"] >= 2  # one copy per batch
+
+
+def test_launches_do_not_grow_with_inputs_or_routers(gpu, tmp_path):
+    launches = {}
+    for dtype in ("bfloat16", "float32"):
+        encoder = load_gpu_encoder(tmp_path, "minilm", dtype)
+        for n, conditions in (
+            (32, ()),
+            (256, ()),
+            (16, ("a",)),
+            (128, ("a",)),
+            (16, [*"abcdefgh"]),
+        ):
+            queries = encoder.queries([*conditions])
+            gpu.reset()
+            encoder.encode_with_counts(make_inputs(n, conditions), queries)
+            launches[dtype, n, len(conditions)] = gpu.n_launches
+    assert launches["bfloat16", 256, 0] == launches["bfloat16", 32, 0]
+    for n, k in ((128, 1), (16, 8)):
+        assert launches["bfloat16", n, k] <= 1.1 * launches["bfloat16", 16, 1]
+    # Attention without a kernel for uneven lengths takes more launches.
+    assert launches["float32", 256, 0] <= 2 * launches["bfloat16", 256, 0]
+
+
+def test_router_inside_encoder_matches_cpu(tmp_path):
+    case = CASES["e5-mistral"]
+    checkpoints.build_checkpoint(case.kind, tmp_path / "model")
+    options = {"like": case.like, "dtype": "float32", "pooling": "mean", "router": "csr"}
+    vectors = []
+    for device in ("cpu", "cuda"):
+        with StandIn():
+            encoder = load_encoder(tmp_path / "model", device=device, router_layers=1, **options)
+            items = make_inputs(6, ("the place", "how many there are"))
+            vectors.append(encoder.encode_with_counts(items).vectors)
+    assert distance(*vectors) <= 1e-4
+    assert distance(vectors[0][0::2], vectors[0][1::2]) > 1e-4
+
+
+def test_routed_pooling_matches_cpu():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 9, 8, generator=generator)
+    spans = [(0, 9), (2, 5), (3, 4)]
+    routes = [
+        Routes(torch.randn(k, 8, generator=generator), Router("", temperature, centre, standardize))
+        for k, temperature, centre, standardize in [
+            (3, 0.05, True, True),
+            (1, 1.0, False, True),
+            (2, 0.1, True, False),
+        ]
+    ]
+    results = []
+    for device in ("cpu", "cuda"):
+        with StandIn(), recording_weights() as recording:
+            states = hidden.clone().to(device).requires_grad_()
+            vectors = pool_routed(states, spans, routes)
+            vectors.square().sum().backward()
+            pool_routed(hidden[:1].to(device), [(2, 7)], routes[1:2])
+            gradient = states.grad.cpu().numpy()
+            results.append((vectors.detach().cpu().numpy(), recording.weights[-1], gradient))
+            np.testing.assert_array_equal(recording.states, hidden[0, 2:7])
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        np.testing.assert_allclose(on_gpu, on_cpu, atol=1e-4)
+
+
+def test_encoder_and_batches_free_their_memory(gpu, tmp_path):
+    encoder = load_gpu_encoder(tmp_path, "minilm", "bfloat16")
+    gc.collect()
+    used_by_weights = gpu.used[0]
+    encoder.encode_with_counts(make_inputs())
+    gc.collect()
+    assert gpu.used[0] == used_by_weights
+    del encoder
+    gc.collect()
+    assert gpu.used[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantize"), [("minilm", "none"), ("qwen2-7b", "4bit"), ("nv-embed-v2", "8bit")]
+)
+def test_memory_matches_estimate(gpu, tmp_path, shape, quantize):
+    if quantize != "none":
+        pytest.importorskip("bitsandbytes")
+    resolved = CheckEnvironment("cuda:0", tmp_path).resolve(
+        shape, "bfloat16", quantize, max_tokens_per_batch=2_048
+    )
+    config = loading.load_config(resolved.checkpoint, resolved.identity.attention)
+    network = loading.build_on_meta(config)
+    encoder = Encoder(resolved)
+    gc.collect()
+    footprint = measure_footprint(network)
+    expected = footprint.weights("bfloat16", quantize)
+    if resolved.identity.pooling != "pooler" and getattr(network, "pooler", None) is not None:
+        expected -= 2 * sum(value.numel() for value in network.pooler.parameters())
+    # Each allocation is rounded up to a multiple of 512 bytes.
+    rounding = 512 * (2 * len(list(network.parameters())) + 16)
+    assert abs(gpu.used[0] - expected) <= rounding + 0.02 * expected
+    if quantize == "none":
+        gpu.reset()
+        before = gpu.used[0]
+        encoder.encode_with_counts(long_inputs(8, instruct=False))
+        expected = footprint.batch("bfloat16", 2_048)
+        assert 0.3 * expected <= gpu.peak[0] - before <= expected
+
+
+def test_memory_cached_by_pytorch_counts_as_free(gpu, monkeypatch):
+    tensor = torch.empty(2**20, device="cuda")
+    free = memory.available_memory("cuda:0")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: gpu.used[0] + 2**30)
+    assert memory.available_memory("cuda:0") == free + 2**30
+    del tensor
+
+
+# -- several GPUs and older GPUs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "device", "kernel"),
+    [
+        ("bert", "bfloat16", "cuda", "varlen_attn"),
+        ("mistral", "float32", "auto", "scaled_dot_product_attention"),
+    ],
+)
+def test_encoder_on_several_gpus_packs_and_matches_cpu(
+    tiny_checkpoint, kind, dtype, device, kernel
+):
+    folder = str(tiny_checkpoint(kind, layers=8))
+    inputs = csts_inputs(24, instruct=False)
+    options = {"pooling": "mean", "runtime": "torch"}
+    cpu_encoder = load_encoder(folder, device="cpu", dtype="float32", **options)
+    expected = cpu_encoder.encode_with_counts(inputs).vectors
+    size = measure_footprint(cpu_encoder.engine.model.network).weights(dtype, "none")
+    with StandIn(gpus=2, gib=0.9 * size / 2**30) as gpu:
+        encoder = load_encoder(folder, device=device, dtype=dtype, **options)
+        assert min(gpu.used) > 0.1 * size
+        actual = encoder.encode_with_counts(inputs).vectors
+        assert encoder.engine.packs
+        assert encoder.engine.kernel_name == kernel
+    assert distance(actual, expected) <= (1e-4 if dtype == "float32" else 0.3)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kernel"),
+    [
+        ((7, 5), "float16", "scaled_dot_product_attention"),
+        ((8, 0), "bfloat16", "varlen_attn"),
+    ],
+)
+def test_dtype_and_kernel_suit_gpu(tmp_path, capability, dtype, kernel):
+    inputs = make_inputs(24)
+    encoder = Encoder(CheckEnvironment("cpu", tmp_path).resolve("minilm"))
+    expected = encoder.encode_with_counts(inputs).vectors
+    with StandIn(gib=16, capability=capability):
+        encoder = load_gpu_encoder(tmp_path, "minilm", "auto")
+        actual = encoder.encode_with_counts(inputs).vectors
+    assert (encoder.identity.dtype, encoder.engine.kernel_name) == (dtype, kernel)
+    assert distance(actual, expected) <= 0.1
+
+
+def test_encoder_that_does_not_fit_on_a_gpu_is_rejected(tmp_path, monkeypatch):
+    with StandIn(gpus=2, gib=1e-3):
+        resolved = CheckEnvironment("cuda:0", tmp_path).resolve("mistral-7b")
+        options = dataclasses.replace(resolved.options, device="cuda:0")
+        with pytest.raises(LlmcondError, match=r"--device auto, which uses all 2 GPUs"):
+            Encoder(dataclasses.replace(resolved, options=options))
+    pytest.importorskip("bitsandbytes")
+    read_network = loading.read_network
+
+    def read_to_cpu(resolved, config, arguments):
+        return read_network(resolved, config, {**arguments, "device_map": "cpu"})
+
+    with StandIn(gpus=2):
+        resolved = CheckEnvironment("cuda:0", tmp_path).resolve("mistral-7b", "float32", "4bit")
+        monkeypatch.setattr(loading, "read_network", read_to_cpu)
+        with pytest.raises(LlmcondError, match="does not fit into the memory of cuda:0"):
+            Encoder(resolved)
+
+
+def test_missing_unsupported_or_failing_gpu_is_reported(tmp_path, monkeypatch):
+    with StandIn(gpus=1), pytest.raises(LlmcondError, match="PyTorch sees 1 CUDA devices"):
+        load_encoder("minilm", device="cuda:1")
+    with (
+        StandIn(capability=(12, 0), built_for=("sm_80", "sm_90")),
+        pytest.raises(LlmcondError, match=r"capability 12\.0, and this PyTorch was built for"),
+    ):
+        load_encoder("minilm", device="cuda")
+
+    def fail(*args):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.PackedForward, "hidden", fail)
+    with StandIn(), pytest.raises(LlmcondError, match="illegal memory access"):
+        load_gpu_encoder(tmp_path, "minilm", "bfloat16")
+
+
+# -- llmcond bench -------------------------------------------------------------------------------
+
+
+def list_checks(folder):
+    # The last check starts processes, which have no stand-in.
+    return list(checks._list_checks(CheckEnvironment("cuda:0", folder)))[:-1]
+
+
+DEFAULT_CHECKS = (
+    "minilm: CUDA = CPU",
+    "mistral-7b: packed = padded, 16 bit",
+    "a head fitted on CUDA = on the CPU",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DEFAULT_CHECKS else pytest.mark.slow)
+        for name, *_ in list_checks(Path())
+    ],
+)
+def test_each_check_passes_on_gpu(gpu, tmp_path, name):
+    (check,) = (check for check in list_checks(tmp_path) if check[0] == name)
+    result = checks.run_check(*check)
+    assert result.passed, result
+    assert gpu.n_launches > 0
+    if "16 bit" in name:
+        assert result.note == "varlen_attn"
+
+
+def encode_on_gpu(resolved, inputs):
+    with StandIn() as gpu:
+        vectors = Encoder(resolved).encode_with_counts(inputs).vectors
+        assert gpu.n_launches > 0
+    return vectors
+
+
+@pytest.mark.slow
+def test_two_processes_match_one_process_on_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "_encode", encode_on_gpu)
+    difference, _ = checks._compare_two_processes(CheckEnvironment("cuda:0", tmp_path))
+    assert difference <= checks.BOUNDS["float32"]
+
+
+@pytest.mark.slow
+def test_bench_measures_every_precision(capsys, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    command = ("bench", "--quick", "--checks", "none", "--shape", "qwen2-7b", "--lengths", "32")
+    command = (*command, "--quantize", "none", "8bit", "4bit", "--device", "cuda")
+    with StandIn() as gpu:
+        result = run_json(capsys, *command, "--out", tmp_path / "bench.md")
+        assert gpu.n_launches > 0
+    assert not result["skipped"]
+    assert {row["precision"] for row in result["speeds"]} == {"bfloat16", "8bit", "4bit"}
+
+
+# -- commands ------------------------------------------------------------------------------------
+
+
+def are_close(first, second, tolerance=1e-3):
+    """Return whether two results are equal, except for rounding, times, devices and runtimes."""
+    if isinstance(first, dict):
+        ignored = ("seconds", "device", "runtime")
+        keys = [key for key in first if not any(word in key for word in ignored)]
+        return first.keys() == second.keys() and all(
+            are_close(first[key], second[key], tolerance) for key in keys
+        )
+    if isinstance(first, list):
+        return len(first) == len(second) and all(
+            are_close(*pair, tolerance) for pair in zip(first, second, strict=True)
+        )
+    if isinstance(first, float) and isinstance(second, float):
+        return abs(first - second) <= tolerance
+    return first == second
+
+
+def test_extract_fit_and_evaluate_match_cpu(
+    tmp_path, capsys, tiny_checkpoint, small_rows, write_rows
+):
+    data, model = write_rows(small_rows), tiny_checkpoint("mistral")
+    scores = []
+    for device in ("cpu", "cuda"):
+        run = ("--run", tmp_path / device)
+        with StandIn() as gpu:
+            encoder = ("--model", model, "--data", data, "--pooling", "mean", "--dtype", "float32")
+            prompts = ("--prompt", "concat-sent-cond", "separate")
+            run_json(capsys, "extract", *run, *encoder, *prompts, "--device", device)
+            assert bool(gpu.n_launches) == (device == "cuda")
+            fit = ("fit-head", *run, "--device", device, *SMALL)
+            run_json(capsys, *fit, "--head", "mlp", "--dim", "16", "--prompt", "concat-sent-cond")
+            run_json(capsys, *fit, "rank=4", "--head", "hypernet", "--prompt", "separate")
+            if device == "cuda":
+                assert not [line for line in gpu.unpinned if "heads/batches" in line], gpu.report()
+                waits = [line for line in gpu.waits if "heads/conditioned" in line]
+                assert [line.partition(",")[0] for line in waits] == ["to(cpu)"], gpu.report()
+        results = run_json(capsys, "evaluate", *run)["results"]
+        scores.append([result["spearman"] for result in results])
+    assert len(scores[0]) >= 3
+    assert scores[1] == pytest.approx(scores[0], abs=0.05)
+
+
+def test_queries_match_cpu(tiny_run, dialogue_run, tmp_path, capsys):
+    folder, texts = tmp_path / "run", tmp_path / "texts.txt"
+    shutil.copytree(tiny_run, folder)
+    run_json(capsys, "fit-head", "--run", folder, "--head", "linear", "--device", "cpu", *SMALL)
+    texts.write_text("two men play in the park\nchildren sit at the beach\ndogs in the rain\n")
+    condition = ("--condition", "the place")
+    body = {"input": texts.read_text().splitlines(), "condition": "the place"}
+    results = []
+    for device in ("cpu", "cuda"):
+        on_device, index = ("--device", device), tmp_path / device
+        query = ("similarity", "two men play", "two dogs sit", *condition, "--run", folder)
+        reply = ("reply", "two men ?", "in the park .", "--candidates", texts, "--head", "weighted")
+        with StandIn() as gpu:
+            outputs = [
+                run_json(capsys, *query, *on_device),
+                run_json(capsys, *reply, "--run", dialogue_run, *on_device),
+            ]
+            run_json(capsys, "index", texts, "--out", index, "--run", folder, *on_device)
+            search = ("search", index, "dogs at the beach", *condition, "-k", "3")
+            outputs.append(run_json(capsys, *search, *on_device)["results"])
+            model = ServedModel(load_embedder(folder, device=device))
+            with serve(model, max_client_batch_size=50, payload_limit=20_000) as (client, _):
+                gpu.reset()
+                data = client.post("/v1/embeddings", body).json["data"]
+                outputs.append([item["embedding"] for item in data])
+            assert bool(gpu.n_launches) == (device == "cuda")
+        results.append(outputs)
+    assert are_close(*results)
+
+
+def test_graph_completion_matches_cpu(tmp_path, capsys, tiny_bert):
+    graph, results = write_graph(tmp_path / "graph"), []
+    for device in ("cpu", "cuda"):
+        run = ("--run", tmp_path / device, "--device", device)
+        with StandIn():
+            data = ("--task", "kgc", "--model", tiny_bert, "--data", graph, "--pooling", "mean")
+            run_json(capsys, "extract", *data, *run, "--dtype", "float32")
+            run_json(capsys, "fit-head", *run, "--head", "hypernet-full", *SMALL)
+            query = ("--head-entity", "p00", "--relation", "_is_at", "-k", "3")
+            results.append(run_json(capsys, "complete", *query, *run))
+    assert are_close(*results, tolerance=2e-2)
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def test_qlora_training_runs_on_gpu(tmp_path, capsys, tiny_checkpoint, small_rows, write_rows):
+    pytest.importorskip("bitsandbytes")
+    command = (
+        "train-lora",
+        "--model",
+        tiny_checkpoint("mistral"),
+        "--data",
+        write_rows(small_rows),
+    )
+    command = (*command, "--pooling", "mean", "--head", "linear", "--prompt", "concat-sent-cond")
+    command = (*command, "--rank", "4", "--epochs", "1", "--batch-size", "16")
+    with StandIn() as gpu:
+        options = ("--quantize", "4bit", "--device", "cuda")
+        run_json(capsys, *command, *options, "--run", tmp_path / "cuda")
+        assert gpu.n_launches > 0
+    record = json.loads((tmp_path / "cuda/training.json").read_text())
+    assert record["made_of"]["encoder"]["quantize"] == "4bit"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [("bfloat16", "none"), pytest.param("bfloat16", "4bit", marks=pytest.mark.slow)],
+)
+def test_resumed_training_is_bit_identical(
+    gpu, tiny_checkpoint, write_rows, small_rows, tmp_path, dtype, quantize
+):
+    if quantize != "none":
+        pytest.importorskip("bitsandbytes")
+    options = EncoderOptions(dtype=dtype, quantize=quantize, device="cuda", pooling="mean")
+    make_trainer = partial(
+        build_trainer,
+        tiny_checkpoint("mistral"),
+        write_rows(small_rows),
+        options=options,
+        epochs=1,
+        adapter_dropout=0.1,
+    )
+    uninterrupted = make_trainer(tmp_path / "whole")
+    uninterrupted.run(lambda *_: None)
+    continued = resume_training(partial(make_trainer, tmp_path / "again"), 4)
+    assert continued.progress.step == 3
+    continued.run(lambda *_: None)
+    assert continued.progress.curve == uninterrupted.progress.curve
+    expected = uninterrupted.model.trained_parameters()
+    for name, value in continued.model.trained_parameters().items():
+        assert value.is_cuda
+        assert torch.equal(value.detach().cpu(), expected[name].detach().cpu()), name
+
+
+def test_losses_match_cpu(tiny_checkpoint, write_rows, small_rows, tmp_path):
+    model, data, losses = tiny_checkpoint("mistral"), write_rows(small_rows), []
+    for device in ("cpu", "cuda"):
+        options = EncoderOptions(dtype="float32", device=device, pooling="mean")
+        step_losses = []
+        with StandIn() as gpu:
+            settings = {"dropout": 0.0, "encoder_dropout": False, "epochs": 1}
+            trainer = build_trainer(model, data, tmp_path / device, options=options, **settings)
+            trainer.run(lambda _, steps, entry, x=step_losses: x.append(entry["loss"]))
+            assert bool(gpu.n_launches) == (device == "cuda")
+            unpinned = [line for line in gpu.unpinned if line.split(", ")[1].startswith("heads/")]
+            assert not unpinned, gpu.report()
+        losses.append(step_losses)
+    assert len(losses[0]) > 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
