@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import checkpoints
-from helpers.cases import CASES
 from helpers.commands import run_json
-from helpers.graphs import write_graph
 from helpers.serving import serve
 from helpers.standin import StandIn
 from helpers.training import build_trainer, resume_training
@@ -24,8 +20,6 @@ from llmcond.benchmark.shapes import csts_inputs, long_inputs
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.engine import engine
-from llmcond.encoders.engine.forward import pool_routed
-from llmcond.encoders.engine.interface import Routes, recording_weights
 from llmcond.encoders.loading import loading, memory
 from llmcond.encoders.loading.memory import measure_footprint
 from llmcond.encoders.spec import Router
@@ -64,8 +58,8 @@ def test_host_waits_once_per_batch(gpu, tmp_path, shape, dtype, conditions):
     queries = encoder.queries(conditions) if conditions else None
     gpu.reset()
     encoder.encode_with_counts(make_inputs(conditions=conditions), queries)
-    assert not gpu.waits, gpu.report()
-    assert not gpu.unpinned, gpu.report()
+    assert not gpu.waits
+    assert not gpu.unpinned
     assert gpu.events == gpu.copies["cuda to cpu"] >= 2  # one copy per batch
 
 
@@ -91,44 +85,20 @@ def test_launches_do_not_grow_with_inputs_or_routers(gpu, tmp_path):
     assert launches["float32", 256, 0] <= 2 * launches["bfloat16", 256, 0]
 
 
-def test_router_inside_encoder_matches_cpu(tmp_path):
-    case = CASES["e5-mistral"]
-    checkpoints.build_checkpoint(case.kind, tmp_path / "model")
-    options = {"like": case.like, "dtype": "float32", "pooling": "mean", "router": "csr"}
-    vectors = []
-    for device in ("cpu", "cuda"):
-        with StandIn():
-            encoder = load_encoder(tmp_path / "model", device=device, router_layers=1, **options)
-            items = make_inputs(6, ("the place", "how many there are"))
-            vectors.append(encoder.encode_with_counts(items).vectors)
-    assert distance(*vectors) <= 1e-4
-    assert distance(vectors[0][0::2], vectors[0][1::2]) > 1e-4
-
-
-def test_routed_pooling_matches_cpu():
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(3, 9, 8, generator=generator)
-    spans = [(0, 9), (2, 5), (3, 4)]
-    routes = [
-        Routes(torch.randn(k, 8, generator=generator), Router("", temperature, centre, standardize))
-        for k, temperature, centre, standardize in [
-            (3, 0.05, True, True),
-            (1, 1.0, False, True),
-            (2, 0.1, True, False),
-        ]
-    ]
+@pytest.mark.parametrize("router", ["none", "csr"])
+def test_routed_vectors_and_weights_match_cpu(tiny_checkpoint, router):
+    items = make_inputs(6, ("the place", "how many there are"))
+    options = {"dtype": "float32", "pooling": "mean", "router": router, "runtime": "torch"}
+    options |= {"router_layers": 1} if router == "csr" else {}
     results = []
     for device in ("cpu", "cuda"):
-        with StandIn(), recording_weights() as recording:
-            states = hidden.clone().to(device).requires_grad_()
-            vectors = pool_routed(states, spans, routes)
-            vectors.square().sum().backward()
-            pool_routed(hidden[:1].to(device), [(2, 7)], routes[1:2])
-            gradient = states.grad.cpu().numpy()
-            results.append((vectors.detach().cpu().numpy(), recording.weights[-1], gradient))
-            np.testing.assert_array_equal(recording.states, hidden[0, 2:7])
+        with StandIn():
+            encoder = load_encoder(tiny_checkpoint("mistral"), device=device, **options)
+            weights = encoder.token_weights(items[0]).weights
+            results.append((encoder.encode_with_counts(items).vectors, weights))
     for on_cpu, on_gpu in zip(*results, strict=True):
         np.testing.assert_allclose(on_gpu, on_cpu, atol=1e-4)
+    assert distance(results[0][0][0::2], results[0][0][1::2]) > 1e-4
 
 
 def test_encoder_and_batches_free_their_memory(gpu, tmp_path):
@@ -292,20 +262,6 @@ def test_each_check_passes_on_gpu(gpu, tmp_path, name):
         assert result.note == "varlen_attn"
 
 
-def encode_on_gpu(resolved, inputs):
-    with StandIn() as gpu:
-        vectors = Encoder(resolved).encode_with_counts(inputs).vectors
-        assert gpu.n_launches > 0
-    return vectors
-
-
-@pytest.mark.slow
-def test_two_processes_match_one_process_on_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "_encode", encode_on_gpu)
-    difference, _ = checks._compare_two_processes(CheckEnvironment("cuda:0", tmp_path))
-    assert difference <= checks.BOUNDS["float32"]
-
-
 @pytest.mark.slow
 def test_bench_measures_every_precision(capsys, tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -354,9 +310,9 @@ def test_extract_fit_and_evaluate_match_cpu(
             run_json(capsys, *fit, "--head", "mlp", "--dim", "16", "--prompt", "concat-sent-cond")
             run_json(capsys, *fit, "rank=4", "--head", "hypernet", "--prompt", "separate")
             if device == "cuda":
-                assert not [line for line in gpu.unpinned if "heads/batches" in line], gpu.report()
+                assert not [line for line in gpu.unpinned if "heads/batches" in line]
                 waits = [line for line in gpu.waits if "heads/conditioned" in line]
-                assert [line.partition(",")[0] for line in waits] == ["to(cpu)"], gpu.report()
+                assert [line.partition(",")[0] for line in waits] == ["to(cpu)"]
         results = run_json(capsys, "evaluate", *run)["results"]
         scores.append([result["spearman"] for result in results])
     assert len(scores[0]) >= 3
@@ -364,25 +320,20 @@ def test_extract_fit_and_evaluate_match_cpu(
 
 
 def test_queries_match_cpu(tiny_run, dialogue_run, tmp_path, capsys):
-    folder, texts = tmp_path / "run", tmp_path / "texts.txt"
+    folder, replies = tmp_path / "run", tmp_path / "replies.txt"
     shutil.copytree(tiny_run, folder)
     run_json(capsys, "fit-head", "--run", folder, "--head", "linear", "--device", "cpu", *SMALL)
-    texts.write_text("two men play in the park\nchildren sit at the beach\ndogs in the rain\n")
-    condition = ("--condition", "the place")
-    body = {"input": texts.read_text().splitlines(), "condition": "the place"}
+    replies.write_text("two men play in the park\nsad\n")
+    query = ("similarity", "two men play", "two dogs sit", "--condition", "the place")
+    reply = ("reply", "two men ?", "in the park .", "--candidates", replies, "--head", "weighted")
+    body = {"input": ["two men play", "children sit"], "condition": "the place"}
     results = []
     for device in ("cpu", "cuda"):
-        on_device, index = ("--device", device), tmp_path / device
-        query = ("similarity", "two men play", "two dogs sit", *condition, "--run", folder)
-        reply = ("reply", "two men ?", "in the park .", "--candidates", texts, "--head", "weighted")
         with StandIn() as gpu:
             outputs = [
-                run_json(capsys, *query, *on_device),
-                run_json(capsys, *reply, "--run", dialogue_run, *on_device),
+                run_json(capsys, *query, "--run", folder, "--device", device),
+                run_json(capsys, *reply, "--run", dialogue_run, "--device", device),
             ]
-            run_json(capsys, "index", texts, "--out", index, "--run", folder, *on_device)
-            search = ("search", index, "dogs at the beach", *condition, "-k", "3")
-            outputs.append(run_json(capsys, *search, *on_device)["results"])
             model = ServedModel(load_embedder(folder, device=device))
             with serve(model, max_client_batch_size=50, payload_limit=20_000) as (client, _):
                 gpu.reset()
@@ -393,39 +344,7 @@ def test_queries_match_cpu(tiny_run, dialogue_run, tmp_path, capsys):
     assert are_close(*results)
 
 
-def test_graph_completion_matches_cpu(tmp_path, capsys, tiny_bert):
-    graph, results = write_graph(tmp_path / "graph"), []
-    for device in ("cpu", "cuda"):
-        run = ("--run", tmp_path / device, "--device", device)
-        with StandIn():
-            data = ("--task", "kgc", "--model", tiny_bert, "--data", graph, "--pooling", "mean")
-            run_json(capsys, "extract", *data, *run, "--dtype", "float32")
-            run_json(capsys, "fit-head", *run, "--head", "hypernet-full", *SMALL)
-            query = ("--head-entity", "p00", "--relation", "_is_at", "-k", "3")
-            results.append(run_json(capsys, "complete", *query, *run))
-    assert are_close(*results, tolerance=2e-2)
-
-
 # -- training ------------------------------------------------------------------------------------
-
-
-def test_qlora_training_runs_on_gpu(tmp_path, capsys, tiny_checkpoint, small_rows, write_rows):
-    pytest.importorskip("bitsandbytes")
-    command = (
-        "train-lora",
-        "--model",
-        tiny_checkpoint("mistral"),
-        "--data",
-        write_rows(small_rows),
-    )
-    command = (*command, "--pooling", "mean", "--head", "linear", "--prompt", "concat-sent-cond")
-    command = (*command, "--rank", "4", "--epochs", "1", "--batch-size", "16")
-    with StandIn() as gpu:
-        options = ("--quantize", "4bit", "--device", "cuda")
-        run_json(capsys, *command, *options, "--run", tmp_path / "cuda")
-        assert gpu.n_launches > 0
-    record = json.loads((tmp_path / "cuda/training.json").read_text())
-    assert record["made_of"]["encoder"]["quantize"] == "4bit"
 
 
 @pytest.mark.parametrize(
@@ -469,7 +388,7 @@ def test_losses_match_cpu(tiny_checkpoint, write_rows, small_rows, tmp_path):
             trainer.run(lambda _, steps, entry, x=step_losses: x.append(entry["loss"]))
             assert bool(gpu.n_launches) == (device == "cuda")
             unpinned = [line for line in gpu.unpinned if line.split(", ")[1].startswith("heads/")]
-            assert not unpinned, gpu.report()
+            assert not unpinned
         losses.append(step_losses)
     assert len(losses[0]) > 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -24,7 +24,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,6 +33,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from helpers.kernels import reference_attention
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -105,29 +106,15 @@ def _as_device(device: Any) -> torch.device | None:
     return device
 
 
-def _frames() -> Iterator[str]:
-    frame = sys._getframe(2)
-    while frame is not None:
-        yield f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-
-
 def _where() -> str:
-    """Return the running line of the project, or else the line that called torch."""
-    other = "?"
-    for line in _frames():
-        if "/llmcond/" in line and "site-packages" not in line:
+    """Return the line that called torch, in the project without the path to it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if "standin" not in line and "/torch/" not in line:
             return line.rpartition("/llmcond/")[2]
-        if other == "?" and not any(part in line for part in ("standin", "/torch/")):
-            other = line.rpartition("site-packages/")[2]
-    return other
-
-
-def _is_ours() -> bool:
-    """Return whether the project itself, rather than a library, called torch."""
-    lines = (line for line in _frames() if "standin" not in line and "/torch/" not in line)
-    first = next(lines, "")
-    return "site-packages" not in first and ("/llmcond/" in first or "/tests/" in first)
+        frame = frame.f_back
+    return "?"
 
 
 class StandIn:
@@ -178,13 +165,6 @@ class StandIn:
             counter.clear()
         self.events = 0
         self.peak = list(self.used)
-
-    def report(self) -> str:
-        """Return a readable summary of the counters."""
-        lines = [f"{self.n_launches:,} launches, {self.copies.total():,} copies"]
-        lines += [f"{n:,} x waited: {what}" for what, n in self.waits.most_common()]
-        lines += [f"{n:,} x unpinned: {what}" for what, n in self.unpinned.most_common()]
-        return "\n".join(lines)
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -549,7 +529,7 @@ class _Dispatch(TorchDispatchMode):
 
 def _check_pinned(non_blocking: bool) -> None:
     """Raise an error if the project, not a library, copies asynchronously with pageable memory."""
-    if non_blocking and _is_ours():
+    if non_blocking and "site-packages" not in _where():
         raise RuntimeError(f"an asynchronous copy of memory that is not pinned, {_where()}")
 
 
@@ -694,9 +674,9 @@ def varlen_attn(
     max_q: int,
     max_k: int,
     *,
-    scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor:
     """Compute PyTorch's function of this name, and check the requirements of FlashAttention."""
     device = device_of(query)
@@ -716,57 +696,34 @@ def varlen_attn(
     if window_size not in ((-1, -1), (-1, 0)):
         raise RuntimeError("the stand-in has no windows")
     with _inside():
-        ends, key_ends = (_real_tolist(tensor) for tensor in lengths)
-    if ends[-1] != len(query) or key_ends[-1] != len(key):
-        raise RuntimeError("cu_seqlens do not cover the row")
-    longest = [max(stop - start for start, stop in pairwise(x)) for x in (ends, key_ends)]
-    if [max_q, max_k] != longest:
-        raise RuntimeError(f"max_q and max_k are {max_q}, {max_k}; expected {longest}")
+        sizes = [ends.diff().max().item() for ends in lengths]
+        if [ends[-1].item() for ends in lengths] != [len(query), len(key)]:
+            raise RuntimeError("cu_seqlens do not cover the row")
+    if [max_q, max_k] != sizes:
+        raise RuntimeError(f"max_q and max_k are {max_q}, {max_k}; expected {sizes}")
     StandIn.current.launches["varlen_attn"] += 1
-    return _Varlen.apply(*states, ends, key_ends, scale, window_size == (-1, 0), enable_gqa)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Sequence[int],
-    key_ends: Sequence[int],
-    scale: float | None,
-    causal: bool,
-    grouped: bool,
-) -> Tensor:
-    parts = []
-    for (start, stop), (first, last) in zip(pairwise(ends), pairwise(key_ends), strict=True):
-        segments = query[start:stop], key[first:last], value[first:last]
-        q, k, v = (segment.transpose(0, 1).float()[None] for segment in segments)
-        mask = None
-        if causal:  # the last query is aligned with the last key
-            n, m = stop - start, last - first
-            mask = torch.ones(n, m, dtype=torch.bool).tril(m - n)
-        output = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
-        )
-        parts.append(output[0].transpose(0, 1).to(query.dtype))
-    return torch.cat(parts)
+    options |= {"window_size": window_size, "enable_gqa": enable_gqa}
+    return _Varlen.apply(*states, (*lengths, max_q, max_k), options)
 
 
 class _Varlen(torch.autograd.Function):
     """The reference attention and its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sizes: Any, options: Any
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.rest = rest
+        ctx.rest = sizes, options
         with _inside():
-            output = _attend(query, key, value, *rest)
+            output = reference_attention(query, key, value, *sizes, **options)
         return StandIn.current.tag(output, device_of(query))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        device, saved = device_of(gradient), ctx.saved_tensors
+        device, (sizes, options) = device_of(gradient), ctx.rest
         with _inside(), torch.enable_grad():
-            inputs = [tensor.detach().clone().requires_grad_(True) for tensor in saved]
-            output = _attend(*inputs, *ctx.rest)
+            inputs = [tensor.detach().clone().requires_grad_(True) for tensor in ctx.saved_tensors]
+            output = reference_attention(*inputs, *sizes, **options)
             gradients = torch.autograd.grad(output, inputs, gradient.detach().clone())
-        return *(StandIn.current.tag(tensor, device) for tensor in gradients), *[None] * 5
+        return *(StandIn.current.tag(tensor, device) for tensor in gradients), None, None
