@@ -8,7 +8,6 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -59,69 +58,39 @@ def load(name, **options):
 # -- references --------------------------------------------------------------------------------
 
 
-def causal_mask(length):
-    """Return an additive mask that hides all later tokens."""
-    return torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+@torch.no_grad()
+def hidden_states(network, ids, kind):
+    """Return a text's token vectors by the direction of attention, or with positions from ``kind``.
 
-
-def bidirectional_mask(length):
-    return torch.zeros(1, 1, length, length)
-
-
-def window_masks(length):
-    """Return EmbeddingGemma's masks: a token sees half of the window of 8 on either side.
-
-    transformers has two masks for it. If ``config.is_causal`` is False in addition to the model's
+    With "windows", a token sees half of EmbeddingGemma's window of 8 on either side. transformers
+    has two masks for it. If ``config.is_causal`` is False in addition to the model's
     ``use_bidirectional_attention``, a token sees one more token on either side.
     """
-    positions = torch.arange(length)
-    far = (positions[:, None] - positions).abs() > 4
-    window = torch.where(far, torch.finfo(torch.float32).min, 0.0)[None, None]
-    return {"sliding_attention": window, "full_attention": bidirectional_mask(length)}
+    n, hidden = len(ids), torch.finfo(torch.float32).min
+    if isinstance(kind, int):
+        types, mask = torch.zeros(2, 1, n, dtype=torch.long)
+        options = {"attention_mask": mask + 1, "token_type_ids": types}
+        options["position_ids"] = torch.arange(kind, kind + n)[None]
+    else:
+        everything = torch.zeros(1, 1, n, n)
+        far = (torch.arange(n)[:, None] - torch.arange(n)).abs() > 4
+        window = torch.where(far, hidden, 0.0)[None, None]
+        masks = {"causal": torch.full((1, 1, n, n), hidden).triu(1), "bidirectional": everything}
+        masks["windows"] = {"sliding_attention": window, "full_attention": everything}
+        options = {"attention_mask": masks[kind]}
+    return network(input_ids=torch.tensor([ids]), **options).last_hidden_state[0]
 
 
-@torch.no_grad()
-def run_network(checkpoint, ids, mask, **options):
-    network_inputs = {"input_ids": torch.tensor([ids]), "attention_mask": mask, **options}
-    return checkpoint.network(**network_inputs).last_hidden_state[0]
-
-
-def hidden_with_mask(mask):
-    return lambda checkpoint, ids: run_network(checkpoint, ids, mask(len(ids)))
-
-
-def hidden_from_position(start):
-    """Return a function that computes token vectors with position ids from ``start`` on."""
-
-    def hidden(checkpoint, ids):
-        types, mask = torch.zeros(2, 1, len(ids), dtype=torch.long)
-        positions = torch.arange(start, start + len(ids))[None]
-        options = {"token_type_ids": types, "position_ids": positions}
-        return run_network(checkpoint, ids, mask + 1, **options)
-
-    return hidden
-
-
-def pool_last(checkpoint, hidden):
-    return hidden[-1]
-
-
-def pool_mean(checkpoint, hidden):
-    return hidden.sum(dim=0) / len(hidden)
-
-
-def pool_cls(checkpoint, hidden):
-    return hidden[0]
-
-
-def pool_pooler(checkpoint, hidden):
-    weights = checkpoint.weights
-    return torch.tanh(weights["pooler.dense.weight"] @ hidden[0] + weights["pooler.dense.bias"])
-
-
-def pool_mean_and_dense(checkpoint, hidden):
-    mean = pool_mean(checkpoint, hidden)
-    return checkpoint.weights["3_Dense"] @ (checkpoint.weights["2_Dense"] @ mean)
+def pool(pooling, weights, states):
+    """Pool token vectors as the authors of a model do."""
+    if pooling == "last":
+        return states[-1]
+    if pooling == "cls":
+        return states[0]
+    if pooling == "pooler":
+        return torch.tanh(weights["pooler.dense.weight"] @ states[0] + weights["pooler.dense.bias"])
+    mean = states.sum(dim=0) / len(states)
+    return mean if pooling == "mean" else weights["3_Dense"] @ (weights["2_Dense"] @ mean)
 
 
 @dataclass(frozen=True)
@@ -129,8 +98,8 @@ class Case:
     """How the checkpoint of a model is created, and how its authors use the model."""
 
     kind: str
-    hidden: Callable
-    pool: Callable
+    attention: str | int
+    pooling: str
     instruction_format: str = ""
     options: dict = field(default_factory=dict)
 
@@ -149,37 +118,28 @@ class Case:
         return [*checkpoint.first_ids, *content, *checkpoint.last_ids]
 
     def vectors(self, checkpoint, items, max_length=None):
-        hidden = [self.hidden(checkpoint, self.ids(checkpoint, item, max_length)) for item in items]
-        pooled = torch.stack([self.pool(checkpoint, states) for states in hidden])
-        return functional.normalize(pooled, dim=1).numpy()
+        rows = (self.ids(checkpoint, item, max_length) for item in items)
+        states = (hidden_states(checkpoint.network, row, self.attention) for row in rows)
+        pooled = [pool(self.pooling, checkpoint.weights, row_states) for row_states in states]
+        return functional.normalize(torch.stack(pooled), dim=1).numpy()
 
 
-CAUSAL, BIDIRECTIONAL = map(hidden_with_mask, (causal_mask, bidirectional_mask))
 CASES = {
     "Salesforce/SFR-Embedding-Mistral": Case(
-        "mistral", CAUSAL, pool_last, INSTRUCT, {"head": True, "end": False}
+        "mistral", "causal", "last", INSTRUCT, {"head": True, "end": False}
     ),
-    "intfloat/e5-mistral-7b-instruct": Case("mistral", CAUSAL, pool_last, INSTRUCT),
-    GTE_QWEN2: Case("gte-qwen2", BIDIRECTIONAL, pool_last, INSTRUCT),
-    "intfloat/multilingual-e5-large-instruct": Case(
-        "xlm-r", hidden_from_position(2), pool_mean, INSTRUCT
-    ),
-    "princeton-nlp/sup-simcse-roberta-large": Case(
-        "simcse-roberta", hidden_from_position(2), pool_pooler
-    ),
-    "princeton-nlp/sup-simcse-bert-base-uncased": Case(
-        "simcse-bert", hidden_from_position(0), pool_pooler
-    ),
+    "intfloat/e5-mistral-7b-instruct": Case("mistral", "causal", "last", INSTRUCT),
+    GTE_QWEN2: Case("gte-qwen2", "bidirectional", "last", INSTRUCT),
+    "intfloat/multilingual-e5-large-instruct": Case("xlm-r", 2, "mean", INSTRUCT),
+    "princeton-nlp/sup-simcse-roberta-large": Case("simcse-roberta", 2, "pooler"),
+    "princeton-nlp/sup-simcse-bert-base-uncased": Case("simcse-bert", 0, "pooler"),
     "Qwen/Qwen3-Embedding-0.6B": Case(
-        "qwen", CAUSAL, pool_last, "Instruct: {instruction}\nQuery:{text}"
+        "qwen", "causal", "last", "Instruct: {instruction}\nQuery:{text}"
     ),
     "google/embeddinggemma-300m": Case(
-        "gemma",
-        hidden_with_mask(window_masks),
-        pool_mean_and_dense,
-        "task: {instruction} | query: {text}",
+        "gemma", "windows", "dense", "task: {instruction} | query: {text}"
     ),
-    "BAAI/bge-m3": Case("xlm-r", hidden_from_position(2), pool_cls, "", {"pooling": "cls"}),
+    "BAAI/bge-m3": Case("xlm-r", 2, "cls", "", {"pooling": "cls"}),
 }
 
 
@@ -268,21 +228,6 @@ def test_remote_code_never_runs(cache, tmp_path, monkeypatch):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    ("tokenizer_class", "end"), [("LlamaTokenizer", True), ("PreTrainedTokenizerFast", False)]
-)
-def test_e5_mistral_gets_both_special_tokens(tmp_path, tokenizer_class, end):
-    checkpoint = checkpoints.build_checkpoint(
-        "mistral", tmp_path / "model", tokenizer_class=tokenizer_class, end=end
-    )
-    # These files contradict each other, so transformers 5 does not add the end (mteb #5237).
-    assert checkpoint.tokenizer.encode("dogs").tokens[-1] != "</s>"
-    encoder = load(checkpoint.folder, like="intfloat/e5-mistral-7b-instruct", max_length=60)
-    rows = [row.ids for row in encoder._tokenizer([*inputs(), *inputs(INSTRUCTION)])]
-    assert {(row[0], row[-1], row.count(1) + row.count(2)) for row in rows} == {(1, 2, 2)}
-    assert max(map(len, rows)) == 60
-
-
 def test_unknown_mistral_gets_end_token_set_in_config(tmp_path):
     checkpoint = checkpoints.build_checkpoint("mistral", tmp_path / "model")
     rows = load(checkpoint.folder, pooling="last")._tokenizer(inputs())
@@ -292,7 +237,7 @@ def test_unknown_mistral_gets_end_token_set_in_config(tmp_path):
 # -- NV-Embed-v2 -------------------------------------------------------------------------------
 
 
-def latent_block(weights, hidden, heads):
+def latent_block(weights, hidden, heads=2):
     """Apply NV-Embed-v2's latent attention, as in its paper and code, one head at a time."""
     cross, forward = (f"latent_attention_model.cross_attend_blocks.{i}." for i in (0, 1))
 
@@ -314,20 +259,20 @@ def latent_block(weights, hidden, heads):
     return narrow + weights[forward + "fn.net.2.bias"] + hidden
 
 
-def nv_vector(checkpoint, item, instruction_format, max_length, heads):
+def nv_vector(checkpoint, item, instruction_format, max_length):
     """Encode one text as the original's ``encode`` does."""
     prefix = instruction_format.partition("{text}")[0].replace("{instruction}", item.instruction)
     prefix = prefix if item.instruction else ""
     ids = checkpoint.tokenizer.encode(prefix + item.text + "</s>").ids
     if len(ids) > max_length:  # the original cuts </s> off; llmcond keeps it, as documented
         ids = [*ids[: max_length - 1], 2]
-    hidden = run_network(checkpoint, ids, bidirectional_mask(len(ids)))
+    hidden = hidden_states(checkpoint.network, ids, "bidirectional")
     n_skipped = len(checkpoint.tokenizer.encode(prefix, add_special_tokens=False).tokens)
-    return latent_block(checkpoint.weights, hidden, heads)[n_skipped:].mean(dim=0)
+    return latent_block(checkpoint.weights, hidden)[n_skipped:].mean(dim=0)
 
 
-def nv_vectors(checkpoint, items, instruction_format=INSTRUCT, max_length=9_999, heads=2):
-    options = instruction_format, max_length, heads
+def nv_vectors(checkpoint, items, instruction_format=INSTRUCT, max_length=9_999):
+    options = instruction_format, max_length
     vectors = torch.stack([nv_vector(checkpoint, item, *options) for item in items])
     return functional.normalize(vectors, dim=1).numpy()
 
@@ -359,24 +304,12 @@ def test_nv_embed_matches_reference(nv_checkpoint, cache, fold):
         load(name, max_length=8).encode(inputs(INSTRUCTION, ["dogs"]))
 
 
-@pytest.mark.parametrize(("fold", "sizes"), [(True, (4, 16, 8)), (False, (3, 40, 1))], ids=str)
-def test_nv_embed_supports_latent_blocks_of_any_size(tmp_path, fold, sizes):
-    heads, size, latents = sizes
-    options = {"hidden": 32, "cross_heads": heads, "cross_head_dim": size, "latents": latents}
-    # Its tokenizer.json counts, whichever class the settings name.
-    options["tokenizer_class"] = "LlamaTokenizerFast"
-    checkpoint = checkpoints.build_checkpoint("nv-embed", tmp_path / "model", **options)
-    vectors = load(checkpoint.folder, fold_latents=fold).encode(inputs(INSTRUCTION))
-    assert_close(vectors, nv_vectors(checkpoint, inputs(INSTRUCTION), heads=heads))
-
-
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
-def test_nv_embed_matches_recorded_vectors_of_original_code(fold):
+def test_nv_embed_matches_recorded_vectors_of_original_code():
     data = os.environ.get("LLMCOND_DATA")
     folder = Path(data).parent / "fixtures" / "nvembed-tiny" if data else None
     if folder is None or not folder.is_dir():
         pytest.skip("LLMCOND_DATA is not set, or its parent has no fixtures/nvembed-tiny")
-    encoder = load(folder, fold_latents=fold)
+    encoder = load(folder)
     for case in json.loads((folder / "expected.json").read_text(encoding="utf-8")):
         task = case["instruction"].removeprefix("Instruct: ").removesuffix("\nQuery: ")
         vectors = encoder.encode(inputs(task, case["texts"]))
@@ -386,13 +319,13 @@ def test_nv_embed_matches_recorded_vectors_of_original_code(fold):
 # -- direction ---------------------------------------------------------------------------------
 
 
-def test_attention_option_sets_direction_of_decoder(tmp_path):
-    checkpoint = checkpoints.build_checkpoint("mistral", tmp_path / "model")
-    options = {"pooling": "last"}
-    for attention, hidden in (("causal", CAUSAL), ("bidirectional", BIDIRECTIONAL)):
-        vectors = load(checkpoint.folder, attention=attention, **options).encode(inputs())
-        # The folder is no known model, so the tokenizer's files decide on the special tokens.
-        assert_close(vectors, Case("mistral", hidden, pool_last).vectors(checkpoint, inputs()))
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+def test_attention_option_sets_direction_of_decoder(tmp_path, attention):
+    # The folder is no known model, so the tokenizer's files decide on the special tokens.
+    case = Case("mistral", attention, "last")
+    checkpoint = case.build(tmp_path / "model")
+    vectors = load(checkpoint.folder, attention=attention, pooling="last").encode(inputs())
+    assert_close(vectors, case.vectors(checkpoint, inputs()))
 
 
 def override_direction(monkeypatch, to_causal):

@@ -3,7 +3,6 @@
 import random
 from contextlib import contextmanager
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from llmcond.encoders.engine import attention, batching
-from llmcond.encoders.engine.attention import plan_attention, plan_varlen, varlen_kernels
+from llmcond.encoders.engine.attention import plan_attention, plan_varlen
 from llmcond.encoders.engine.batching import pack, pack_shared
 
 # Networks this small finish before a second thread would have started.
@@ -221,18 +220,6 @@ def test_keys_of_a_call_are_limited(name, monkeypatch):
     assert all(first + second > limit - longest for first, second in pairwise(key_counts))
 
 
-# -- in transformers ---------------------------------------------------------------------------
-
-
-def test_attention_without_plan_matches_transformers():
-    module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
-    states = [x[None] for x in random_states(pack([9], 9)[0])]
-    mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.eye(9).bool(), float("-inf"))
-    output = attention._compute_attention(module, *states, mask, scaling=SCALE)[0]
-    expected = attention.sdpa_attention_forward(module, *states, mask, scaling=SCALE)[0]
-    assert torch.equal(output, expected)
-
-
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": 1.0}, {"position_bias": 1.0}])
 def test_packed_attention_rejects_unsupported_options(option):
     batch = pack([5, 3], 8)[0]
@@ -240,46 +227,3 @@ def test_packed_attention_rejects_unsupported_options(option):
     plan = plan_attention(batch, True, CPU, torch.float32)
     with pytest.raises(NotImplementedError, match=f"does not support {next(iter(option))}"):
         attention._compute_attention(None, *states, None, packed=plan, **option)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_gpu_kernels_match_reference(causal):
-    assert varlen_kernels(CPU, torch.bfloat16) == []
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
-    device = torch.device("cuda")
-    batches = pack([*range(1, 150)], 100_000)
-    batches += pack_tree([[7] * 90 + [at] * at for at in range(1, 60)]) if causal else []
-    for batch in batches:
-        states = random_states(batch, heads=(4, 2), width=64, dtype=torch.bfloat16)
-        expected = reference(batch, causal, *states)
-        plans = [plan_attention(batch, causal, device, torch.bfloat16)]
-        for kernel in varlen_kernels(device, torch.bfloat16):
-            plans.append(plan_varlen(batch, causal, device, kernel))
-        for plan in plans:
-            output = plan.attend(*(x.to(device) for x in states), SCALE).cpu()
-            assert (output - expected).norm() / expected.norm() < 3 * 2**-8
-
-
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_router_changes_attention_output_before_projection(tiny_checkpoint, kind):
-    from transformers import AutoModel
-
-    network = AutoModel.from_pretrained(tiny_checkpoint(kind)).eval()
-    network.set_attn_implementation(attention.NAME)
-    ids = torch.arange(6, 14)[None]
-    layers = []
-
-    class Router:
-        factor = 1.0
-
-        def attend(self, call):
-            layers.append((call.module.layer_idx, tuple(call.attend().shape)))
-            return self.factor * call.attend()
-
-    plain = network(input_ids=ids).last_hidden_state
-    router = Router()
-    assert torch.equal(network(input_ids=ids, router=router).last_hidden_state, plain)
-    assert layers == [(0, (1, 8, 4, 8)), (1, (1, 8, 4, 8))]
-    router.factor = 0.0
-    assert not torch.allclose(network(input_ids=ids, router=router).last_hidden_state, plain)

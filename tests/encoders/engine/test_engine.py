@@ -78,16 +78,6 @@ def count_unshared_tokens(encoder, encoded):
     return int(np.minimum(encoded.n_tokens, encoder.identity.max_length).sum())
 
 
-def prompts():
-    """Return inputs that share their instruction and the start of their text."""
-    return [
-        EncoderInput(task, f"{text} {end}")
-        for task in ("retrieve the color of the dress", "retrieve the number of people")
-        for text in WORDS[:12]
-        for end in ("run over the wet grass", "run over the river", "play")
-    ]
-
-
 # -- packed, padded and single inputs ----------------------------------------------------------
 
 
@@ -111,29 +101,6 @@ def test_vectors_do_not_depend_on_packing_or_batch(name, load_case):
         assert (encoded.n_computed < unshared) == case.shares_prefixes
         assert case.shares_prefixes or encoded.n_computed == unshared
         assert encode(encoder, items, packs=False).n_computed > unshared
-
-
-def test_shared_prefixes_save_tokens_and_keep_vectors(load_case):
-    unshared = load_case("sfr", share_prefixes=False).encode_with_counts(prompts())
-    shared = load_case("sfr").encode_with_counts(prompts())
-    assert_close(shared.vectors, unshared.vectors)
-    assert unshared.n_computed == unshared.n_tokens.sum() == shared.n_tokens.sum()
-    assert shared.n_computed < 0.6 * unshared.n_computed
-
-
-def test_only_inputs_beyond_the_window_are_padded(load_case):
-    encoder, window = load_case("gemma-wider"), CASES["gemma-wider"].window
-    forwards = []
-    encoder.engine.model.network.register_forward_pre_hook(
-        lambda module, args, kwargs: forwards.append(("packed" in kwargs, kwargs["input_ids"])),
-        with_kwargs=True,
-    )
-    items = [EncoderInput("", " ".join(WORDS[index : index + index % 9])) for index in range(40)]
-    encoded = encoder.encode_with_counts(items)
-    assert {packed for packed, _ in forwards} == {False, True}
-    assert all(ids.shape[1] > window for packed, ids in forwards if not packed)
-    narrow = sum(ids.numel() for packed, ids in forwards if packed)
-    assert narrow == sum(n for n in encoded.n_tokens if n <= window)
 
 
 @pytest.mark.parametrize("name", ["e5-xlm-r", "simcse-roberta"])

@@ -10,7 +10,7 @@ import torch
 from helpers import checkpoints
 from helpers.identities import IDENTITY
 from helpers.vectors import assert_close
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
@@ -138,34 +138,6 @@ def test_context_is_cut_before_text(tokenizer):
     assert pooled_tokens(tokenizer, row) == tokenizer.tokenize(LONG)[: 20 - special]
 
 
-ANY_TEXT = st.text(max_size=40) | st.lists(st.sampled_from(LONG.split()), max_size=40).map(" ".join)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    kind=st.sampled_from(["minilm", "roberta"]),
-    text=ANY_TEXT,
-    context=st.none() | ANY_TEXT,
-    max_length=st.integers(8, 30),
-)
-def test_cut_inputs_keep_special_tokens_and_fit(tokenizers, kind, text, context, max_length):
-    tokenizer = tokenizers[kind]
-    item = EncoderInput("", text, context=context)
-    text_tokens = tokenizer.tokenize(text)
-    if context is not None and not text_tokens:
-        with pytest.raises(UserError, match=r"too long without|has no tokens"):
-            tokenise(tokenizer, [item], max_length=max_length)
-        return
-    (row,) = tokenise(tokenizer, [item], max_length=max_length)
-    assert (row.ids[0], row.ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
-    assert len(row.ids) == min(row.n_tokens, max_length)
-    if context is None:
-        assert row.ids == tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
-    else:
-        special = tokenizer.num_special_tokens_to_add(pair=bool(context))
-        assert pooled_tokens(tokenizer, row) == text_tokens[: max_length - special]
-
-
 @pytest.mark.parametrize("kind", ["minilm", "roberta"])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_vectors_pool_states_of_the_text(folders, tokenizers, kind, pooling):
@@ -226,13 +198,6 @@ def test_repeated_sentence_is_cut_in_both_positions(words, monkeypatch):
     assert tokenise(words, [item], max_length=12) == [row]
     with pytest.raises(UserError, match="needs a fast tokenizer"):
         tokenise(words, [item], pool_over="text")
-
-
-def test_sentence_spans_include_the_sentence_only():
-    template = InputTemplate("{condition}: {sentence}", instruction="about {sentence}")
-    item = template.render("a {b}", "c")
-    assert item.sentence == (("instruction", 6, 11), ("text", 3, 8))
-    assert item == EncoderInput("about a {b}", "c: a {b}")
 
 
 def test_input_too_long_without_its_sentence_is_rejected_with_lengths(words):
@@ -351,12 +316,6 @@ def test_special_tokens_setting_surrounds_every_input_once(decoder_tokenizer):
     assert [row.ids for row in rows] == expected
     with pytest.raises(UserError, match=r"needs the token <bos> .* tokenizer does not have it"):
         tokenise(decoder_tokenizer, plain_inputs(["red"]), special_tokens="<bos> {text}")
-
-
-def test_padding_defaults_to_end_token(words):
-    assert InputTokenizer(words, SHORT, "tiny").pad_id == 0
-    words.pad_token, words.eos_token = None, "park"
-    assert InputTokenizer(words, SHORT, "tiny").pad_id == words.eos_token_id
 
 
 def make_tokenizer(letters):

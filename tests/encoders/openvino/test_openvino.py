@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-from itertools import count
 
 import numpy as np
 import pytest
@@ -96,7 +95,7 @@ def test_vectors_match_pytorch(tmp_path, kind, pooling, normalize):
     check_runtimes(folder, [*INPUTS, *items], pooling=pooling, normalize=normalize)
 
 
-@pytest.mark.parametrize("activation", ["Identity", "Tanh", "ReLU", "GELU"])
+@pytest.mark.parametrize("activation", ["Tanh", "ReLU", "GELU"])
 def test_dense_layers_after_pooling_match_pytorch(bert, activation):
     module_paths = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
     modules = [{"path": path, "type": f"x.{kind}"} for kind, path in module_paths.items()]
@@ -185,21 +184,6 @@ def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
     max_size = 0
     with pytest.raises(LlmcondError, match="out of memory with a single input"):
         minilm.encode(items)
-
-
-def test_interrupted_run_leaves_nothing_running(minilm, monkeypatch):
-    expected = minilm.encode(INPUTS)
-    monkeypatch.setattr(minilm.engine, "budget", 64)
-    tokens = minilm._tokenizer([EncoderInput("", "horse " * length) for length in range(1, 40)])
-
-    def interrupt():
-        if next(calls) == 7:
-            raise KeyboardInterrupt
-
-    calls = count()
-    with pytest.raises(KeyboardInterrupt):
-        list(minilm.engine.run(tokens, interrupt))
-    assert_close(minilm.encode(INPUTS), expected)
 
 
 # -- tokenizers --------------------------------------------------------------------------------
