@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.commands import run_json, run_rejected
-from helpers.flags import change_flags
 
 import llmcond
 from llmcond.cli import run
@@ -87,29 +86,16 @@ def test_negatives_share_other_attributes_with_positives(aspects):
     assert np.mean(shared) > 1.6
 
 
-def test_same_seed_draws_same_groups(aspects):
-    sampler = build_sampler(aspects)
-    first, repeated, other = sampler.sample([0, 1]), sampler.sample([0, 1]), sampler.sample([0, 2])
-    assert first.rows.texts == repeated.rows.texts
-    assert first.value.tolist() == repeated.value.tolist()
-    assert first.rows.texts != other.rows.texts
-
-
 def test_share_of_conditions_with_values_follows_setting(aspects):
-    conditions_with_values = {}
     for share in (0, 0.5, 1):
-        batch = build_sampler(aspects, aspects_texts=1800, aspects_values=share).sample([1])
-        conditions = dict(zip(batch.group.tolist(), batch.rows.condition, strict=True))
-        conditions_with_values[share] = [
-            condition for condition in conditions.values() if isinstance(condition, Condition)
-        ]
-        count = len(conditions)
-    assert not conditions_with_values[0]
-    assert 0.35 * count < len(conditions_with_values[0.5]) < 0.65 * count
-    assert len(conditions_with_values[1]) == count
-    examples = [condition.values for condition in conditions_with_values[1]]
-    assert {len(values) for values in examples} == {2, 3, 4}
-    assert all(set(values) <= set(PEOPLE) or set(values) <= set(LOCATIONS) for values in examples)
+        sampler = build_sampler(aspects, aspects_texts=900, aspects_values=share)
+        batch = sampler.sample([1])
+        conditions = dict(zip(batch.group.tolist(), batch.rows.condition, strict=True)).values()
+        values = [condition.values for condition in conditions if isinstance(condition, Condition)]
+        assert abs(len(values) / len(conditions) - share) <= (0.15 if share == 0.5 else 0)
+        assert all(set(each) <= set(PEOPLE) or set(each) <= set(LOCATIONS) for each in values)
+    assert {len(each) for each in values} == {2, 3, 4}
+    assert sampler.sample([1]).rows.texts == batch.rows.texts != sampler.sample([2]).rows.texts
 
 
 def test_loss_compares_texts_within_groups_only():
@@ -119,12 +105,9 @@ def test_loss_compares_texts_within_groups_only():
     # The first two are each other's positives and have one negative; the last two have none.
     expected = math.log(math.exp(2) + 1) - 2
     assert float(loss) == pytest.approx(expected * 2 / 4, abs=1e-6)
-
-
-def test_loss_of_identical_vectors_is_chance_level():
-    vectors = torch.ones(6, 4)
+    # Identical vectors have the loss of a random choice.
     value = torch.tensor([0, 0, 1, 2, 3, 4])
-    loss = supervised_contrast(vectors, torch.zeros(6), value, temperature=0.07)
+    loss = supervised_contrast(torch.ones(6, 4), torch.zeros(6), value, temperature=0.07)
     assert float(loss) == pytest.approx(math.log(5), abs=1e-5)
 
 
@@ -176,16 +159,6 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     without = tmp_path / "without"
     run_json(capsys, *command[: command.index("--aspects")], "--run", without)
     assert digest_file(uninterrupted / weights) != digest_file(without / weights)
-
-
-def test_training_lowers_the_contrastive_loss(command, tmp_path, capsys):
-    options = "--epochs 12 --learning-rate 5e-3 --aspects-weight 1 --aspects-texts 96"
-    options += " --early-stopping-patience 12"
-    run_json(capsys, *change_flags(command, *options.split()), "--run", tmp_path / "run")
-    curve = json.loads((tmp_path / "run" / "training.json").read_text())["curve"]
-    losses = [entry["loss"] for entry in curve]
-    # The loss of the ratings alone is below 0.4 from the first epoch on.
-    assert losses[-1] < losses[0] - 0.5, losses
 
 
 def test_invalid_aspects_are_rejected(command, aspects, tmp_path, capsys):
