@@ -1,10 +1,12 @@
-"""Training an encoder and a head together: order, exact resumption, results, invalid input."""
+"""Training an encoder and a head together: order, resumption, results, last stage, attributes."""
 
+import itertools
 import json
-import resource
+import math
 import shutil
 import signal
 import socket
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -23,14 +25,25 @@ import llmcond
 from llmcond import plugins
 from llmcond.bundled import bundled_names
 from llmcond.cli import run
+from llmcond.conditions import Condition
+from llmcond.data.aspects import read_aspect_datasets
+from llmcond.data.datasets import read_dataset
+from llmcond.data.rows import fold_of_pair
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
 from llmcond.files import digest_file
-from llmcond.finetune.loop import BEST, STATE, BatchSchedule, TrainingState
-from llmcond.finetune.settings import TuneSettings, describe_differences
+from llmcond.finetune.loop import BEST, STATE, BatchSchedule, stage_rows
+from llmcond.finetune.model import SHAPES, AspectSampler, supervised_contrast
+from llmcond.finetune.settings import (
+    AspectSettings,
+    StageSettings,
+    TuneSettings,
+    describe_differences,
+)
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import contrast_groups
 from llmcond.heads.settings import learning_rate_factor
+from llmcond.progress import FitBar
 from llmcond.prompts import load_prompt
 from llmcond.run_log import TRAINING, log_path, read_log
 from llmcond.workflows.extract import _choose_default_prompt
@@ -41,14 +54,28 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PLAIN = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
 
 
+@pytest.fixture(scope="module")
+def rows_file(small_rows, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    lines += [",".join(str(value) for value in row) for row in small_rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def command(tiny_bert, rows_file) -> list[str]:
+    """A command that trains a tiny BERT, without --head and --run."""
+    return ["train-lora", "--model", str(tiny_bert), "--data", str(rows_file), *PLAIN.split()]
+
+
 @pytest.fixture
-def train(tiny_bert, data, tmp_path, monkeypatch, capsys):
+def train(command, tmp_path, monkeypatch, capsys):
     """Return a function that runs ``train-lora`` on small rows and returns its output."""
     monkeypatch.chdir(tmp_path)
 
-    def call(folder, *arguments, command=run_json):
-        options = ["--model", tiny_bert, "--data", data, "--run", folder, *PLAIN.split()]
-        return command(capsys, "train-lora", *change_flags(options, *arguments))
+    def call(folder, *arguments, command=run_json, base=command):
+        return command(capsys, *change_flags([*base, "--run", folder], *arguments))
 
     return call
 
@@ -98,19 +125,6 @@ def test_training_settings_of_bundled_recipes_are_valid():
             assert (recipe.settings.ties, recipe.settings.info_nce_form) == ("keep", "acl")
 
 
-def test_dropout_and_order_follow_seed(tiny_bert, data, tmp_path):
-    losses = []
-    for name, dropout in (("a", 0.0), ("b", 0.0), ("c", 0.5)):
-        settings = {"epochs": 1, "adapter_dropout": dropout, "encoder_dropout": False}
-        trainer = build_trainer(tiny_bert, data, tmp_path / name, **settings)
-        losses.append([])
-        trainer.run(lambda _, steps, entry: losses[-1].append(entry["loss"]))
-    assert losses[0] == losses[1]
-    # Adapters start as zero maps, so that dropout has an effect from the second step on.
-    assert losses[0][0] == losses[2][0]
-    assert losses[0][1:] != losses[2][1:]
-
-
 def test_gradient_accumulation_does_not_change_parameters(tiny_bert, data, tmp_path):
     parameters = []
     for n_parts in (1, 4):
@@ -126,6 +140,7 @@ def test_gradient_accumulation_does_not_change_parameters(tiny_bert, data, tmp_p
         torch.testing.assert_close(value, parameters[1][name], rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_match_two_accumulation_steps(tiny_bert, data, tmp_path):
     """Each of two processes takes its share of every step, and pairs stay together."""
     arguments = f"train-lora --model {tiny_bert} --data {data} --head hypernet --dim 8 --epochs 2"
@@ -233,17 +248,12 @@ def test_finished_training_is_not_repeated(train, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tuned(tiny_bert, small_rows, tmp_path_factory) -> Path:
+def tuned(command, tmp_path_factory) -> Path:
     """A trained run, with LoRA under an MLP head."""
-    folder = tmp_path_factory.mktemp("tuned")
-    data = folder / "rows.csv"
-    lines = ["sentence1,sentence2,condition,label"]
-    lines += [",".join(str(value) for value in row) for row in small_rows]
-    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    command = f"train-lora --model {tiny_bert} --data {data} --run {folder / 'run'} --head mlp"
-    command += " --pooling cls --dtype float32 --epochs 3 --batch-size 8 --rank 4 --dim 8"
-    assert run([*command.split(), "--set", "dropout=0"]) == 0
-    return folder / "run"
+    folder = tmp_path_factory.mktemp("tuned") / "run"
+    options = "--head mlp --dim 8 --pooling cls --epochs 3 --batch-size 8 --set dropout=0"
+    assert run([*change_flags(command, *options.split()), "--run", str(folder)]) == 0
+    return folder
 
 
 def test_training_record_card_and_scores(tuned, capsys):
@@ -279,26 +289,21 @@ def test_moved_run_works_without_data(tuned, tmp_path, capsys):
     assert output["head"] == "mlp@concat-sent-cond+c"
 
 
-@pytest.mark.parametrize(
-    ("names", "bundled", "expected"),
-    [
-        (["concat-cond-sent", "separate"], True, "concat-cond-sent"),
-        (["concat-cond-sent"], False, "concat-sent-cond"),
-        (["mine"], False, "concat-sent-cond"),
-    ],
-)
-def test_extraction_uses_first_prompt_of_training(
-    tuned, tmp_path, caplog, names, bundled, expected
-):
+def test_extraction_uses_first_prompt_of_training(tuned, tmp_path, caplog):
     caplog.set_level("INFO", "llmcond")
     folder = Path(shutil.copytree(tuned, tmp_path / "copy"))
     record = json.loads((folder / "training.json").read_text())
-    digests = {name: load_prompt(name).digest if bundled else "0" for name in names}
-    record["made_of"]["prompts"] = digests
-    (folder / "training.json").write_text(json.dumps(record))
-    resolved = resolve(str(folder), EncoderOptions(device="cpu"))
-    assert _choose_default_prompt(resolved).name == expected
-    assert (f"name the file of {names[0]} with --prompt" in caplog.text) != bundled
+    digests = {name: load_prompt(name).digest for name in ("concat-cond-sent", "separate")}
+    for prompts, expected, message in (
+        (digests, "concat-cond-sent", ""),
+        ({"concat-cond-sent": "0"}, "concat-sent-cond", "the file of concat-cond-sent with"),
+        ({"mine": "0"}, "concat-sent-cond", "name the file of mine with --prompt"),
+    ):
+        record["made_of"]["prompts"] = prompts
+        (folder / "training.json").write_text(json.dumps(record))
+        resolved = resolve(str(folder), EncoderOptions(device="cpu"))
+        assert _choose_default_prompt(resolved).name == expected
+        assert message in caplog.text
 
 
 def test_tuned_run_can_be_encoder_of_another_run(tuned, data, tmp_path, capsys):
@@ -403,7 +408,7 @@ def test_custom_head_is_trained_from_its_file(train, tmp_path, monkeypatch):
     assert continued["head"] == summary["head"]
 
 
-def test_template_with_extra_column_is_trained_on(train, write_rows, small_rows, data, tmp_path):
+def test_template_with_extra_column_is_trained_on(train, write_rows, small_rows, tmp_path):
     (tmp_path / "noted.toml").write_text(
         'description = "d"\nsource = "s"\nfields = ["note"]\n'
         '[conditional]\ntext = "{note} {sentence} {condition}"\n'
@@ -414,9 +419,258 @@ def test_template_with_extra_column_is_trained_on(train, write_rows, small_rows,
     header, scores = "sentence1,sentence2,condition,label,note", []
     for folder, note in (("noted", "children"), ("other", "number {}")):
         rows = [(*row, note.format(row[3])) for row in small_rows]
-        write_rows(rows, data.name, header)
-        scores.append(train(folder, *arguments)["dev_spearman"])
+        noted = write_rows(rows, "noted.csv", header)
+        scores.append(train(folder, *arguments, "--data", noted)["dev_spearman"])
     assert scores[0] != scores[1]
+
+
+# -- the last stage, on train and dev ----------------------------------------------------------
+
+STAGE = "--head none --learning-rate 1e-2 --then dev --then-share 0.5 --folds 2"
+
+
+@pytest.fixture(scope="module")
+def stage_command(command) -> list[str]:
+    return [*command, *STAGE.split(), "--checkpoint-steps", "1"]
+
+
+@pytest.fixture(scope="module")
+def staged(stage_command, tmp_path_factory) -> Path:
+    """A run with a last stage on dev and two folds."""
+    folder = tmp_path_factory.mktemp("staged") / "run"
+    assert run([*stage_command, "--run", str(folder)]) == 0
+    return folder
+
+
+def test_stage_rows_are_share_of_train_pairs_and_repeated_dev(rows_file):
+    splits = read_dataset(str(rows_file)).splits
+    train, dev = splits["train"], splits["dev"]
+    stage = StageSettings(then="dev", then_share=0.25, then_weight=3)
+    rows = stage_rows(train, dev, stage, seed=1)
+    train_rows = rows.take(np.arange(len(rows) - 3 * len(dev)))
+    assert len(train_rows.pair_keys()) == round(0.25 * len(train.pair_keys()))
+    assert set(train_rows.pair_keys()) < set(train.pair_keys())
+    assert len(train_rows) == 2 * len(train_rows.pair_keys())
+    for copy in range(3):
+        dev_rows = rows.take(
+            np.arange(len(train_rows) + copy * len(dev), len(train_rows) + (copy + 1) * len(dev))
+        )
+        assert dev_rows.texts == dev.texts
+        assert dev_rows.rating.tolist() == dev.rating.tolist()
+    assert stage_rows(train, dev, stage, seed=1).texts == rows.texts
+    assert stage_rows(train, dev, stage, seed=2).texts != rows.texts
+
+
+def test_folds_keep_pairs_together_and_have_similar_sizes(rows_file):
+    train = read_dataset(str(rows_file)).splits["train"]
+    fold = fold_of_pair(train, 5, seed=0)
+    assert all(len(set(fold[train.pair == pair])) == 1 for pair in np.unique(train.pair))
+    assert np.ptp(np.bincount(fold)) <= 2
+    assert fold.tolist() != fold_of_pair(train, 5, seed=1).tolist()
+
+
+class Stopped(Exception):  # noqa: N818 - it stands in for a kill
+    pass
+
+
+def test_stage_stopped_in_any_training_resumes_bit_equal(
+    stage_command, staged, tmp_path, monkeypatch, capsys
+):
+    on_step, stops = FitBar.on_step, ["training 2", "fold-1 2", "then 3"]
+    names: list[str] = []
+
+    class Bar(FitBar):
+        def __init__(self, *args, name="training", **options):
+            super().__init__(*args, name=name, **options)
+            names.append(name)
+
+        def on_step(self, done, steps, loss):
+            on_step(self, done, steps, loss)
+            if stops and f"{names[-1]} {done.step}" == stops[0]:
+                stops.pop(0)
+                raise Stopped
+
+    monkeypatch.setattr("llmcond.workflows.train_job.FitBar", Bar)
+    monkeypatch.setattr("llmcond.finetune.loop.FitBar", Bar)
+    folder = tmp_path / "run"
+    while stops:
+        with pytest.raises(Stopped):
+            run([*stage_command, "--run", str(folder)])
+    assert (folder / "training" / "then" / STATE).is_file()
+    message = run_rejected(capsys, *stage_command, "--then-weight", 3, "--run", folder)
+    assert "training/fold-0 holds a training that was begun with other settings" in message
+    assert "then.then_weight: 3, not 2" in message
+    assert run([*stage_command, "--run", str(folder)]) == 0
+    weights = [digest_file(each / "adapter_model.safetensors") for each in (folder, staged)]
+    assert weights[0] == weights[1]
+    summaries = [
+        json.loads((each / "training.json").read_text())["summary"] for each in (folder, staged)
+    ]
+    assert summaries[0]["then"]["folds"] == summaries[1]["then"]["folds"]
+    assert summaries[0]["scores"] == summaries[1]["scores"]
+    assert not (folder / "training").exists()
+
+
+def test_stage_starts_from_best_checkpoint_and_changes_weights(stage_command, staged, tmp_path):
+    """A stage with a learning rate near zero gives the weights of a training without a stage."""
+    idle = change_flags(stage_command, "--then-learning-rate", "1e-12", "--folds", "0")
+    plain = stage_command[: stage_command.index("--then")]
+    summaries = []
+    for name, arguments in (("plain", plain), ("idle", idle)):
+        assert run([*arguments, "--run", str(tmp_path / name)]) == 0
+        summaries.append(json.loads((tmp_path / name / "training.json").read_text())["summary"])
+    summaries.append(json.loads((staged / "training.json").read_text())["summary"])
+    before = [each["dev_spearman_before"] for each in summaries[1:]]
+    assert before == [summaries[0]["dev_spearman"]] * 2
+    without_stage, idle_stage, stage = (each["scores"][-1]["spearman"] for each in summaries)
+    assert without_stage == pytest.approx(idle_stage, abs=1e-3)
+    assert abs(stage - without_stage) > 1e-3
+
+
+def test_records_and_card_state_training_on_dev(staged):
+    record = json.loads((staged / "training.json").read_text())
+    summary = record["summary"]
+    assert summary["trained_on"] == ["train", "dev"]
+    assert summary["dev_spearman"] is None
+    assert [scores["split"] for scores in summary["scores"]] == ["test"]
+    assert summary["then"]["learning_rate"] == pytest.approx(5e-3)
+    assert summary["then"]["steps"] == record["then_curve"][-1]["step"]
+    folds = summary["then"]["folds"]
+    assert (folds["folds"], folds["n"], folds["n_pairs"]) == (2, 12, 6)
+    gain = folds["trained"]["spearman"] - folds["without"]["spearman"]
+    assert folds["difference"]["spearman"] == pytest.approx(gain)
+    head = json.loads(next(staged.glob("heads/*/head.json")).read_text())
+    assert head["fit"]["trained_on"] == ["train", "dev"]
+    assert json.loads((staged / "run.json").read_text())["trained_on"] == ["train", "dev"]
+    card = " ".join((staged / "README.md").read_text().split())
+    assert "also trained on dev, each row 2 times, and on 50 % of train," in card
+    assert "so dev is no valid test of these weights" in card
+
+
+def test_dev_is_not_used_for_scores_or_selection(rows_file, staged, tmp_path, capsys):
+    results = run_json(capsys, "evaluate", "--run", staged)["results"]
+    assert {row["split"] for row in results} == {"test"}
+    other = tmp_path / "other"
+    options = ["--model", staged, "--dtype", "float32"]
+    run_json(capsys, "extract", *options, "--data", rows_file, "--run", other)
+    for folder in (staged, other):
+        message = run_rejected(capsys, "evaluate", "--run", folder, "--split", "dev")
+        assert "was trained on dev" in message
+    options = "--head linear --dim 4 --set epochs=3"
+    summary = run_json(capsys, "fit-head", "--run", other, *options.split())
+    assert (summary["n_dev"], summary["dev_spearman"], summary["selected_on"]) == (0, None, None)
+    with rows_file.open() as lines:  # other data, whose dev rows are not those of the training
+        (tmp_path / "rows.csv").write_text("".join(list(lines)[:-4]))
+    third = tmp_path / "third"
+    run_json(capsys, "extract", "--model", staged, "--data", tmp_path / "rows.csv", "--run", third)
+    run_json(capsys, "evaluate", "--run", third, "--split", "dev")
+
+
+# -- texts with attributes ---------------------------------------------------------------------
+
+PEOPLE = ["two men", "three women", "children", "two dogs"]
+LOCATIONS = ["in the park", "at the beach", "in the kitchen", "on the street"]
+VERBS = ["play", "sit", "read", "walk"]
+
+
+@pytest.fixture(scope="module")
+def aspects(tmp_path_factory) -> Path:
+    """A folder with one dataset, which has every combination of people, verb and location once."""
+    folder = tmp_path_factory.mktemp("aspects")
+    texts = [
+        {"text": f"{who} {verb} {location}", "attrs": {"who": who, "where": location, "verb": verb}}
+        for who, location, verb in itertools.product(PEOPLE, LOCATIONS, VERBS)
+    ]
+    conditions = {
+        "who": {"text": "the number of people", "question": "who", "para": ["people"]},
+        "where": {"text": "the place", "para": ["park or street"]},
+    }
+    (folder / "scenes.json").write_text(json.dumps({"texts": texts, "conds": conditions}))
+    return folder
+
+
+def build_sampler(folder: Path, **settings) -> AspectSampler:
+    return AspectSampler(
+        read_aspect_datasets(folder), AspectSettings(aspects=str(folder), **settings)
+    )
+
+
+def test_value_numbers_match_attribute_values_in_each_group(aspects):
+    batch = build_sampler(aspects, aspects_texts=500, aspects_values=0).sample([0, 1])
+    legal_values = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
+    legal_values |= {"the place": LOCATIONS, "park or street": LOCATIONS}
+    rows = batch.rows
+    assert list(rows.sentence1) == list(rows.sentence2)
+    assert set(rows.condition) == set(legal_values)
+    for group in range(batch.group.max() + 1):
+        members = np.flatnonzero(batch.group == group)
+        assert len({rows.condition[i] for i in members}) == 1
+        assert len({rows.sentence1[i] for i in members}) == len(members)
+        group_values = legal_values[rows.condition[members[0]]]
+        member_values = [
+            next(value for value in group_values if value in rows.sentence1[i]) for i in members
+        ]
+        for i, j in itertools.combinations(range(len(members)), 2):
+            assert (batch.value[members[i]] == batch.value[members[j]]) == (
+                member_values[i] == member_values[j]
+            )
+        sizes = Counter(batch.value[members].tolist())
+        assert (len(sizes), sizes[0]) in {(min(n, 4), m) for n, m in SHAPES}
+
+
+def test_negatives_share_other_attributes_with_positives(aspects):
+    batch = build_sampler(aspects, aspects_texts=500, aspects_values=0).sample([0, 2])
+    texts, shared = batch.rows.sentence1, []
+    for i in np.flatnonzero(batch.value > 0):
+        first = np.flatnonzero((batch.group == batch.group[i]) & (batch.value == 0))
+        values = (*PEOPLE, *LOCATIONS, *VERBS)
+        counts = [sum(value in texts[k] and value in texts[i] for value in values) for k in first]
+        shared.append(max(counts))
+    # At most two attributes can be shared. Random texts would share about one in four.
+    assert np.mean(shared) > 1.6
+
+
+def test_share_of_conditions_with_values_follows_setting(aspects):
+    for share in (0, 0.5, 1):
+        sampler = build_sampler(aspects, aspects_texts=900, aspects_values=share)
+        batch = sampler.sample([1])
+        conditions = dict(zip(batch.group.tolist(), batch.rows.condition, strict=True)).values()
+        values = [condition.values for condition in conditions if isinstance(condition, Condition)]
+        assert abs(len(values) / len(conditions) - share) <= (0.15 if share == 0.5 else 0)
+        assert all(set(each) <= set(PEOPLE) or set(each) <= set(LOCATIONS) for each in values)
+    assert {len(each) for each in values} == {2, 3, 4}
+    assert sampler.sample([1]).rows.texts == batch.rows.texts != sampler.sample([2]).rows.texts
+
+
+def test_loss_compares_texts_within_groups_only():
+    vectors = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0.6, 0.8], [0.8, 0.6]])
+    group, value = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 0, 0])
+    loss = supervised_contrast(3 * vectors, group, value, temperature=0.5)
+    # The first two are each other's positives and have one negative; the last two have none.
+    expected = math.log(math.exp(2) + 1) - 2
+    assert float(loss) == pytest.approx(expected * 2 / 4, abs=1e-6)
+    # Identical vectors have the loss of a random choice.
+    value = torch.tensor([0, 0, 1, 2, 3, 4])
+    loss = supervised_contrast(torch.ones(6, 4), torch.zeros(6), value, temperature=0.07)
+    assert float(loss) == pytest.approx(math.log(5), abs=1e-5)
+
+
+def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp_path):
+    options = ("--head", "none", "--rank", "full", "--epochs", 1)
+    summary = train("run", *options, "--aspects", aspects, "--aspects-texts", 24)
+    assert summary["aspects"] == ["scenes"]
+    config = json.loads((tmp_path / "run" / "training.json").read_text())["made_of"]["aspects"]
+    assert config["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
+    assert config["aspects_texts"] == 24
+    fitted_on = llmcond.load_embedder(tmp_path / "run").fitted_on
+    assert fitted_on.endswith("rows.csv and texts of 1 dataset")
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "Each step also used 24 texts with known attributes" in card
+    assert "They are from 1 dataset, which the training record below names." in card
+    train("again", *options, "--aspects", aspects, "--aspects-texts", 24)
+    train("without", *options)
+    digests = [digest_file(tmp_path / n / "model.safetensors") for n in ("run", "again", "without")]
+    assert digests[0] == digests[1] != digests[2]
 
 
 # -- invalid input -----------------------------------------------------------------------------
@@ -440,6 +694,10 @@ def test_only_links_within_checkpoint_are_copied(train, tiny_bert, tmp_path):
 
 
 def test_invalid_options_are_rejected_in_one_line(train, write_rows, small_rows, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    single = {"texts": [{"text": "a", "attrs": {"c": 1}}], "conds": {"c": "the c"}}
+    (tmp_path / "odd" / "one.json").write_text(json.dumps(single))
     for arguments, message in (
         ("--head none --target q_proj", "Legal: auto, attention, mlp, attention.self"),
         ("--head none --rank 0", "expected a whole number of at least 1, or full"),
@@ -454,10 +712,24 @@ def test_invalid_options_are_rejected_in_one_line(train, write_rows, small_rows,
         ("--head hadamard --prompt cond", "instruction"),
         ("--head none --batch-size 2 --gradient-accumulation-steps 4", "too few"),
         ("--head none --seed -1", "at least 0"),
+        (
+            "--head none --then dev --folds 7",
+            "dev has 6 sentence pairs with ratings, which",
+        ),
+        ("--head none --then dev --folds 1", "--folds is 1"),
+        ("--head none --then dev --then-share 1.5", "must be at least 0 and at most 1"),
+        ("--head none --then test", "Legal: dev"),
+        ("--head none --folds 5", "--folds needs --then dev. Add it"),
+        ("--head none --then dev --task kgc", "is for rated pairs"),
+        ("--head none --aspects-texts 30", "--aspects-texts needs --aspects FOLDER. Add it"),
+        ("--head none --aspects empty", "contains no dataset"),
+        ("--head none --aspects odd", "nothing to learn from"),
+        ("--head none --aspects odd --aspects-texts 3", "it must be at least 4"),
     ):
         assert message in train("bad", *arguments.split(), command=run_rejected)
-    write_rows([(*row[:3], -1) for row in small_rows])
-    assert "rows.csv has 0 rated rows" in train("bad", "--head", "none", command=run_rejected)
+    unrated = write_rows([(*row[:3], -1) for row in small_rows])
+    message = train("bad", "--head", "none", "--data", unrated, command=run_rejected)
+    assert "rows.csv has 0 rated rows" in message
     assert not (tmp_path / "bad").exists()
 
 
@@ -469,28 +741,3 @@ def test_non_finite_loss_stops_training_and_keeps_checkpoint(train, tmp_path):
     assert "the last checkpoint is in wild/training" in message
     assert "--learning-rate" in message
     assert (tmp_path / "wild" / "training" / STATE).is_file()
-
-
-def limit_files_from_step_4():
-    """Limit the size of files from the second checkpoint on, as a full disk would."""
-    save = TrainingState.save
-
-    def save_with_limit(self, progress, tensors):
-        if progress.step == 4:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        save(self, progress, tensors)
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    TrainingState.save = save_with_limit
-
-
-def test_full_disk_keeps_previous_checkpoint(tiny_bert, data, tmp_path):
-    """A limit on the file size stands in for a full disk, because the same write fails."""
-    arguments = f"train-lora --model {tiny_bert} --data {data} --run {tmp_path / 'r'} --head none"
-    arguments += " --pooling mean --batch-size 8 --checkpoint-steps 2 --epochs 1 --rank 8"
-    limited = Command(tmp_path / "printed", arguments.split(), setup=limit_files_from_step_4)
-    status, _, log = limited.finish()
-    assert status == 2, log
-    assert "the disk is full" in log
-    assert "Traceback" not in log
-    assert sorted(path.name for path in (tmp_path / "r" / "training").iterdir()) == [STATE]

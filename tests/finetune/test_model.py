@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, Case, sample_inputs
+from helpers.cases import CASES, MAX_LENGTH, Case, sample_inputs
 from torch import nn
 from transformers import AutoModel
 
 import llmcond
 from llmcond.data.rows import Rows
-from llmcond.encoders import EncoderInput, EncoderOptions, resolve
+from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.errors import UserError
@@ -149,18 +149,14 @@ def assert_packed_equals_padded(trainable, rows):
     return expected
 
 
-def inputs_of_every_length(trainable, typed=False):
-    """Return an input of each length from one token to the maximum; ``typed`` makes some pairs."""
+def inputs_of_every_length(trainable):
+    """Return an input of each length from one token to the maximum."""
     size = len(trainable.network.get_input_embeddings().weight)
     rng = np.random.default_rng(2)
-    rows = []
-    for length in rng.permutation(np.arange(1, MAX_LENGTH + 1)).tolist():
-        first, second = 0, length
-        if typed and length % 2:
-            second = int(rng.integers(length + 1))
-            first = min(second, length - 1)
-        rows.append(Tokens(rng.integers(size, size=length).tolist(), first, length, 0, second))
-    return rows
+    lengths = rng.permutation(np.arange(1, MAX_LENGTH + 1)).tolist()
+    return [
+        Tokens(rng.integers(size, size=length).tolist(), 0, length, 0, length) for length in lengths
+    ]
 
 
 # -- packed and padded rows --------------------------------------------------------------------
@@ -183,6 +179,7 @@ def inputs_of_every_length(trainable, typed=False):
 def test_packed_rows_match_gradients_of_padded_rows(prepare, name, settings):
     trainable = prepare(name, **settings)
     assert trainable.engine.packs == (CASES[name].window > 0)
+    assert trainable.engine.shares_prefixes == CASES[name].shares_prefixes
     assert (trainable.peft_model is None) == (settings is FULL)
     perturb_weights(trainable)
     mixed = trainable.tokenizer(sample_inputs(trainable.resolved, 3))
@@ -193,45 +190,6 @@ def test_packed_rows_match_gradients_of_padded_rows(prepare, name, settings):
         assert gradients.keys() == dict(trainable.network.named_parameters()).keys()
         # Folded latents would have no gradients.
         assert ("latent_attention_model.latents" in gradients) == (name == "nv-embed")
-
-
-@pytest.mark.parametrize("settings", [PLAIN, FULL])
-def test_packed_typed_pairs_match_gradients_of_padded_rows(prepare, settings):
-    trainable = prepare(PAIRS, **settings)
-    perturb_weights(trainable)
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(WORDS, size=size)) for size in range(1, 31)]
-    contexts = [None, "", "the color", "dogs " * 60]
-    items = [EncoderInput("", text, contexts[i % 4]) for i, text in enumerate(texts)]
-    for rows in (inputs_of_every_length(trainable, typed=True), trainable.tokenizer(items)):
-        assert any(0 < row.second < len(row.ids) for row in rows)
-        expected = assert_packed_equals_padded(trainable, rows)
-    untyped = [replace(row, second=len(row.ids)) for row in rows]
-    other = loss_and_gradients(trainable, untyped)[1]
-    with pytest.raises(AssertionError):
-        assert_same_gradients(other, expected, 1e-3)
-
-
-def test_shared_prefixes_match_gradients_of_padded_rows(prepare):
-    trainable = prepare("e5-mistral")
-    engine = trainable.engine
-    perturb_weights(trainable)
-    ends = ("run over the wet grass", "run over the river", "play")
-    items = [
-        EncoderInput(task, f"{text} {end}")
-        for task in TASKS[2:]
-        for text in WORDS[:5]
-        for end in ends
-    ]
-    rows = trainable.tokenizer(items)
-    for budget in (100, 100_000):
-        engine.budget = budget
-        batches = [
-            forward.batch for _, forward in engine._plan_batches(rows, list(range(30)), budget)
-        ]
-        assert all(batch.shared for batch in batches)
-        assert sum(batch.n_tokens for batch in batches) < 0.6 * sum(len(row.ids) for row in rows)
-        assert_packed_equals_padded(trainable, rows)
 
 
 # -- texts encoded once ------------------------------------------------------------------------
@@ -299,17 +257,11 @@ HADAMARD = Task((SEPARATE,), "hadamard", NO_DROPOUT, "separate")
 HYPERNET = Task((JOINT,), "hypernet-joint", LOW_RANK, "concat-sent-cond", CONTRASTIVE)
 #: The case and the task of each test.
 ENCODED_ONCE = {
-    "joint": ("simcse-bert-cls", Task()),
     "several": ("simcse-bert-cls", Task((JOINT, ("concat-cond-sent", True)))),
     "hypernet": ("simcse-bert-cls", HYPERNET),
     "both": (
         "simcse-bert-cls",
         Task((JOINT, SEPARATE), "towers", (*LOW_RANK, ("hidden", 8)), "separate"),
-    ),
-    # e(c) is not subtracted: a sentence with itself as condition would leave only rounding errors.
-    "routed": (
-        "simcse-bert-cls",
-        Task((("routed", False),), "linear", (("dim", 8), *NO_DROPOUT)),
     ),
     "decoder": ("e5-mistral", HYPERNET),
     "instructions": ("nv-embed", Task((("retrieval-cond", True),))),
@@ -327,26 +279,7 @@ class ReferenceLoss:
         self.task, self.trainable, self.model = task, trainable, model
         self.prompts = {prompt.name: prompt for prompt in task.view.prompts}
 
-    def states(self, text):
-        """Return the states of a text's tokens, computed without the engine."""
-        ids = torch.tensor([self.trainable.tokenizer([EncoderInput("", text)])[0].ids])
-        network = self.trainable.engine.model.network
-        return network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
-
-    def routed_vector(self, item):
-        """Return the vector of an input with a router; the encoder must pool the first token."""
-        states, query = self.states(item.text), self.states(item.router.text)[0]
-        centre = states.mean(dim=0) if item.router.centre else 0
-        similarity = torch.cosine_similarity(states - centre, query[None], dim=1)
-        if item.router.standardize:
-            similarity = similarity / similarity.std(correction=0)
-        vector = ((similarity / item.router.temperature).softmax(dim=0) @ states)[None]
-        normalize = self.trainable.engine.identity.normalize
-        return torch.nn.functional.normalize(vector, dim=1) if normalize else vector
-
     def vector(self, part, sentence, condition):
-        if part.router is not None:
-            return self.routed_vector(part.render(sentence, condition))
         tokens = self.trainable.tokenizer([part.render(sentence, condition)])
         return self.trainable.engine.embed(tokens, padded=True)
 

@@ -25,7 +25,6 @@ from llmcond.heads import (
 )
 from llmcond.heads.dense import Linear
 from llmcond.heads.fit import entries_since_best, fit_by_gradient
-from llmcond.heads.fitted import GroupSampler
 from llmcond.heads.module import Batch, HeadModule, seeded
 from llmcond.heads.recipes import find_family
 from llmcond.metrics import METRICS, Metric
@@ -322,24 +321,6 @@ def test_rows_from_disk_are_shuffled_by_runs(tmp_path, short_runs):
     assert len({frozenset(row // 5 for row in batch) for batch in spy.rows()}) > 4
 
 
-def test_matrices_built_from_files_keep_their_rows(tmp_path, short_runs):
-    pairs = make_numbered_pairs(40)
-    disk_pairs = move_to_disk(pairs, tmp_path)
-    order = np.random.default_rng(0).permutation(40)
-    zeros = np.zeros_like(pairs.first)
-    for build in (
-        lambda side: SharedRows(side, order),
-        lambda side: Difference(side, zeros),
-        lambda side: ConcatenatedMatrix([side[:, :1], side[:, 1:]]),
-        lambda side: as_matrix(side).take(order),
-    ):
-        first, second = build(disk_pairs.first), build(disk_pairs.second)
-        spy = fit_with_spy(replace(pairs, first=first, second=second), batch_size=8, epochs=1)
-        features = torch.cat([batch.x[: len(batch.x) // 2] for batch in spy.batches])
-        features = features[features[:, 0].argsort()]
-        np.testing.assert_array_equal(features, pairs.first)
-
-
 @pytest.mark.parametrize("storage", ["memory", "disk"])
 def test_rows_keep_their_ratings_and_conditions(tmp_path, short_runs, objective_calls, storage):
     n, table = 37, np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
@@ -354,31 +335,34 @@ def test_rows_keep_their_ratings_and_conditions(tmp_path, short_runs, objective_
         assert len(batch.condition) == len(np.unique(which[rows]))
 
 
-@pytest.mark.parametrize("size", [1, 7, 100])
-def test_batches_of_conditions_keep_equal_conditions_adjacent(size):
+def test_batches_of_conditions_keep_equal_conditions_adjacent():
     which = np.random.default_rng(0).integers(9, size=60)
-    table = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32)
-    for condition in (SharedRows(table, which), table[which]):
-        pairs = make_numbered_pairs(60, condition=condition)
-        orders = set()
-        for rows in fit_with_spy(pairs, batches="conditions", batch_size=size).epochs():
-            assert [len(batch) for batch in rows[:-1]] == [size] * (len(rows) - 1)
-            assert sorted(flatten(rows)) == list(range(60))
-            order = which[flatten(rows)]
-            changes = np.flatnonzero(np.diff(order)) + 1
-            assert len(changes) == 8
-            orders.add(tuple(order[[0, *changes]].tolist()))
-        assert len(orders) == 3
+    condition = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32)[which]
+    pairs = make_numbered_pairs(60, condition=condition)
+    orders = set()
+    for rows in fit_with_spy(pairs, batches="conditions", batch_size=7).epochs():
+        assert [len(batch) for batch in rows] == [7] * 8 + [4]
+        assert sorted(flatten(rows)) == list(range(60))
+        order = which[flatten(rows)]
+        changes = np.flatnonzero(np.diff(order)) + 1
+        assert len(changes) == 8
+        orders.add(tuple(order[[0, *changes]].tolist()))
+    assert len(orders) == 3
 
 
 CONTRASTING = {"mse": 0.0, "info_nce": 1.0}
 
 
-def assert_pairs_are_whole(spy, pair, size):
+def assert_pairs_are_whole(spy, pair, size, from_memory=True):
     """Check that both rows of a pair are adjacent in one batch, in their original order."""
     for rows in spy.epochs():
         assert sorted(flatten(rows)) == list(range(len(pair)))
         assert max(len(batch) for batch in rows) <= max(size, 2)
+        # No batch could have taken the first pair of the next one, too.
+        next_pairs = [np.count_nonzero(pair == pair[batch[0]]) for batch in rows[1:]]
+        assert not from_memory or all(
+            len(batch) + more > size for batch, more in zip(rows, next_pairs, strict=False)
+        )
         for batch in rows:
             for row in batch:
                 pair_rows = np.flatnonzero(pair == pair[row])
@@ -402,7 +386,7 @@ def test_contrastive_pairs_from_disk_stay_together(tmp_path, short_runs, monkeyp
         pairs = move_to_disk(make_numbered_pairs(len(pair), pair=pair), tmp_path)
         for seed in range(3):
             spy = fit_with_spy(pairs, batch_size=6, seed=seed, **CONTRASTING)
-            assert_pairs_are_whole(spy, pair, 6)
+            assert_pairs_are_whole(spy, pair, 6, from_memory=False)
 
 
 def test_contrastive_objectives_override_batches_and_receive_their_pairs(objective_calls):
@@ -422,23 +406,6 @@ def test_dev_rows_are_scored_in_order_without_dropout(short_runs):
     spy = fit_with_spy(make_numbered_pairs(20), make_numbered_pairs(30, seed=1), dropout=0.5)
     assert flatten(spy.rows(spy.scored)) == list(range(30)) * 3
     assert [len(batch) for batch in spy.rows(spy.scored)] == [9, 9, 9, 3] * 3
-
-
-GROUPS = st.lists(st.integers(0, 6), min_size=1, max_size=30).map(np.array)
-
-
-@settings(deadline=None, max_examples=50)
-@given(GROUPS, st.integers(1, 12), st.integers(0, 9))
-def test_batches_have_each_row_once_and_split_no_group(group, size, seed):
-    sampler = GroupSampler(group)
-    permutation = np.random.default_rng(seed).permutation(len(sampler))
-    batches = list(sampler.batches(permutation, size))
-    assert sorted(np.concatenate(batches).tolist()) == list(range(len(group)))
-    assert all(len(batch) <= size or len(set(group[batch])) == 1 for batch in batches)
-    assert sum(len(set(group[batch])) for batch in batches) == len(set(group))
-    # No batch could have taken the first group of the next one, too.
-    sizes = [np.count_nonzero(group == group[batch[0]]) for batch in batches[1:]]
-    assert all(len(b) + first > size for b, first in zip(batches, sizes, strict=False))
 
 
 # -- weights and dropout -----------------------------------------------------------------------
@@ -689,15 +656,9 @@ def test_data_that_a_head_cannot_learn_from_are_rejected():
             fit("linear", data, **changes)
 
 
-@pytest.mark.parametrize("storage", ["memory", "disk"])
-def test_rows_of_contrastive_pair_need_not_be_adjacent(tmp_path, short_runs, storage):
+def test_rows_of_contrastive_pair_need_not_be_adjacent():
     pairs, changes = make_pairs(), {**SHORT, **HYPER, **CONTRAST}
     separated = pairs.take(np.concatenate([np.arange(0, 120, 2), np.arange(1, 120, 2)]))
-    if storage == "disk":
-        folders = tmp_path / "adjacent", tmp_path / "separated"
-        for folder in folders:
-            folder.mkdir()
-        pairs, separated = map(move_to_disk, (pairs, separated), folders)
     expected, actual = (fit("hypernet-mse", data, **changes) for data in (pairs, separated))
     assert tensors(actual) == tensors(expected)
     tied = int((pairs.rating[::2] == pairs.rating[1::2]).sum())

@@ -22,7 +22,7 @@ from llmcond.heads import (
     load_recipe,
     save_head,
 )
-from llmcond.heads.numpy_heads import DENSE_KINDS, NumpyHead
+from llmcond.heads.numpy_heads import NumpyHead
 from llmcond.heads.storage import load_embedding_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,10 +236,6 @@ def save_fitted_head(folder, name, seed=5):
     return head
 
 
-def test_every_dense_kind_is_compared():
-    assert {load_recipe(recipe).kind for recipe, _ in HEADS.values()} == set(DENSE_KINDS)
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_loaded_heads_equal_fitted_head(name, tmp_path, monkeypatch):
     fitted = save_fitted_head(tmp_path / "head", name)
@@ -339,10 +335,7 @@ def assert_rejected(folder, message):
 def test_head_folder_holds_no_pickle(saved_head):
     files = {path.name for path in saved_head.iterdir()} - {".lock"}
     assert files == {"head.json", find_weights(saved_head).name}
-    json.loads((saved_head / "head.json").read_text())
-    content = find_weights(saved_head).read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    assert set(json.loads(content[8 : 8 + length])) == {"weight"}
+    assert load_file(find_weights(saved_head)).keys() == {"weight"}
 
 
 def test_changed_or_missing_weights_are_rejected(saved_head):
