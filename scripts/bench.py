@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ import torch
 from common import Options
 from safetensors.torch import save_file
 
+from llmcond.benchmark.shapes import make_tokenizer
 from llmcond.benchmark.speeds import product_peak
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import KnownModel, find_model
@@ -177,8 +177,6 @@ def median_ratio(
 
 #: Maximum size of a shard of a checkpoint, in bytes.
 SHARD = 2 * 2**30
-SAMPLE = Path(__file__).resolve().parent.parent / "llmcond" / "data" / "sample"
-INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the Sentence: {}"
 
 
 @dataclass(frozen=True)
@@ -280,35 +278,6 @@ def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None
     return folder, known.repo if known else None
 
 
-def make_tokenizer(folder: Path) -> None:
-    """Train a small tokenizer on the bundled sample; texts get realistic lengths in tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    # The first four have the ids of XLM-R, whose positions count tokens other than padding.
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<bos>", "<eos>", "<|endoftext|>"]
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    trainer = trainers.BpeTrainer(vocab_size=8_000, special_tokens=special, show_progress=False)
-    texts = [row[key] for row in _sample() for key in ("sentence1", "sentence2", "condition")]
-    tokenizer.train_from_iterator([*texts, INSTRUCTION * 50, "Instruct: Query: " * 50], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-    ).save_pretrained(folder)
-
-
-def _sample() -> list[dict[str, str]]:
-    with next(SAMPLE.glob("train*.csv")).open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
-
-
 def fit_random_head(name: str, dim: int, rank: int | None = None) -> FittedHead:
     """Fit a head for one step on a few random features; its speed does not depend on the fit.
 
@@ -330,34 +299,6 @@ def fit_random_head(name: str, dim: int, rank: int | None = None) -> FittedHead:
     )
     recipe = recipe.with_settings(changes, name)
     return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None, "cpu")
-
-
-def make_inputs(n: int, instruct: bool) -> list[EncoderInput]:
-    """Return n inputs of C-STS length; with ``instruct``, the sentence is in an instruction."""
-    rows = _sample()
-    return [
-        EncoderInput(INSTRUCTION.format(row["sentence1"]), row["condition"])
-        if instruct
-        else EncoderInput("", f"{row['sentence1']} {row['condition']}")
-        for row in (rows[i * len(rows) // n] for i in range(n))
-    ]
-
-
-def make_branches(n_sentences: int, n_conditions: int, instruct: bool) -> list[EncoderInput]:
-    """Return bundled sentences, each under ``n_conditions`` conditions."""
-    rows = _sample()
-    sentences = list(dict.fromkeys(row["sentence1"] for row in rows))[:n_sentences]
-    conditions = list(dict.fromkeys(row["condition"] for row in rows))
-    inputs = []
-    for number, sentence in enumerate(sentences):
-        for offset in range(n_conditions):
-            condition = conditions[(number * n_conditions + offset) % len(conditions)]
-            inputs.append(
-                EncoderInput(INSTRUCTION.format(sentence), condition)
-                if instruct
-                else EncoderInput("", f"{sentence} {condition}")
-            )
-    return inputs
 
 
 def join_inputs(

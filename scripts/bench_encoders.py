@@ -22,13 +22,13 @@ import torch
 from bench import (
     BenchOptions,
     checkpoint_folder,
-    make_inputs,
     random_checkpoint,
     run_in_process,
     timed,
 )
 from common import format_table, print_json
 
+from llmcond.benchmark.shapes import csts_inputs
 from llmcond.benchmark.speeds import PlainLoop, peak_memory
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
@@ -62,7 +62,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     resolved = resolve(task["checkpoint"], options, identify=False)
     encoder, loaded, _ = timed(Encoder, resolved)
     host = peak_memory("cpu")
-    inputs = make_inputs(task["inputs"], bool(resolved.identity.instruction_format))
+    inputs = csts_inputs(task["inputs"], bool(resolved.identity.instruction_format))
     tokens = sum(row.n_tokens for row in encoder._tokenizer(inputs))
     loop = PlainLoop(encoder, torch_engine(encoder).model.network)
 

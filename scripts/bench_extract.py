@@ -20,10 +20,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,8 +31,6 @@ from bench import (
     find_checkpoint,
     join_inputs,
     machine_peak,
-    make_branches,
-    make_inputs,
     measure,
     median_of,
     median_ratio,
@@ -44,20 +40,26 @@ from bench import (
 from common import format_table, print_json
 from numpy.typing import NDArray
 
-from llmcond.benchmark.speeds import linear_flops, peak_memory, synchronize
+from llmcond.benchmark.shapes import branching_inputs, csts_inputs
+from llmcond.benchmark.speeds import (
+    BATCH,
+    PlainLoop,
+    linear_flops,
+    peak_memory,
+    sentence_transformers,
+    synchronize,
+)
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.batching import pack_shared
 from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.loading.loading import load_config, load_model, load_tokenizer
+from llmcond.encoders.loading.loading import load_config, load_tokenizer
 from llmcond.encoders.loading.memory import TORCH_DTYPES
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import EncoderInput
 
 Vectors = NDArray[np.float32]
-#: Batch size of the other libraries.
-BATCH = 32
 #: Ways by name: the kind of way, and its data type; None stands for --dtype.
 WAYS: dict[str, tuple[str, str | None]] = {
     "sentence-transformers, float32": ("sentence-transformers", "float32"),
@@ -68,133 +70,17 @@ WAYS: dict[str, tuple[str, str | None]] = {
     "llmcond, PyTorch, padded": ("padded", None),
     "llmcond, PyTorch, shared prefixes": ("shared", None),
 }
-#: Poolings that the other libraries support, and their names in sentence-transformers.
-POOLINGS = {"mean": "mean", "last": "lasttoken", "cls": "cls"}
+#: The kinds of ways of other libraries, and the poolings that they support.
+PEERS, POOLINGS = ("sentence-transformers", "loop"), ("mean", "last")
 
 
 # -- the ways ----------------------------------------------------------------------------------
-
-
-class Way(ABC):
-    """An encoder, and one way to run it.
-
-    Args:
-        task: settings of the measurement, as built by ``main``.
-    """
-
-    def __init__(self, task: dict[str, Any]) -> None:
-        self.task = task
-        self.resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
-        self.identity, self.device = self.resolved.identity, self.resolved.device
-        self.config = load_config(self.resolved.checkpoint, self.identity.attention)
-        tokenizer = load_tokenizer(self.resolved.checkpoint, self.config)
-        self.tokenizer = InputTokenizer(tokenizer, self.identity, "the model")
-        self.load()
-
-    @abstractmethod
-    def load(self) -> None:
-        """Load the network."""
-
-    @abstractmethod
-    def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the (n, dim) unit vectors of inputs."""
-
-    def count_computed(self, inputs: list[EncoderInput]) -> int:
-        """Return the number of computed tokens, including padding."""
-        lengths = [len(row.ids) for row in self.tokenizer(inputs)]
-        return count_padded_tokens(
-            lengths, sorted(range(len(inputs)), key=lambda i: -lengths[i]), BATCH
-        )
-
-
-class SentenceTransformersWay(Way):
-    """sentence-transformers, which sorts texts by their number of characters and pads batches."""
-
-    def load(self) -> None:
-        """Load the network."""
-        from sentence_transformers import SentenceTransformer
-        from sentence_transformers.models import Pooling, Transformer
-
-        folder = str(self.resolved.checkpoint.folder)
-        arguments = {"dtype": TORCH_DTYPES[self.identity.dtype]}
-        if (Path(folder) / "modules.json").is_file():
-            self.peer = SentenceTransformer(folder, device=self.device, model_kwargs=arguments)
-        else:
-            transformer = Transformer(folder, model_kwargs=arguments)
-            mode = POOLINGS[self.identity.pooling]
-            pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=mode)
-            self.peer = SentenceTransformer(modules=[transformer, pooling], device=self.device)
-        self.peer.max_seq_length = self.identity.max_length
-
-    def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the (n, dim) unit vectors of inputs."""
-        texts = [self.tokenizer.format(item) for item in inputs]
-        vectors: Vectors = self.peer.encode(texts, batch_size=BATCH, normalize_embeddings=True)
-        return vectors
-
-    def count_computed(self, inputs: list[EncoderInput]) -> int:
-        """Return the number of computed tokens, including padding."""
-        texts = [self.tokenizer.format(item) for item in inputs]
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        tokenized = self.peer.tokenizer(texts, truncation=True, max_length=self.identity.max_length)
-        return count_padded_tokens([len(ids) for ids in tokenized["input_ids"]], order, BATCH)
-
-
-class LoopWay(Way):
-    """A loop of transformers over padded batches in the order of the inputs."""
-
-    def load(self) -> None:
-        """Load the network."""
-        self.network: Any = load_model(self.resolved, self.config).network
-
-    @torch.inference_mode()
-    def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the (n, dim) unit vectors of inputs."""
-        rows = [row.ids for row in self.tokenizer(inputs)]
-        vectors = []
-        for start in range(0, len(rows), BATCH):
-            batch = make_batch(rows[start : start + BATCH], self.identity.pooling)
-            ids, mask, weights = (torch.from_numpy(part).to(self.device) for part in batch)
-            hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-            vectors.append((weights[:, None] @ hidden)[:, 0].cpu().numpy())
-        return normalize(np.concatenate(vectors))
-
-    def count_computed(self, inputs: list[EncoderInput]) -> int:
-        """Return the number of computed tokens, including padding."""
-        lengths = [len(row.ids) for row in self.tokenizer(inputs)]
-        return count_padded_tokens(lengths, list(range(len(inputs))), BATCH)
-
-
-class LlmcondWay(Way):
-    """One of the modes of llmcond."""
-
-    def load(self) -> None:
-        """Load the encoder."""
-        self.encoder = Encoder(self.resolved)
-        if self.task["kind"] == "padded":
-            torch_engine(self.encoder).packs = False
-
-    def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the (n, dim) unit vectors of inputs."""
-        return self.encoder.encode(inputs)
-
-    def count_computed(self, inputs: list[EncoderInput]) -> int:
-        """Return the number of computed tokens, including padding."""
-        return self.encoder.encode_with_counts(inputs).n_computed
-
-
-#: Classes of the other libraries; every other kind is a mode of llmcond.
-PEERS: dict[str, type[Way]] = {
-    "sentence-transformers": SentenceTransformersWay,
-    "loop": LoopWay,
-}
 
 
 def encoder_options(task: dict[str, Any]) -> EncoderOptions:
     """Return the options of the encoder for a task."""
     return EncoderOptions(
         dtype=task["dtype"],
-        quantize=task["quantize"] if task["kind"] != "sentence-transformers" else "none",
         device=task["device"],
         runtime="auto" if task["kind"] == "llmcond" else "torch",
         like=task["like"],
@@ -204,54 +90,32 @@ def encoder_options(task: dict[str, Any]) -> EncoderOptions:
     )
 
 
-def make_batch(rows: list[list[int]], pooling: str) -> list[NDArray[Any]]:
-    """Return the padded ids and the mask of a batch, and the pooling weights of its tokens."""
-    ends = np.array([[len(row)] for row in rows])
-    positions = np.arange(ends.max())
-    real = positions < ends
-    ids = np.zeros(real.shape, dtype=np.int64)
-    ids[real] = np.concatenate(rows)
-    pooled = {"mean": real, "last": positions == ends - 1, "cls": real & (positions == 0)}[pooling]
-    weights = pooled / pooled.sum(axis=1, keepdims=True)
-    return [ids, real.astype(np.int64), weights.astype(np.float32)]
-
-
-def normalize(vectors: Vectors) -> Vectors:
-    """Normalise each vector to length 1."""
-    scaled: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    return scaled
-
-
-def count_padded_tokens(lengths: list[int], order: list[int], size: int) -> int:
-    """Return the number of tokens in padded batches.
-
-    Args:
-        lengths: number of tokens of each input.
-        order: indices of the inputs in the order of the batches.
-        size: batch size.
-    """
-    batches = [order[start : start + size] for start in range(0, len(order), size)]
-    return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-
-
-# -- taking turns ------------------------------------------------------------------------------
-
-
 def load_way(task: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Load a way; return a function that encodes the inputs and returns the figures of a turn."""
-    way = PEERS.get(task["kind"], LlmcondWay)(task)
+    resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
     inputs = [EncoderInput(*texts) for texts in task["inputs"]]
-    _, first, _ = timed(way.encode, inputs[: max(BATCH, len(inputs) // 16)])
-    computed, flops = way.count_computed(inputs), linear_flops(way.resolved)
+    encoder, kind, device = Encoder(resolved), task["kind"], resolved.device
+    run: Callable[[list[EncoderInput]], Vectors] = encoder.encode
+    if kind == "padded":
+        torch_engine(encoder).packs = False
+    elif kind in PEERS:
+        loop = PlainLoop(encoder, torch_engine(encoder).model.network)
+        run = loop.encode if kind == "loop" else sentence_transformers(loop, encoder)
+    _, first, _ = timed(run, inputs[: max(BATCH, len(inputs) // 16)])
+    if kind in PEERS:
+        computed = loop.computed(inputs, by_length=kind != "loop")
+    else:
+        computed = encoder.encode_with_counts(inputs).n_computed
+    flops = linear_flops(resolved)
 
     def encode() -> Vectors:
-        vectors = way.encode(inputs)
-        synchronize(way.device)
+        vectors = run(inputs)
+        synchronize(device)
         return vectors
 
     def turn() -> dict[str, Any]:
-        peak = machine_peak(way.device, TORCH_DTYPES[way.identity.dtype])
-        synchronize(way.device)
+        peak = machine_peak(device, TORCH_DTYPES[resolved.identity.dtype])
+        synchronize(device)
         vectors, seconds, processor = timed(encode)
         np.save(task["vectors"], vectors)
         return {
@@ -260,7 +124,7 @@ def load_way(task: dict[str, Any]) -> Callable[[], dict[str, Any]]:
             "computed": computed,
             "peak": peak,
             "share": flops * computed / seconds / peak,
-            "memory": peak_memory(way.device),
+            "memory": peak_memory(device),
             "first": first,
         }
 
@@ -418,15 +282,15 @@ def make_cases(
 ) -> list[tuple[list[EncoderInput], str]]:
     """Return the lists of inputs to encode, each with its description in the table."""
     if options.tokens:
-        short = make_inputs(2_000, instruct=False)
+        short = csts_inputs(2_000, instruct=False)
         lengths = [len(ids) for ids in tokenize(task, short)]
         copies = 2 * options.inputs * options.tokens // sum(lengths) + 1
         long = join_inputs(short * copies, lengths * copies, options.tokens)
         return [(long[: options.inputs], f"inputs of about {options.tokens} tokens")]
     return [
-        (make_branches(options.sentences, k, instruct), f"{k} conditions a sentence")
+        (branching_inputs(k * options.sentences, k, instruct), f"{k} conditions a sentence")
         for k in options.conditions
-    ] or [(make_inputs(options.inputs, instruct), "C-STS inputs")]
+    ] or [(csts_inputs(options.inputs, instruct), "C-STS inputs")]
 
 
 def parse_options() -> argparse.Namespace:
@@ -436,7 +300,6 @@ def parse_options() -> argparse.Namespace:
     add("--model", "minilm", "known model, shape or folder of a checkpoint")
     parser.sizes()
     parser.compute("bfloat16", choices=tuple(TORCH_DTYPES))
-    add("--quantize", "none", "quantisation of the weights", choices=("none", "8bit", "4bit"))
     add("--threads", int, "threads of each way", "as PyTorch chooses")
     add("--inputs", 2_000, "number of inputs, without --conditions")
     add("--tokens", int, "join texts to inputs of about N tokens", metavar="N")
@@ -460,7 +323,6 @@ def main() -> None:
         "checkpoint": str(checkpoint),
         "like": like,
         "dtype": options.dtype,
-        "quantize": options.quantize,
         "device": options.device,
         "max_length": options.tokens,
         "max_tokens_per_batch": options.max_tokens_per_batch,

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 from bench import fit_random_head, timed
-from bench_extract import SentenceTransformersWay
 from reproduce import (
     Encoder as PaperEncoder,
 )
@@ -40,8 +39,11 @@ from reproduce import (
 )
 
 from llmcond.arrays import Array, SharedRows, cosine
+from llmcond.benchmark.speeds import PlainLoop, sentence_transformers
 from llmcond.data.datasets import Dataset
+from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
@@ -278,7 +280,7 @@ class Bench:
         batches["row"] = self.encoder.encode_joined
         if find_spec("sentence_transformers"):
             inputs["plain"] = [self.plain_input(i) for i in self.pick(range(len(self.work)))]
-            encode["plain"] = batches["plain"] = load_peer(self.encoder).encode
+            encode["plain"] = batches["plain"] = load_peer(self.encoder)
         for name, items in inputs.items():
             encode[name](items[:1])  # warm-up
         single: dict[str, list[float]] = {name: [] for name in inputs}
@@ -374,21 +376,14 @@ class Bench:
         return Architecture(name, lookups, 1 - misses / lookups, size, cost.single, cost.batched)
 
 
-def load_peer(encoder: Encoder) -> SentenceTransformersWay:
-    """Load the encoder in sentence-transformers."""
-    identity = encoder.identity
-    return SentenceTransformersWay(
-        {
-            "kind": "sentence-transformers",
-            "checkpoint": str(encoder.resolved.checkpoint.folder),
-            "dtype": identity.dtype,
-            "quantize": "none",
-            "device": encoder.resolved.device,
-            "like": None,
-            "max_length": identity.max_length,
-            "max_tokens_per_batch": None,
-        }
+def load_peer(encoder: Encoder) -> Callable[[Any], Any]:
+    """Return the function of sentence-transformers that encodes inputs by the same checkpoint."""
+    options = EncoderOptions(
+        dtype=encoder.identity.dtype, device=encoder.resolved.device, runtime="torch"
     )
+    folder = str(encoder.resolved.checkpoint.folder)
+    peer = Encoder(resolve(folder, options, identify=False))
+    return sentence_transformers(PlainLoop(peer, torch_engine(peer).model.network), peer)
 
 
 def compare_row(

@@ -81,22 +81,15 @@ ROWS: Final = [
 def make_base(folder: Path) -> None:
     """Write a tiny checkpoint, and a run of it with heads, a sweep and a comparison."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertModel
+
+    from llmcond.benchmark.shapes import make_tokenizer
 
     torch.manual_seed(0)
-    words = ["[PAD]", "[UNK]", *"two men play children read the place mood".split()]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     size: Any = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    config = BertConfig(
-        vocab_size=len(words), num_hidden_layers=2, max_position_embeddings=64, **size
-    )
+    config = BertConfig(vocab_size=8_000, num_hidden_layers=2, max_position_embeddings=64, **size)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder / "model")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
-    )
-    fast.save_pretrained(folder / "model")
+    make_tokenizer(folder / "model")
     (folder / "model" / "1_Pooling").mkdir()
     (folder / "model" / "1_Pooling" / "config.json").write_text(
         '{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}'

@@ -18,13 +18,14 @@ import csv
 import io
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -453,25 +454,16 @@ def _break_lines(tokens: Sequence[Shaded], width: float) -> list[list[list[Shade
     return lines
 
 
-def draw_tokens() -> Picture:
-    """Draw how far the bundled model's embedding moves without each token."""
-    return _tokens(
-        "How far the embedding moves without each token",
-        "Tokens shaded by how far the bundled model's embedding moves without them.",
-        moved_by_tokens,
-    )
+def draw_tokens(
+    title: str, beginning: str, values_of: Callable[[str, str], list[Shaded]]
+) -> Picture:
+    """Draw the tokens of a sentence under two conditions, shaded by their values.
 
-
-def draw_weights() -> Picture:
-    """Draw the weights of tokens in routed pooling."""
-    return _tokens(
-        "The weight of each token's state in routed pooling",
-        "Tokens shaded by their weights in routed pooling.",
-        routed_weights,
-    )
-
-
-def _tokens(title: str, beginning: str, values_of: Callable[[str, str], list[Shaded]]) -> Picture:
+    Args:
+        title: The heading of the drawing.
+        beginning: The first sentence of the alternative text.
+        values_of: The function from a sentence and a condition to the values of tokens.
+    """
     rows = [(condition, values_of(EXPLAINED, condition)) for condition in ASPECTS]
     highest = (
         " and ".join(
@@ -658,43 +650,27 @@ class Screenshot(NamedTuple):
     Attributes:
         alternative: The alternative text.
         end: The selector of the element at the end of the shown part, which begins at the top.
-        open: The context manager that makes the page in an empty folder, and yields its URL.
+        commands: The commands that write page.html; without any, it is the page of the server.
         prepare: The function that brings the page in a browser to the state that is shown.
     """
 
     alternative: str
     end: str
-    open: Callable[[Path], Any]
+    commands: Sequence[str]
     prepare: Callable[[Any], None]
 
 
-def _run(*command: str, cwd: Path) -> None:
-    subprocess.run(command, check=True, cwd=cwd, stdout=subprocess.DEVNULL)
-
-
-def _llmcond(folder: Path, line: str, *arguments: str) -> None:
-    _run(sys.executable, "-m", "llmcond", *line.split(), *arguments, cwd=folder)
-
-
 @contextmanager
-def _comparison_page(folder: Path) -> Iterator[str]:
-    _llmcond(folder, "extract --model minilm --run run")
-    for head in ("linear", "mlp"):
-        _llmcond(folder, f"fit-head --head {head} --dim 256 --run run")
-    _llmcond(folder, "compare run:none run:linear run:mlp --split dev --report page.html")
-    yield (folder / "page.html").as_uri()
-
-
-@contextmanager
-def _clusters_page(folder: Path) -> Iterator[str]:
-    conditions = [text for condition, _ in PANELS for text in ("--condition", condition)]
-    _llmcond(folder, f"cluster {TICKETS} --no-check --report page.html", *conditions)
-    yield (folder / "page.html").as_uri()
-
-
-@contextmanager
-def _server_page(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "llmcond", "serve", "--port", "0"]
+def open_page(commands: Sequence[str], folder: Path) -> Iterator[str]:
+    """Make the page of a screenshot in an empty folder, and yield its URL."""
+    llmcond_command = [sys.executable, "-m", "llmcond"]
+    for line in commands:
+        command = [*llmcond_command, *shlex.split(line)]
+        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    if commands:
+        yield (folder / "page.html").as_uri()
+        return
+    command = [*llmcond_command, "serve", "--port", "0"]
     server = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     try:
@@ -736,7 +712,12 @@ SCREENSHOTS: Final = {
         "MLP is better than zero-shot embeddings. A chart shows Spearman correlations × 100 with "
         "their intervals: about 91 for the MLP, 71 for the linear head, and 38 for zero-shot.",
         "figure",
-        _comparison_page,
+        [
+            "extract --model minilm --run run",
+            "fit-head --head linear --dim 256 --run run",
+            "fit-head --head mlp --dim 256 --run run",
+            "compare run:none run:linear run:mlp --split dev --report page.html",
+        ],
         _wait_for_charts,
     ),
     "clusters-page": Screenshot(
@@ -744,7 +725,10 @@ SCREENSHOTS: Final = {
         "coloured by cluster. Buttons switch between two conditions, and a list names the five "
         "clusters.",
         ".read",
-        _clusters_page,
+        [
+            f"cluster '{TICKETS}' --no-check --report page.html --condition 'the product' "
+            "--condition 'the sentiment'",
+        ],
         _select_text,
     ),
     "server-page": Screenshot(
@@ -752,7 +736,7 @@ SCREENSHOTS: Final = {
         "similarities: 0.976 for the number of people, 0.231 for the activity, 0.464 for the "
         "place.",
         "#similarity",
-        _server_page,
+        [],
         _compare_texts,
     ),
 }
@@ -772,7 +756,7 @@ def take_screenshots(name: str) -> None:
     screenshot = SCREENSHOTS[name]
     with (
         tempfile.TemporaryDirectory() as folder,
-        screenshot.open(Path(folder)) as url,
+        open_page(screenshot.commands, Path(folder)) as url,
         sync_playwright() as playwright,
     ):
         browser = playwright.chromium.launch(executable_path=find_browser())
@@ -801,8 +785,18 @@ def take_screenshots(name: str) -> None:
 DRAWINGS: Final[dict[str, Callable[[], Picture]]] = {
     "conditions": draw_conditions,
     "vector": draw_vector,
-    "tokens": draw_tokens,
-    "weights": draw_weights,
+    "tokens": partial(
+        draw_tokens,
+        "How far the embedding moves without each token",
+        "Tokens shaded by how far the bundled model's embedding moves without them.",
+        moved_by_tokens,
+    ),
+    "weights": partial(
+        draw_tokens,
+        "The weight of each token's state in routed pooling",
+        "Tokens shaded by their weights in routed pooling.",
+        routed_weights,
+    ),
     "clusters": draw_clusters,
     "benchmark": draw_benchmark,
 }

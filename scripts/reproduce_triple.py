@@ -43,7 +43,6 @@ from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.loading import load_config, load_tokenizer
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.results import Result
 from llmcond.files import check_figure
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import UtteranceInputs, read_dialogues
@@ -71,19 +70,6 @@ HEADS: Mapping[str, tuple[str, Mapping[str, str], str]] = {
     "c3l-directional": ("c3l-released", {"directional_negatives": "true"}, "ccl"),
     "bi-positives": ("c3l-released", {"positives": "singles", "score": "bi"}, "ccl"),
     "hard-positives": ("c3l-released", {"curved": "false"}, ""),
-}
-#: Scores of each head that some table needs; "none" is zero-shot.
-SCORES: Mapping[str, Sequence[str]] = {
-    "none": ("bi", "average", "last:2", "maxsim", "joined"),
-    "ccl": ("bi",),
-    "c3l": (
-        *("average", "last:1", "last:2", "last:3", "last:4", "maxsim", "bi", "neighbours"),
-        *("average+bi", "bi:both", "average:b1", "average:b2", "bi:b1"),
-    ),
-    "c3l-scratch": ("average",),
-    "c3l-directional": ("average",),
-    "bi-positives": ("bi",),
-    "hard-positives": ("average",),
 }
 AVERAGE_RANK = Measure.of("average_rank")
 HITS = tuple(Measure.of(f"hits@{k}") for k in (5, 10, 25, 50))
@@ -200,37 +186,28 @@ class DialogueEncoder(Encoder):
             for seed, start_name in zip(seeds, starts, strict=True)
         ]
 
-    def _results(self, key: str) -> Mapping[str, Sequence[Result]]:
-        """Return the results of a head by score, one per seed."""
-        names, device = ["none"] if key == "none" else self.fit(key), self.work.options.device
-        results: list[Any] = list(
-            evaluate(run=self.run, head=names, score=SCORES[key], device=device)
-        )
-        fitted = [result for result in results if (result.head == "none") == (key == "none")]
-        return {
-            score: [result for result in fitted if result.about["score"] == score]
-            for score in SCORES[key]
-        }
-
     def figures(self, key: str, score: str) -> Figures:
         """Return the figures of a head over seeds: all histories, and each history by its number.
 
         The intervals cover the error of dialogues and of seeds.
         """
-        results = self.work.once((str(self.run), key), lambda: self._results(key))
-        if isinstance(results, str):
-            return results
-        figures = [
-            {
-                **{name: to_value(estimate) for name, estimate in result.metrics.items()},
-                **{
-                    history: to_value(subset.metrics["average_rank"])
-                    for history, subset in result.subsets["by_history"].items()
-                },
-            }
-            for result in results[score]
-        ]
-        return figures[0] if key == "none" else average_figures(figures)
+
+        def compute() -> Figures:
+            names = ["none"] if key == "none" else self.fit(key)
+            results: list[Any] = list(
+                evaluate(run=self.run, head=names, score=[score], device=self.work.options.device)
+            )
+            figures = []
+            for result in results:
+                if (result.head == "none") == (key == "none"):
+                    histories = result.subsets["by_history"].items()
+                    ranks = {name: part.metrics["average_rank"] for name, part in histories}
+                    estimates = {**result.metrics, **ranks}
+                    figures.append({name: to_value(value) for name, value in estimates.items()})
+            return figures[0] if key == "none" else average_figures(figures)
+
+        figures: Figures = self.work.once((str(self.run), key, score), compute)
+        return figures
 
     def set_up(self, key: str) -> list[str]:
         """Return what differs from the paper in a row, in words."""

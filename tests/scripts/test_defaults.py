@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.paths import ROOT
 
-from llmcond import evaluate, extract, fit_head
+from llmcond import extract, fit_head
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
@@ -76,7 +76,6 @@ def run_with_head(tiny, small_rows, tmp_path_factory):
     run, data = folder / "run", str(folder / "rows.csv")
     extract(model=tiny, pooling="mean", run=run, data=data, prompt=["separate"])
     fit_head(run=run, head="hypernet", set={"epochs": "1", "dim": "8", "rank": "4"})
-    evaluate(run=run, predictions=run / "predictions.csv")
     return run
 
 

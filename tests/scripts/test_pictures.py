@@ -38,14 +38,3 @@ def test_drawings_have_no_scripts_and_legible_texts():
                 assert not [key for key in element.attrib if "href" in key or key.startswith("on")]
                 assert float(element.get("font-size", 18)) >= 16
             assert root.findtext("{*}title") == pictures.alternative_text(name)
-
-
-def test_alternative_text_is_written_into_pages(tmp_path, monkeypatch):
-    text = pictures.alternative_text("clusters")
-    (tmp_path / "docs").mkdir()
-    readme = tmp_path / "README.md"
-    before = '<img alt="old" src="docs/images/clusters-light.svg">'
-    readme.write_text(before)
-    monkeypatch.setattr(pictures, "ROOT", tmp_path)
-    pictures.write_alternative_text("clusters")
-    assert readme.read_text(encoding="utf-8") == before.replace("old", text)

@@ -55,7 +55,6 @@ def test_script_prints_every_table_and_resumes(
     assert main([*arguments, *QUICK, *options, "--tables", numbers[1]]) == 0
     again = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["sections"][0]
     assert again["rows"] == record["sections"][1]["rows"]
-    # Invalid input is reported before any work.
     assert main([*arguments, *options, "--seeds", "0"]) == 2
 
 
