@@ -26,7 +26,6 @@ import shutil
 import sys
 import tempfile
 import time
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -123,24 +122,15 @@ def write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     path.write_bytes(out.getvalue().encode("utf-8", "surrogatepass"))
 
 
-def write_xlsx(path: Path, rows: Sequence[Sequence[Any]], chance: Random) -> None:
-    """Write rows as a workbook; in half of the cases, change a part of the archive."""
+def write_xlsx(path: Path, rows: Sequence[Sequence[str]]) -> None:
+    """Write rows as a workbook."""
     from openpyxl import Workbook
     from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
 
-    workbook_bytes, workbook = io.BytesIO(), Workbook()
+    workbook = Workbook()
     for row in rows:
-        cells = (str(value).encode("utf-8", "replace").decode() for value in row)
-        workbook.active.append([ILLEGAL_CHARACTERS_RE.sub("", value) for value in cells])
-    workbook.save(workbook_bytes)
-    with zipfile.ZipFile(workbook_bytes) as archive, zipfile.ZipFile(path, "w") as changed:
-        parts = archive.namelist()
-        changed_part = chance.choice(parts) if chance.random() < 0.5 else None
-        for part in parts:
-            content = archive.read(part)
-            changed.writestr(
-                part, change_bytes(chance, content) if part == changed_part else content
-            )
+        workbook.active.append([ILLEGAL_CHARACTERS_RE.sub("", value) for value in row])
+    workbook.save(path)
 
 
 def data_input(chance: Random, base: Base, work: Path) -> list[str]:
@@ -149,6 +139,7 @@ def data_input(chance: Random, base: Base, work: Path) -> list[str]:
     for _ in range(chance.randrange(4)):
         row = chance.choice((rows[0], chance.choice(rows)))
         row[chance.randrange(4)] = chance.choice((*VALUES, *TEXTS))
+    texts = [[str(value).encode("utf-8", "replace").decode() for value in row] for row in rows]
     path = work / f"rows{chance.choice(('.csv', '.tsv', '.jsonl', '.parquet', '.xlsx'))}"
     if path.suffix == ".jsonl":
         names = [str(name) for name in rows[0]]
@@ -158,21 +149,10 @@ def data_input(chance: Random, base: Base, work: Path) -> list[str]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        text_rows = [
-            [str(value).encode("utf-8", "replace").decode() for value in row] for row in rows
-        ]
-        columns = [pa.array(column) for column in zip(*text_rows[1:], strict=True)]
-        if chance.random() < 0.5:
-            other_types = (pa.int64(), pa.float32(), pa.duration("ns"), pa.date32(), pa.bool_())
-            position = chance.randrange(4)
-            columns[position] = pa.array([chance.choice((None, 1, 0)) for _ in ROWS]).cast(
-                chance.choice(other_types[:2])
-            )
-            columns.append(pa.nulls(len(ROWS)))
-            text_rows[0].append("more")
-        pq.write_table(pa.table(columns, [str(name) for name in text_rows[0]]), path)
+        columns = [pa.array(column) for column in zip(*texts[1:], strict=True)]
+        pq.write_table(pa.table(columns, texts[0]), path)
     elif path.suffix == ".xlsx":
-        write_xlsx(path, rows, chance)
+        write_xlsx(path, texts)
     else:
         write_csv(path, rows)
     if chance.random() < 0.5:

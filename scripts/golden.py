@@ -17,6 +17,7 @@ import argparse
 import csv
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -29,101 +30,85 @@ FREE = frozenset(
     "texts_per_second".split()
 )
 
-ENCODER = ("--model", "minilm", "--dtype", "float32", "--device", "cpu")
-FAST = ("--set", "epochs=2")
+ENCODER, FAST = "--model minilm --dtype float32 --device cpu", "--set epochs=2"
 #: Commands by the name of their record; all run in the same folder, in this order.
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "extract": ("extract", *ENCODER, "--run", "csts", "--prompt", "pair-cond", "separate"),
-    "fit-linear": ("fit-head", "--run", "csts", "--head", "linear", "--prompt", "pair-cond", *FAST),
+COMMANDS: dict[str, str] = {
+    "extract": f"extract {ENCODER} --run csts --prompt pair-cond separate",
+    "fit-linear": f"fit-head --run csts --head linear --prompt pair-cond {FAST}",
     "fit-mlp": (
-        *("fit-head", "--run", "csts", "--head", "mlp", "--prompt", "pair-cond"),
-        *("--dim", "64", "--set", "epochs=2", "members=2"),
+        "fit-head --run csts --head mlp --prompt pair-cond --dim 64 --set epochs=2 members=2"
     ),
-    "fit-hypernet": (
-        *("fit-head", "--run", "csts", "--head", "hypernet", "--prompt", "separate"),
-        *FAST,
-    ),
-    "fit-pca": ("fit-head", "--run", "csts", "--head", "pca", "--prompt", "pair-cond"),
-    "evaluate": ("evaluate", "--run", "csts"),
-    "analyse": ("analyse", "--run", "csts", "--head", "linear"),
+    "fit-hypernet": f"fit-head --run csts --head hypernet --prompt separate {FAST}",
+    "fit-pca": "fit-head --run csts --head pca --prompt pair-cond",
+    "evaluate": "evaluate --run csts",
+    "analyse": "analyse --run csts --head linear",
     "sweep": (
-        *("sweep", "--run", "csts", "--head", "linear", "--prompt", "pair-cond"),
-        *("--vary", "dim=16,32", "--seeds", "2", "--workers", "1", *FAST),
+        "sweep --run csts --head linear --prompt pair-cond --vary dim=16,32 "
+        f"--seeds 2 --workers 1 {FAST}"
     ),
     "similarity": (
-        *("similarity", "Two men ride horses.", "Three men ride bikes.", "--run", "csts"),
-        *("--condition", "the number of people", "--condition", "the animal"),
+        "similarity 'Two men ride horses.' 'Three men ride bikes.' --run csts "
+        "--condition 'the number of people' --condition 'the animal'"
     ),
     "compare-prompts": (
-        *("compare-prompts", *ENCODER, "--run", "compared", "--prompts", "pair-cond"),
-        *("concat-sent-cond", "--heads", "linear", "--seeds", "2", "--workers", "1", *FAST),
+        f"compare-prompts {ENCODER} --run compared --prompts pair-cond concat-sent-cond "
+        f"--heads linear --seeds 2 --workers 1 {FAST}"
     ),
     "train-lora": (
-        *("train-lora", *ENCODER, "--run", "tuned", "--data", "small.csv", "--head", "linear"),
-        *("--prompt", "pair-cond", "--epochs", "1", "--rank", "4", "--dim", "16"),
+        f"train-lora {ENCODER} --run tuned --data small.csv --head linear --prompt pair-cond "
+        "--epochs 1 --rank 4 --dim 16"
     ),
-    "evaluate-tuned": ("evaluate", "--run", "tuned"),
-    "extract-kgc": ("extract", *ENCODER, "--run", "graph", "--task", "kgc"),
-    "extract-kgc-separate": ("extract", *ENCODER, "--run", "graph", "--prompt", "separate"),
-    "fit-kgc": ("fit-head", "--run", "graph", "--head", "hadamard", *FAST),
-    "fit-kgc-hypernet": ("fit-head", "--run", "graph", "--head", "hypernet", *FAST),
-    "evaluate-kgc": ("evaluate", "--run", "graph", "--by-relation"),
-    "evaluate-kgc-terms": ("evaluate", "--run", "graph", "--rerank", "5:0.05", "--reverse"),
+    "evaluate-tuned": "evaluate --run tuned",
+    "extract-kgc": f"extract {ENCODER} --run graph --task kgc",
+    "extract-kgc-separate": f"extract {ENCODER} --run graph --prompt separate",
+    "fit-kgc": f"fit-head --run graph --head hadamard {FAST}",
+    "fit-kgc-hypernet": f"fit-head --run graph --head hypernet {FAST}",
+    "evaluate-kgc": "evaluate --run graph --by-relation",
+    "evaluate-kgc-terms": "evaluate --run graph --rerank 5:0.05 --reverse",
     "sweep-kgc": (
-        *("sweep", "--run", "graph", "--head", "hadamard", "--vary", "learning_rate=1e-3,1e-4"),
-        *("--seeds", "2", "--workers", "1", *FAST),
+        "sweep --run graph --head hadamard --vary learning_rate=1e-3,1e-4 --seeds 2 "
+        f"--workers 1 {FAST}"
     ),
     "compare-prompts-kgc": (
-        *("compare-prompts", *ENCODER, "--run", "compared-kgc", "--task", "kgc", "--heads"),
-        *("hadamard", "--prompts", "separate", "--seeds", "2", "--workers", "1", *FAST),
+        f"compare-prompts {ENCODER} --run compared-kgc --task kgc --heads hadamard "
+        f"--prompts separate --seeds 2 --workers 1 {FAST}"
     ),
-    "complete": (
-        *("complete", "--run", "graph", "--head-entity", "HEAD", "--relation", "RELATION"),
-        *("-k", "5"),
-    ),
+    "complete": "complete --run graph --head-entity HEAD --relation RELATION -k 5",
     "train-lora-kgc": (
-        *("train-lora", *ENCODER, "--run", "tuned-kgc", "--task", "kgc", "--head", "hadamard"),
-        *("--epochs", "1", "--rank", "4", "--batch-size", "128"),
+        f"train-lora {ENCODER} --run tuned-kgc --task kgc --head hadamard --epochs 1 "
+        "--rank 4 --batch-size 128"
     ),
-    "extract-dialogue": ("extract", *ENCODER, "--run", "talk", "--task", "dialogue"),
-    "fit-dialogue": ("fit-head", "--run", "talk", "--head", "c3l-released", *FAST),
-    "fit-dialogue-rank": ("fit-head", "--run", "talk", "--head", "rank", *FAST),
-    "evaluate-dialogue": ("evaluate", "--run", "talk"),
-    "plan-dialogue": (
-        *("evaluate", "--run", "talk", "--plan", "same-depth"),
-        *("--history", "2", "--distance", "1"),
-    ),
+    "extract-dialogue": f"extract {ENCODER} --run talk --task dialogue",
+    "fit-dialogue": f"fit-head --run talk --head c3l-released {FAST}",
+    "fit-dialogue-rank": f"fit-head --run talk --head rank {FAST}",
+    "evaluate-dialogue": "evaluate --run talk",
+    "plan-dialogue": "evaluate --run talk --plan same-depth --history 2 --distance 1",
     "sweep-dialogue": (
-        *("sweep", "--run", "talk", "--head", "ccl", "--vary", "batch_size=32,64"),
-        *("--seeds", "2", "--workers", "1", *FAST),
+        f"sweep --run talk --head ccl --vary batch_size=32,64 --seeds 2 --workers 1 {FAST}"
     ),
     "compare-prompts-dialogue": (
-        *("compare-prompts", *ENCODER, "--run", "compared-talk", "--task", "dialogue"),
-        *("--heads", "ccl", "--seeds", "2", "--workers", "1", *FAST),
+        f"compare-prompts {ENCODER} --run compared-talk --task dialogue --heads ccl "
+        f"--seeds 2 --workers 1 {FAST}"
     ),
-    "reply": ("reply", "Hi!", "Hello, how are you?", "--candidates", "texts.txt", "--run", "talk"),
+    "reply": "reply 'Hi!' 'Hello, how are you?' --candidates texts.txt --run talk",
     "train-lora-dialogue": (
-        *("train-lora", *ENCODER, "--run", "tuned-talk", "--task", "dialogue", "--head", "ccl"),
-        *("--epochs", "1", "--rank", "4", "--data", "talk.jsonl"),
+        f"train-lora {ENCODER} --run tuned-talk --task dialogue --head ccl "
+        "--epochs 1 --rank 4 --data talk.jsonl"
     ),
-    "index": ("index", "texts.txt", "--out", "index", "--condition", "the place", "--run", "csts"),
-    "search": ("search", "index", "a man at the beach", "--condition", "the place", "-k", "5"),
+    "index": "index texts.txt --out index --condition 'the place' --run csts",
+    "search": "search index 'a man at the beach' --condition 'the place' -k 5",
     "cluster": (
-        *("cluster", "texts.txt", "--condition", "the place", "--clusters", "4"),
-        *("--out", "clusters.csv", "--run", "csts"),
+        "cluster texts.txt --condition 'the place' --clusters 4 --out clusters.csv --run csts"
     ),
-    "embed": (
-        *("embed", "texts.txt", "--condition", "the place", "--out", "vectors.npy"),
-        *("--run", "csts"),
-    ),
+    "embed": "embed texts.txt --condition 'the place' --out vectors.npy --run csts",
     "bundled": (
-        *("similarity", "Two men ride horses.", "Three men ride bikes.", "--model"),
-        *("minilm-conditions", "--condition", "the number of people"),
+        "similarity 'Two men ride horses.' 'Three men ride bikes.' --model minilm-conditions "
+        "--condition 'the number of people'"
     ),
-    "check-condition": ("check-condition", "texts.txt", "--condition", "the place"),
-    "heads": ("heads", "--run", "csts"),
-    "prompts": ("prompts",),
-    "models": ("models",),
+    "check-condition": "check-condition texts.txt --condition 'the place'",
+    "heads": "heads --run csts",
+    "prompts": "prompts",
+    "models": "models",
 }
 
 
@@ -161,7 +146,7 @@ def record(folder: Path, only: list[str]) -> int:
         if only and name not in only:
             continue
         start = time.perf_counter()
-        words = [placeholders.get(word, word) for word in command]
+        words = [placeholders.get(word, word) for word in shlex.split(command)]
         extra = ["--predictions", f"{name}.csv"] if words[0] == "evaluate" else []
         completed = subprocess.run(
             [sys.executable, "-m", "llmcond", *words, *extra, "--json"],

@@ -433,6 +433,11 @@ class Encoder:
         return {(result.prompt, result.subtract): result for result in results}
 
 
+def joint_prompt(instructs: bool) -> str:
+    """Return the prompt whose features represent a bi-encoder."""
+    return "cond" if instructs else "concat-sent-cond"
+
+
 def slug(name: str) -> str:
     """Return a name as that of a folder."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name).strip("-.") or "encoder"

@@ -37,6 +37,7 @@ from reproduce import (
     average_figures,
     declare,
     failure_reason,
+    joint_prompt,
     parse_table,
     printed_figures,
     read_values,
@@ -310,11 +311,6 @@ def encoder_options(
 def folder_of(encoder: Encoder, name: str) -> Path:
     """Return a folder for runs of an encoder, next to the run of its features."""
     return encoder.run.with_name(f"{encoder.run.name}-csr") / name
-
-
-def joint_prompt(instructs: bool) -> str:
-    """Return the prompt of a bi-encoder."""
-    return "cond" if instructs else "concat-sent-cond"
 
 
 def score_untrained(work: Work, encoder: Encoder, system: System) -> Figures:

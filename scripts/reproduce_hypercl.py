@@ -37,6 +37,7 @@ from reproduce import (
     average_figures,
     failure_reason,
     fit_once,
+    joint_prompt,
     parse_table,
     printed_figures,
     read_values,
@@ -439,11 +440,6 @@ def frozen_bi_encoder(work: Work, encoder: Encoder) -> Row:
         fit=changes,
     )
     return replace(row, set_up=["not in the paper: CASE's head", *row.set_up])
-
-
-def joint_prompt(instructs: bool) -> str:
-    """Return the prompt whose features represent a bi-encoder."""
-    return "cond" if instructs else "concat-sent-cond"
 
 
 def table_3(work: Work) -> Section:

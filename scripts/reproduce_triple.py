@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -240,21 +240,29 @@ class DialogueWork(Work):
 
     def rows(
         self,
-        table: Mapping[Any, tuple[str, str, str]],
+        table: Mapping[Any, Sequence[Any]],
         figures: Callable[[DialogueEncoder, str, str], Figures] = DialogueEncoder.figures,
+        keys: Sequence[str] = (AVERAGE_RANK.key,),
+        notes: Sequence[str] = (),
     ) -> list[Row]:
-        """Return the rows of a table: label -> head, score and printed average rank."""
-        return [
-            Row(
-                encoder.label,
-                [label],
-                encoder.reason or figures(encoder, key, score),
-                encoder.set_up(key),
-                {AVERAGE_RANK.key: printed} if printed else {},
-            )
-            for encoder in self.encoders
-            for label, (key, score, printed) in table.items()
-        ]
+        """Return the rows of a table.
+
+        Args:
+            table: label, or several, -> head, score and the printed figures, if there are any.
+            figures: function from an encoder, a head and a score to figures.
+            keys: keys of the printed figures.
+            notes: what else differs from the paper.
+        """
+        rows = []
+        for encoder in self.encoders:
+            for label, (key, score, *printed) in table.items():
+                ours = encoder.reason or figures(encoder, key, score)
+                set_up = [*encoder.set_up(key), *notes]
+                labels = [label] if isinstance(label, str) else list(label)
+                texts = [text for text in printed if text]
+                paper = dict(zip(keys, texts, strict=True)) if texts else {}
+                rows.append(Row(encoder.label, labels, ours, set_up, paper))
+        return rows
 
     def describe(self, encoder: DialogueEncoder) -> list[str]:
         """Return an encoder's row in the table of encoders."""
@@ -295,34 +303,24 @@ def table_2(work: DialogueWork) -> Section:
 
 def table_3(work: DialogueWork) -> Section:
     """Compute table 3: short-term planning."""
-    options, rows = work.options, []
-    pools = {"retrieved": {"plan": "retrieved"}, "same-depth": {"plan": "same-depth"}}
+    options = work.options
     generated = options.generate
-    for encoder in work.encoders:
-        for label, (key, score, printed) in TABLE_3.items():
-            paper = dict(zip((measure.key for measure in HITS), printed, strict=True))
-            ours: Figures = "not done: it needs a language model (--generate)"
-            if generated:
-                ours = _plan(encoder, key, score, {"generate": generated, "samples": 100})
-            rows.append(
-                Row(
-                    encoder.label,
-                    [label, f"samples of {Path(generated).name if generated else 'DialoGPT'}"],
-                    encoder.reason or ours,
-                    encoder.set_up(key),
-                    paper,
-                )
-            )
-        for pool, changes in pools.items():
-            rows += [
-                Row(
-                    encoder.label,
-                    [label, pool],
-                    encoder.reason or _plan(encoder, key, score, changes),
-                    [*encoder.set_up(key), "other candidates than the paper's"],
-                )
-                for label, (key, score, _) in TABLE_3.items()
-            ]
+    name = f"samples of {Path(generated).name if generated else 'DialoGPT'}"
+    keys = [measure.key for measure in HITS]
+
+    def plan(**changes: Any) -> Callable[[DialogueEncoder, str, str], Figures]:
+        return partial(_plan, changes=changes)
+
+    def unplanned(encoder: DialogueEncoder, key: str, score: str) -> Figures:
+        return "not done: it needs a language model (--generate)"
+
+    systems = {(label, name): (*fits, *printed) for label, (*fits, printed) in TABLE_3.items()}
+    rows = work.rows(
+        systems, plan(generate=generated, samples=100) if generated else unplanned, keys
+    )
+    for pool in ("retrieved", "same-depth"):
+        systems = {(label, pool): fits[:2] for label, fits in TABLE_3.items()}
+        rows += work.rows(systems, plan(plan=pool), notes=["other candidates than the paper's"])
     about = [
         f"Histories of {options.plan_history} turns and goals 1 to 4 turns later. The answer is "
         "ranked among 100 other candidates, and candidates with its text do not count as wrong.",
@@ -380,17 +378,8 @@ def table_6(work: DialogueWork) -> Section:
     """Compute table 6: mean similarities."""
     keys = ("random", "correct", "difference")
     measures = [Measure(key, key, 1, 4) for key in keys]
-    rows = [
-        Row(
-            encoder.label,
-            labels,
-            encoder.reason or _analyses(encoder, key, score, "similarity", _similarities),
-            encoder.set_up(key),
-            dict(zip(keys, printed, strict=True)),
-        )
-        for encoder in work.encoders
-        for labels, (key, score, printed) in TABLE_6.items()
-    ]
+    table = {labels: (*fits, *printed) for labels, (*fits, printed) in TABLE_6.items()}
+    rows = work.rows(table, partial(_analyses, what="similarity", figures=_similarities), keys)
     about = [
         "Mean cosines over all queries of histories of 2 to 10 turns. The random utterances are "
         "all other candidates with another text; the paper samples them.",
@@ -560,16 +549,7 @@ def _rank_last_turns(
 def figure_8(work: DialogueWork) -> Section:
     """Compute figure 8: how much each turn of a context contributes."""
     turns = [str(turn) for turn in range(1, 9)]
-    rows = [
-        Row(
-            encoder.label,
-            [label],
-            encoder.reason or _analyses(encoder, key, score, "turns", _differences),
-            encoder.set_up(key),
-        )
-        for encoder in work.encoders
-        for label, (key, score) in FIGURE_8.items()
-    ]
+    rows = work.rows(FIGURE_8, partial(_analyses, what="turns", figures=_differences))
     about = [
         "Contexts of 8 turns: the cosine of a turn with the answer minus its mean cosine with all "
         "other candidates of another text. In pairs, it is the mean over the pairs of the turn.",
