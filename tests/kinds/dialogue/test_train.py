@@ -1,20 +1,135 @@
-"""Training an encoder on dialogues with ``train-lora``: outputs and rejected arguments."""
+"""Training an encoder with a roles head on dialogues: loss, dev score, resumption and the run."""
 
 import json
-import shutil
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
 from helpers.flags import change_flags
+from helpers.training import compute_alone, cpu_accelerator, resume_training
 
 import llmcond
 from llmcond.cli import run
-from llmcond.kinds.dialogue.heads import load_roles_head
-from llmcond.run_log import TRAINING, log_path, read_log
+from llmcond.encoders import EncoderInput, EncoderOptions, resolve
+from llmcond.errors import UserError
+from llmcond.finetune.encoder import load_trainable
+from llmcond.finetune.loop import Trainer, TrainingState
+from llmcond.finetune.settings import TuneSettings
+from llmcond.heads import load_recipe
+from llmcond.kinds.dialogue.data import Turns
+from llmcond.kinds.dialogue.heads import TurnArrays, distinct_utterances, fit_turns
+from llmcond.kinds.dialogue.train import DialogueInputs, TurnModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORDS = "men play park dogs run beach place mood women read book red blue old new tall".split()
+TEXTS = [f"two {first} {second}" for first in WORDS[:6] for second in WORDS[8:12]]
+N = len(TEXTS)
+#: Dialogues of five different utterances, each of which follows from the two before it.
+DIALOGUES = [[k * i % N for k in (1, 3, 4, 7, 11)] for i in range(1, 60) if i % 2 and i % 3]
+TRAIN, DEV = Turns.from_lists(DIALOGUES[:12]), Turns.from_lists(DIALOGUES[12:])
+
+
+def make_recipe(name, **changes):
+    sizes = {"window": 4} if name != "none" else {}
+    return load_recipe(name, "dialogue").with_settings({**sizes, **changes}, "test")
+
+
+def make_model(tiny_bert, name="weighted", start=None, tuning=None, **changes):
+    settings = tuning or TuneSettings(rank=4)
+    options = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
+    trainable = load_trainable(resolve(str(tiny_bert), options), settings, seed=5)
+    model = TurnModel(trainable.engine, make_recipe(name, **changes), 5, start)
+    tokens = trainable.tokenizer([EncoderInput("", text) for text in TEXTS])
+    inputs = (DialogueInputs(turns, tokens, model.head.settings) for turns in (TRAIN, DEV))
+    return model, *inputs
+
+
+def test_loss_matches_cached_features(tiny_bert):
+    model, inputs, _ = make_model(tiny_bert, "weighted", dropout=0.0)
+    # Three of five turns have at least two turns before them.
+    np.testing.assert_array_equal(model.groups(inputs), np.repeat(np.arange(len(TRAIN)), 3))
+    np.testing.assert_array_equal(inputs.windows(np.array([0]))[0], [-1, *DIALOGUES[0][:3]])
+    model.eval()
+    rows = np.flatnonzero(np.isin(model.groups(inputs), [0, 4, 7]))
+    loss = model(inputs, rows, [5, 0])
+    used, positions = distinct_utterances(inputs.windows(rows))
+    features = torch.nn.functional.normalize(torch.from_numpy(model.vectors(inputs.tokens)))
+    rng = np.random.Generator(np.random.SFC64([5, 0]))
+    groups = torch.from_numpy(model.groups(inputs)[rows])
+    expected = model.head.loss(features[used], torch.from_numpy(positions), rng, groups)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    loss.backward()
+    parameters = model.trained_parameters().items()
+    trained_parts = {key.split(".")[0] for key, value in parameters if value.grad is not None}
+    assert trained_parts == {"encoder", "head"}
+
+
+@pytest.mark.parametrize("name", ["none", "weighted"])
+def test_score_is_average_rank_on_dev(tiny_bert, name):
+    model, _, dev = make_model(tiny_bert, name)
+    vectors = model.vectors(dev.tokens)
+    head = model.fitted_head()
+    after, means = head.after(vectors), []
+    for h in (2, 3, 4):
+        answers, ranks = [d[h] for d in DIALOGUES[12:]], []
+        for dialogue in DIALOGUES[12:]:
+            scores = head.start(vectors[dialogue[:h]]).scores(after[answers])
+            answer_score = scores[answers.index(dialogue[h])]
+            above, tied = (
+                (scores > answer_score + 1e-6).sum(),
+                (abs(scores - answer_score) < 1e-6).sum(),
+            )
+            ranks.append(above + (tied + 1) / 2)
+        means.append(np.mean(ranks))
+    assert model.score(dev, compute_alone) == pytest.approx(np.mean(means), abs=1e-6)
+
+
+def make_trainer(tiny_bert, folder, name="weighted", changes=(), **settings):
+    tuning = TuneSettings(rank=4, **{"batch_size": 12, "checkpoint_steps": 2, **settings})
+    model, train, dev = make_model(tiny_bert, name, tuning=tuning, **dict(changes))
+    state = TrainingState(folder, {"settings": tuning.to_json()})
+    return Trainer(model, train, dev, tuning, cpu_accelerator(), state)
+
+
+def test_resumed_training_is_bit_identical(tiny_bert, tmp_path):
+    # The loss of ccl does not use all roles, so that some weights have no optimizer state.
+    changes, settings = {"dropout": 0.2}, {"epochs": 2, "adapter_dropout": 0.1}
+    uninterrupted = make_trainer(tiny_bert, tmp_path / "whole", "ccl", changes, **settings)
+    uninterrupted.run(lambda *_: None)
+    assert uninterrupted.steps == 8
+    expected = uninterrupted.model.trained_parameters()
+    for stop in (1, 5):  # before the first checkpoint, and after one within an epoch
+        folder = tmp_path / str(stop)
+        make = partial(make_trainer, tiny_bert, folder, "ccl", changes, **settings)
+        restarted = resume_training(make, stop)
+        assert restarted.progress.step == stop - 1
+        restarted.run(lambda *_: None)
+        assert restarted.progress.curve == uninterrupted.progress.curve
+        for key, value in restarted.model.trained_parameters().items():
+            assert torch.equal(value, expected[key]), (stop, key)
+
+
+def test_training_starts_from_head_on_cached_features(tiny_bert):
+    model, inputs, _ = make_model(tiny_bert)
+    arrays = TurnArrays(model.vectors(inputs.tokens), TRAIN.utterances, TRAIN.starts)
+    recipe = make_recipe("weighted", epochs=2, batch_size=20)
+    fitted = fit_turns(recipe, arrays, None, 0, lambda *_: None)
+    started = make_model(tiny_bert, start=fitted)[0]
+    for name, value in fitted.module.state_dict().items():
+        assert torch.equal(started.head.state_dict()[name], value)
+    narrow_arrays = TurnArrays(arrays.utterances[:, :8], TRAIN.utterances, TRAIN.starts)
+    narrow_head = fit_turns(recipe, narrow_arrays, None, 0, lambda *_: None)
+    with pytest.raises(UserError, match="of b1, it has the shape 8x8, and the new head"):
+        make_model(tiny_bert, start=narrow_head)
+    with pytest.raises(UserError, match="the head mlp does not map utterances to roles"):
+        TurnModel(model.engine, load_recipe("mlp"), 0)
+
+
+# -- the command -------------------------------------------------------------------------------
 
 OPTIONS = "--pooling mean --dtype float32 --device cpu --epochs 2 --batch-size 32 --rank 4"
 
@@ -29,16 +144,13 @@ def make_arguments(data, model, folder, *arguments):
     return list(map(str, change_flags([*common, *OPTIONS.split()], *arguments)))
 
 
-@pytest.fixture(scope="module")
-def trained(data, model, tmp_path_factory):
-    """A run of an encoder that was trained with the head ``weighted``."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    assert run(["train-lora", *make_arguments(data, model, folder, "--head", "weighted")]) == 0
-    return folder
-
-
-def test_summary_matches_evaluate(capsys, trained, model):
-    summary = json.loads((trained / "training.json").read_text())["summary"]
+def test_trained_run_has_figures_of_evaluate_and_replies(capsys, data, model, tmp_path):
+    trained = tmp_path / "run"
+    arguments = make_arguments(data, model, trained, "--head", "weighted")
+    assert run(["train-lora", *arguments]) == 0
+    capsys.readouterr()
+    record_text = (trained / "training.json").read_text()
+    summary = json.loads(record_text)["summary"]
     assert summary["head"] == "weighted@separate"
     assert [scores["split"] for scores in summary["scores"]] == ["dev", "test"]
     for scores in summary["scores"]:
@@ -48,80 +160,34 @@ def test_summary_matches_evaluate(capsys, trained, model):
     assert record["dev_average_rank"] == summary["scores"][0]["average_rank"]
     # Few dialogues give few distinct ranks, and stored features are float16.
     assert record["dev_average_rank"] == pytest.approx(summary["dev_score"], abs=0.1)
-    curve = [entry["dev_score"] for entry in record["fit"]["curve"]]
-    assert min(curve) == summary["dev_score"] >= 1
-    end = read_log(log_path(trained, TRAINING))[-1]
-    assert end["test_average_rank"] == summary["scores"][1]["average_rank"]
-    encoder = llmcond.load_encoder(trained)
+    assert min(entry["dev_score"] for entry in record["fit"]["curve"]) == summary["dev_score"]
     base = llmcond.load_encoder(model, dtype="float32", pooling="mean")
     item = [llmcond.EncoderInput("", "two men ?")]
-    assert not np.allclose(encoder.encode(item), base.encode(item), atol=1e-4)
+    trained_vectors = llmcond.load_encoder(trained).encode(item)
+    assert not np.allclose(trained_vectors, base.encode(item), atol=1e-4)
 
-
-def test_trained_run_replies_and_is_not_trained_again(capsys, trained, data, model, tmp_path):
     texts = tmp_path / "replies.txt"
     texts.write_text("sad\nthe park on red\n")
     reply = run_json(capsys, "reply", "two men ?", "sad", "--candidates", texts, "--run", trained)
     assert reply["head"] == "weighted@separate"
-    arguments = make_arguments(data, model, trained, "--head", "weighted")
-    before = (trained / "training.json").read_text()
-    assert run_json(capsys, "train-lora", *arguments)["scores"]
-    assert (trained / "training.json").read_text() == before
+    # The same command trains nothing again.
+    run_json(capsys, "train-lora", *arguments)
+    assert (trained / "training.json").read_text() == record_text
     assert "seed: 1, not 0" in run_rejected(capsys, "train-lora", *arguments, "--seed", "1")
 
 
-def test_heads_are_fitted_on_the_trained_encoder(capsys, trained, tmp_path):
-    run_copy = shutil.copytree(trained, tmp_path / "copy")
-    settings = ("--set", "epochs=1", "batch_size=16")
-    assert run_json(capsys, "fit-head", "--run", run_copy, "--head", "rank", *settings)["name"]
-    heads = [row["head"] for row in run_json(capsys, "evaluate", "--run", run_copy)["results"]]
-    assert {"none", "weighted", "rank"} <= set(heads)
-
-
-def test_encoder_is_trained_from_python_without_head(data, model, tmp_path):
-    result = llmcond.train_lora(
-        model=str(model), data=data, run=tmp_path / "run", task="dialogue", head="none",
-        epochs=1, rank=2, dtype="float32", pooling="mean",
-    )  # fmt: skip
-    (expected,) = (
-        row for row in llmcond.evaluate(run=result.run) if row.name == result.record["head"]
-    )
-    assert result.metrics["average_rank"].value == expected.metrics["average_rank"].value
-
-
-def test_training_starts_from_fitted_head(capsys, data, dialogue_run, model, tmp_path):
-    start = dialogue_run / "heads" / "rank@separate"
-    # The learning rate is so small that the trained head equals the one it started from.
-    tiny_steps = ("--learning-rate", "1e-12", "--set", "learning_rate=1e-12", "--epochs", "1")
-    folder = tmp_path / "run"
-    run_json(
-        capsys, "train-lora", *make_arguments(data, model, folder, "--start", start, *tiny_steps)
-    )
-    before, _ = load_roles_head(start)
-    after, record = load_roles_head(folder / "heads" / "rank@separate")
-    for name, value in before.tensors.items():
-        np.testing.assert_allclose(after.tensors[name], value, atol=1e-6)
-    assert record["recipe"]["name"] == "rank"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_arguments_are_rejected(capsys, data, model, tmp_path):
+    for arguments, message in (
         ((), "no head is named"),
         (("--head", "linear"), "unknown head 'linear'"),
         (("--head", "rank", "--dim", "8"), "have the size of the features"),
-        (("--head", "none", "--dim", "8"), "have the size of the features"),
         (("--head", "weighted", "--set", "window=2"), "must be at least 3"),
-        (("--head", "weighted", "--set", "mse=1"), "no setting 'mse'"),
         (("--head", "rank", "--prompt", "separate", "separate"), "Give one --prompt"),
         (("--head", "rank", "--subtract"), "nothing can be subtracted"),
         (("--head", "rank", "--prompt", "concat-sent-cond"), "without its condition"),
-        (("--start", "DIALOGUES"), "does not exist"),
+        (("--start", data), "does not exist"),
         (("--head", "rank", "--drop-leaks", "--columns", "label=x"), "for rated rows"),
-    ],
-)
-def test_invalid_arguments_are_rejected(capsys, data, model, tmp_path, arguments, message):
-    arguments = [str(data) if argument == "DIALOGUES" else argument for argument in arguments]
-    command = make_arguments(data, model, tmp_path / "run", *arguments)
-    assert message in run_rejected(capsys, "train-lora", *command)
-    assert not (tmp_path / "run").exists()
+    ):
+        command = make_arguments(data, model, tmp_path / "run", *arguments)
+        assert message in run_rejected(capsys, "train-lora", *command)
+        assert not (tmp_path / "run").exists()

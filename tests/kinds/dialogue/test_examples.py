@@ -22,7 +22,6 @@ from llmcond.kinds.dialogue.examples import (
     rank_plans,
     read_samples,
     resolve_histories,
-    stack_queries,
 )
 from llmcond.metrics import choose_metrics
 
@@ -46,10 +45,7 @@ def random_dialogues() -> Dialogues:
     return Dialogues("made", [f"t{i}" for i in range(120)], {"test": turns})
 
 
-# -- queries and ranks -------------------------------------------------------------------------
-
-
-def test_candidates_are_answers_at_same_depth(data):
+def test_candidates_are_answers_of_history_or_of_all(data):
     two, three = next_queries(data, "test", [3, 2])
     assert (two.history, two.dialogue.tolist()) == (2, [0, 1, 3])
     assert two.contexts.tolist() == [[1, 2], [0, 4], [2, 0]]
@@ -57,9 +53,6 @@ def test_candidates_are_answers_at_same_depth(data):
     assert two.answer.tolist() == [0, 1, 2]
     assert two.repeated.tolist() == [True, True, False]
     assert (three.candidates.tolist(), three.dialogue.tolist()) == ([3, 1], [0, 3])
-
-
-def test_all_answers_can_be_candidates_of_every_history(data):
     two, three = next_queries(data, "test", [2, 3], "all")
     assert two.candidates.tolist() == three.candidates.tolist() == [0, 0, 6, 3, 1]
     assert (two.answer.tolist(), three.answer.tolist()) == ([0, 1, 2], [3, 4])
@@ -77,47 +70,37 @@ def test_custom_candidates_may_be_new_texts(data):
 
 def test_joined_contexts_are_one_text_with_newest_turn_first(data):
     queries = next_queries(data, "test", [2, 3])
-    # "a\nb" is an utterance as well, and so not a new text.
-    texts = [*TEXTS, "b\na"]
-    joined, new_texts = join_turns(queries, texts)
-    all_texts = [*texts, *new_texts]
-    assert [[all_texts[i] for (i,) in subset.contexts] for subset in joined] == [
-        ["b\na", "d\nx", "x\nb"],
-        ["x\nb\na", "f\nx\nb"],
-    ]
+    # "b\na" is an utterance as well, and so not a new text.
+    joined, new_texts = join_turns(queries, [*TEXTS, "b\na"])
     assert new_texts == ["d\nx", "x\nb", "x\nb\na", "f\nx\nb"]
-    for before, after in zip(queries, joined, strict=True):
-        assert (after.history, after.answer.tolist()) == (before.history, before.answer.tolist())
-        assert after.candidates is before.candidates
+    assert [subset.contexts.tolist() for subset in joined] == [[[7], [8], [9]], [[10], [11]]]
+    assert joined[1].answer.tolist() == queries[1].answer.tolist()
 
 
-def test_ranks_do_not_depend_on_block_size(random_dialogues):
+def test_ranks_are_those_of_loops_for_any_block_size(random_dialogues):
     vectors = np.random.default_rng(1).integers(-2, 3, size=(120, 3)).astype(np.float32)
-    calls = []
+    block_sizes = []
 
     def score(contexts, candidates):
-        assert (np.diff(candidates) > 0).all()
-        calls.append((len(contexts), id(candidates)))
+        assert (np.diff(candidates) > 0).all()  # each text is scored once
+        block_sizes.append(len(contexts))
         return vectors[contexts].sum(axis=1) @ vectors[candidates].T
 
     queries = next_queries(random_dialogues, "test", pool="all")
-    ranks = rank_next(queries, score)
-    assert len(calls) == len(queries) == 7
-    assert len({candidates_id for _, candidates_id in calls}) == 1
-    blocked = rank_next(queries, score, most_scores=3 * len(queries[0].candidates))
-    assert max(calls[7:])[0] == 3
     expected = []
     for query in queries:
         for context, answer in zip(query.contexts, query.answer, strict=True):
             scores = vectors[query.candidates] @ vectors[context].sum(axis=0)
             above = sum(scores > scores[answer])
             expected.append((1 + above, above + sum(scores == scores[answer])))
-    for result in (ranks, blocked):
-        actual = np.stack(
-            [result.resolve_ties("optimistic"), result.resolve_ties("pessimistic")], axis=1
+    for limit in ({}, {"most_scores": 3 * len(queries[0].candidates)}):
+        ranks = rank_next(queries, score, **limit)
+        actual = zip(
+            ranks.resolve_ties("optimistic"), ranks.resolve_ties("pessimistic"), strict=True
         )
-        np.testing.assert_array_equal(actual, expected)
-    assert (ranks.resolve_ties("optimistic") < ranks.resolve_ties("pessimistic")).any()
+        assert list(actual) == expected
+    assert len(block_sizes[:7]) == len(queries)
+    assert max(block_sizes[7:]) == 3
 
 
 def test_histories_need_two_longer_dialogues(data, random_dialogues):
@@ -134,33 +117,30 @@ def test_histories_need_two_longer_dialogues(data, random_dialogues):
         next_queries(data, "dev")
 
 
-def test_metrics_are_means_over_histories(random_dialogues):
-    query_sets = next_queries(random_dialogues, "test")
+def test_metrics_are_means_over_histories_or_cells(random_dialogues):
     rng = np.random.default_rng(3)
-    queries = stack_queries(query_sets)
-    n = len(queries.pair)
-    systems = [rng.integers(1, 20, size=(1, n)).astype(float) for _ in range(2)]
-    metrics = choose_metrics(["average_rank", "average_rank_micro", "hits@1"])
-    overall, parts = measure_subsets(query_sets, systems, metrics)
-
-    assert (queries.unit, len(queries.rated)) == ("dialogues", n)
-    np.testing.assert_array_equal(
-        queries.pair, np.concatenate([query_set.dialogue for query_set in query_sets])
+    subsets = next_queries(random_dialogues, "test")
+    ranks = [rng.integers(1, 20, size=len(subset.dialogue)) for subset in subsets]
+    metrics = choose_metrics(["average_rank", "average_rank_micro"])
+    (overall,), parts = measure_subsets(
+        subsets, [np.concatenate(ranks)[None].astype(float)], metrics
     )
     assert list(parts) == [str(h) for h in range(2, 9)]
-    assert sum(subset[0].n for subset in parts.values()) == n
-    for i, ranks in enumerate(systems):
-        by_history = [ranks[0, queries.rating == k].mean() for k in range(len(query_sets))]
-        estimates = overall[i].metrics
-        assert estimates["average_rank"].value == pytest.approx(np.mean(by_history))
-        assert estimates["average_rank_micro"].value == pytest.approx(ranks.mean())
-        actual = [subset[i].metrics["average_rank"].value for subset in parts.values()]
-        np.testing.assert_allclose(actual, by_history)
-        assert (
-            estimates["average_rank"].low
-            < estimates["average_rank"].value
-            < estimates["average_rank"].high
-        )
+    means = [values.mean() for values in ranks]
+    assert [part.metrics["average_rank"].value for (part,) in parts.values()] == pytest.approx(
+        means
+    )
+    average, micro = (overall.metrics[metric.name] for metric in metrics)
+    assert average.value == pytest.approx(np.mean(means))
+    assert micro.value == pytest.approx(np.concatenate(ranks).mean())
+    assert average.low < average.value < average.high
+
+    plans = plan_queries(random_dialogues, "test", RandomPool(False, size=20), [2, 5], [1, 2])
+    ranks = rank_plans(plans, lambda contexts, candidates, goals: rng.random(candidates.shape))
+    (overall,), cells = measure_subsets(plans, [ranks.resolve_ties()[None]], PLAN_METRICS)
+    assert list(cells) == ["2+1", "2+2", "5+1", "5+2"]
+    values = [cell.metrics["hits@5"].value for (cell,) in cells.values()]
+    assert overall.metrics["hits@5"].value == pytest.approx(np.mean(values))
 
 
 # -- planning ----------------------------------------------------------------------------------
@@ -237,19 +217,16 @@ def test_plan_longer_than_any_dialogue_is_rejected(data):
             plan_queries(single, "test", pool, [2], [1])
 
 
-def write_samples(path: Path, rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_samples(path: Path, *rows) -> Path:
+    names = ("dialogue", "history", "candidates")
+    lines = [json.dumps(dict(zip(names, row, strict=False))) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def make_sample(dialogue, history, *candidates) -> dict:
-    return {"dialogue": dialogue, "history": history, "candidates": list(candidates)}
-
-
 def test_candidates_can_be_read_from_samples_file(data, tmp_path: Path):
-    rows = [make_sample("p", 2, "new", "x"), make_sample("q", 2, "f"),
-            make_sample("s", 2, "b", "new"), make_sample("s", 2, "other")]  # fmt: skip
-    pool = read_samples(write_samples(tmp_path / "s.jsonl", rows), data, "test")
+    rows = [("p", 2, ["new", "x"]), ("q", 2, ["f"]), ("s", 2, ["b", "new"]), ("s", 2, ["other"])]
+    pool = read_samples(write_samples(tmp_path / "s.jsonl", *rows), data, "test")
     assert pool.extra_texts == ["new", "other"]
     (queries,) = plan_queries(data, "test", pool, [2], [1])
     assert queries.candidates.tolist() == [[0, 7, 0, 0], [6, 2, 7, 8]]
@@ -257,35 +234,12 @@ def test_candidates_can_be_read_from_samples_file(data, tmp_path: Path):
     assert queries.left_out.tolist() == [[False, False, True, True], [False] * 4]
     with pytest.raises(UserError, match=r"s.jsonl has no candidates after 1 turns for 4 of 4 .* p"):
         plan_queries(data, "test", pool, [1], [1])
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (make_sample("z", 2, "a"), "row 1 of s.jsonl: no test dialogues have the id 'z'"),
-        (make_sample("p", "2", "a"), "history is '2', not a number of turns"),
-        (make_sample("p", True, "a"), "history is True, not a number of turns"),
-        (make_sample("p", 2), r"candidates is \[\], not a list of texts"),
-        (make_sample("p", 2, "a", ""), "candidate 2 is empty"),
-        (make_sample("p", 2, "a", 3), "candidate 2 is 3, not a text"),
-        ({"dialogue": "p", "history": 2}, "has no column 'candidates'.*Expected dialogue, hist"),
-    ],
-)
-def test_invalid_sample_reports_row(data, tmp_path: Path, row, message):
-    path = write_samples(tmp_path / "s.jsonl", [row])
-    with pytest.raises(UserError, match=message):
-        read_samples(path, data, "test")
-
-
-def test_plan_metrics_weight_cells_equally(random_dialogues):
-    query_sets = plan_queries(random_dialogues, "test", RandomPool(False, size=20), [2, 5], [1, 2])
-    rng = np.random.default_rng(4)
-    ranks = rank_plans(
-        query_sets, lambda contexts, candidates, goals: rng.random(candidates.shape)
-    ).resolve_ties()
-    overall, cells = measure_subsets(query_sets, [ranks[None]], PLAN_METRICS)
-    assert list(cells) == ["2+1", "2+2", "5+1", "5+2"]
-    assert len({cell[0].n for cell in cells.values()}) > 1
-    for metric in PLAN_METRICS:
-        values = [cell[0].metrics[metric.name].value for cell in cells.values()]
-        assert overall[0].metrics[metric.name].value == pytest.approx(np.mean(values))
+    for row, message in (
+        (("z", 2, ["a"]), "row 1 of s.jsonl: no test dialogues have the id 'z'"),
+        (("p", True, ["a"]), "history is True, not a number of turns"),
+        (("p", 2, []), r"candidates is \[\], not a list of texts"),
+        (("p", 2, ["a", ""]), "candidate 2 is empty"),
+        (("p", 2), "has no column 'candidates'.*Expected dialogue, hist"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_samples(write_samples(tmp_path / "s.jsonl", row), data, "test")

@@ -1,0 +1,446 @@
+"""Dialogue commands with a small encoder on a few dialogues."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from helpers.commands import read_page_data, run_json, run_rejected
+from helpers.dialogues import make_dialogue, write_dialogues
+from helpers.flags import change_flags
+from helpers.vectors import normalize
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import llmcond
+from llmcond import cli
+from llmcond.kinds.dialogue.examples import DialogueExamples
+from llmcond.report.card import heads_card
+from llmcond.runs import open_any_run
+
+ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
+FAST_FIT = ("--set", "epochs=2", "batch_size=64")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_dialogues(tmp_path_factory.mktemp("dialogues") / "data")
+
+
+@pytest.fixture
+def run(dialogue_run, tmp_path):
+    return shutil.copytree(dialogue_run, tmp_path / "copy")
+
+
+# -- extraction and fitting --------------------------------------------------------------------
+
+
+def test_each_distinct_utterance_is_encoded_once(capsys, data, model, tmp_path):
+    command = ("extract", "--data", data, "--model", model, *ENCODER, "--run", tmp_path / "run")
+    texts = {turn for number in range(72) for turn in make_dialogue(number)}
+    prompts = run_json(capsys, *command, "--task", "dialogue")["prompts"]
+    assert list(prompts) == ["separate"]
+    assert prompts["separate"]["n_inputs"] == prompts["separate"]["n_computed"] == len(texts)
+    assert run_json(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
+    manifest = json.loads((tmp_path / "run/run.json").read_text())
+    assert (manifest["kind"], manifest["task"]) == ("dialogue", "dialogue")
+
+
+def test_run_remembers_whether_leaks_were_dropped(capsys, data, model, tmp_path):
+    leaking = shutil.copytree(data, tmp_path / "leaking")
+    lines = (data / "test.txt").read_text().splitlines()
+    (leaking / "dev.txt").write_text("\n".join(lines[:4]) + "\nsad __eou__ happy __eou__\n")
+    new_run = ("extract", "--task", "dialogue", "--data", leaking, "--model", model, *ENCODER)
+    run_json(capsys, *new_run, "--run", tmp_path / "kept")
+    run_json(capsys, *new_run, "--run", tmp_path / "dropped", "--drop-leaks")
+    for name, n_dev in (("kept", 5), ("dropped", 1)):
+        manifest = json.loads((tmp_path / name / "run.json").read_text())
+        assert manifest["data"]["rows"]["dev"] == n_dev
+    run_json(capsys, *new_run, "--run", tmp_path / "dropped")
+    kept = ("extract", "--model", model, *ENCODER, "--run", tmp_path / "kept")
+    assert "with other options" in run_rejected(capsys, *kept, "--drop-leaks")
+
+
+def test_extract_rejects_other_prompts_and_tasks(capsys, data, model, dialogue_run, tmp_path):
+    command = ("extract", "--data", data, "--model", model, *ENCODER, "--run", tmp_path / "run")
+    for arguments, message in (
+        (("--prompt", "concat-sent-cond"), "encodes no sentence without its condition"),
+        (("--prompt", "control-no-condition"), "control for conditions"),
+        (("--router", "csr"), "encodes utterances, which have none. Leave out --router."),
+        (("--task", "kgc", "--drop-leaks"), "--drop-leaks is for dialogues"),
+        (("--task", "kgc", "--run", dialogue_run), "run of the task dialogue, not kgc"),
+    ):
+        changed = change_flags((*command, "--task", "dialogue"), *arguments)
+        assert message in run_rejected(capsys, *changed)
+        assert not (tmp_path / "run").exists()
+
+
+def test_commands_of_other_tasks_reject_dialogue_run(capsys, dialogue_run):
+    for arguments in (
+        ("similarity", "a", "b", "--condition", "c"),
+        ("complete", "--relation", "r", "--head-entity", "e"),
+    ):
+        message = run_rejected(capsys, *arguments, "--run", dialogue_run)
+        assert "run of the task dialogue" in message
+    for arguments in (("fit-head", "--head", "rank"), ("sweep", "--head", "none", "rank")):
+        message = run_rejected(capsys, *arguments, "--subtract", "--run", dialogue_run)
+        assert message.endswith("there is nothing to subtract. Leave out --subtract.")
+
+
+def test_default_head_has_lowest_average_rank(capsys, run):
+    rows = {row["name"]: row for row in run_json(capsys, "heads", "--run", run)["heads"]}
+    assert list(rows) == ["rank@separate", "weighted@separate"]
+    scores = {name: row["dev_average_rank"] for name, row in rows.items()}
+    (default_name,) = (name for name, row in rows.items() if row["taken"])
+    assert scores[default_name] == min(scores.values())
+    run_json(capsys, "heads", "--run", run, "--default", default_name)
+    card = heads_card(open_any_run(run))  # as pushed if the encoder is from the Hub
+    assert f"`load_dialogue` uses `{default_name}`" in card
+    assert f"| no | 32 | {scores[default_name]:.1f} |" in " ".join(card.split())
+    refit = ("fit-head", "--run", run, "--head", "rank", *FAST_FIT, "--name", "again")
+    refitted = run_json(capsys, *refit)
+    assert (refitted["n_train"], refitted["n_dev"]) == (40, 16)
+    assert refitted["dev_average_rank"] == scores["rank@separate"]
+    record = json.loads((run / "heads/again/head.json").read_text())
+    best = min(entry["dev_score"] for entry in record["fit"]["curve"])
+    assert best == pytest.approx(refitted["dev_average_rank"])
+
+
+def test_sweep_and_compare_prompts_rank_by_average_rank(capsys, run, model, tmp_path):
+    settings = ("--run", run, "--seeds", "1", *FAST_FIT, "--workers", "1")
+    command = ("sweep", *settings, "--head", "rank", "--vary", "learning_rate=0.0001,0.1", "--keep")
+    plot = ("--plot-steps", tmp_path / "steps.svg")
+    results = run_json(capsys, *command, "--split", "test", *plot)["results"]
+    for row in results:
+        (curve,), (best,) = row["curves"], row["best_epochs"]
+        assert curve[best - 1]["test_score"] == pytest.approx(row["average_rank"])
+    assert results[0]["average_rank"] <= results[1]["average_rank"]
+
+    prompt = tmp_path / "said.toml"
+    prompt.write_text(
+        'description = "d"\nsource = "s"\n[conditional]\ntext = "{sentence} : said"\n'
+        '[unconditional]\ntext = "{condition}"\n'
+    )
+    page_path = tmp_path / "page.html"
+    command = ("compare-prompts", "--model", model, *ENCODER, *settings, "--heads", "rank")
+    prompts = ("--prompts", "separate", prompt, "--report", page_path)
+    rows = {row["name"]: row for row in run_json(capsys, *command, *prompts)["results"]}
+    assert set(rows) == {"none@separate", "none@said", "rank@separate", "rank@said"}
+    ranks = {name: row["average_rank"] for name, row in rows.items()}
+    difference = rows["rank@said"]["difference"]["average_rank"]["value"]
+    assert difference == pytest.approx(ranks["rank@said"] - ranks["rank@separate"])
+    # The lowest rank is the best and comes first.
+    assert read_page_data(page_path)["chosen"] == [min(ranks, key=ranks.get), "none@separate"]
+    assert "A negative difference means that A ranks answers higher" in page_path.read_text()
+    message = run_rejected(capsys, *command, "--prompts", "concat-sent-cond")
+    assert message.endswith("in the task dialogue. Prompts that can be used: separate.")
+
+
+# -- ranking -----------------------------------------------------------------------------------
+
+
+def test_evaluate_lists_zero_shot_scores_and_heads(capsys, dialogue_run):
+    rows = run_json(capsys, "evaluate", "--run", dialogue_run)["results"]
+    assert [(row["head"], row["score"]) for row in rows] == [
+        *(("none", score) for score in ("last:2", "average", "bi", "maxsim")),
+        ("rank", "average"),
+        ("weighted", "weighted"),
+    ]
+    lengths = [len(make_dialogue(number)) for number in range(56, 72)]
+    n_by_history = {str(h): sum(n > h for n in lengths) for h in range(2, 7)}
+    for row in rows:
+        assert (row["task"], row["split"], row["candidates"]) == ("dialogue", "test", "same-depth")
+        assert row["ties"] == "realistic"
+        parts = row["by_history"]
+        assert {h: part["n"] for h, part in parts.items()} == n_by_history
+        ranks = [part["average_rank"] for part in parts.values()]
+        assert row["average_rank"] == pytest.approx(np.mean(ranks))
+        micro = np.average(ranks, weights=list(n_by_history.values()))
+        assert row["average_rank_micro"] == pytest.approx(micro)
+        low, high = row["average_rank_ci"]
+        assert low <= row["average_rank"] <= high
+        assert row["hits@1"] <= row["hits@5"] <= row["hits@10"] <= 1 <= row["median_rank"]
+    by_number = llmcond.evaluate(run=dialogue_run, head=["none"], score=["bi"], history=3)
+    assert list(by_number.to_json()["results"][0]["by_history"]) == ["3"]
+
+
+def test_candidates_ties_and_scores_can_be_set(capsys, dialogue_run, tmp_path):
+    command = ("evaluate", "--run", dialogue_run, "--head", "rank", "--history", "2,4")
+
+    def evaluate(*arguments):
+        return run_json(capsys, *command, *arguments)["results"][-1]
+
+    same_depth = evaluate("--score", "bi")
+    assert (same_depth["head"], same_depth["name"]) == ("rank", "rank@separate bi")
+    assert list(same_depth["by_history"]) == ["2", "4"]
+    all_answers = evaluate("--score", "bi", "--candidates", "all")
+    assert all_answers["average_rank"] > same_depth["average_rank"]
+    ranks = [
+        evaluate("--score", "bi", "--ties", rule)["average_rank"]
+        for rule in ("optimistic", "realistic", "pessimistic")
+    ]
+    assert ranks[0] < ranks[2]
+    assert ranks[1] == pytest.approx((ranks[0] + ranks[2]) / 2)
+    # The file holds each of these texts once, and one text that occurs in no dialogue.
+    pool = tmp_path / "pool.txt"
+    dialogues = [make_dialogue(i) for i in range(56, 72)]
+    answers = {turns[h] for turns in dialogues for h in (2, 4) if len(turns) > h}
+    pool.write_text("\n".join([*sorted(answers), "children ride in the rain"]))
+    from_file = evaluate("--score", "bi", "--candidates", pool)
+    assert from_file["candidates"] == str(pool)
+    assert from_file["average_rank"] <= all_answers["average_rank"]
+    pool.write_text("sad\nhappy\n")
+    assert "the candidates lack" in run_rejected(capsys, *command, "--candidates", pool)
+
+
+def test_invalid_arguments_are_rejected(capsys, data, dialogue_run, causal_model, tmp_path):
+    pickled = shutil.copytree(causal_model, tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    short = ("--history", "3", "--distance", "1")
+    for arguments, message in (
+        (("--history", "5-2"), "5-2 is not an ascending range"),
+        (("--history", "2..5"), "expected a range or numbers"),
+        (("--history", "2-30"), "of 16 the longest have 7 and 7 turns"),
+        (("--score", "triple"), "unknown score 'triple'"),
+        (("--score", "weighted", "--head", "none"), "needs a head with learned weights"),
+        (("--candidates", "nowhere.txt"), "'nowhere.txt'; expected same-depth, all, or a file"),
+        (("--distance", "1-2"), "--distance needs --plan POOL or --generate MODEL"),
+        (("--plan", "random", "--samples", "5"), "--samples needs --generate"),
+        (("--plan", "random", "--score", "maxsim"), "--score maxsim is for ranking next turns"),
+        (("--plan", "random", "--generate", "x"), "--generate cannot be given with --plan"),
+        (("--plan", "random"), "need dialogues of 10 turns"),
+        (("--plan", "nowhere.jsonl"), "'nowhere.jsonl'; expected retrieved"),
+        (("--exclude-head",), "--exclude-head is for knowledge graphs"),
+        (("--rating-range", "1", "5"), "for rated rows, and the task dialogue has none"),
+        (("--data", data / "train.jsonl", "--history", "9"), "a history of 9 turns"),
+        (("--split", "train2"), "Legal: train, dev, test"),
+        (("--head", "c3l-released"), "no fitted head 'c3l-released'"),
+        (("--generate", "x", "--data", data), "--generate cannot be given with --data"),
+        (("--generate", "nowhere/at/all", *short), "cannot be loaded as a causal language model"),
+        (("--generate", causal_model, "--samples", "0"), "--samples is 0"),
+        (("--generate", pickled, *short), "weights in safetensors"),
+    ):
+        assert message in run_rejected(capsys, "evaluate", "--run", dialogue_run, *arguments)
+
+
+def test_predictions_and_report_list_each_query(capsys, dialogue_run, tmp_path):
+    ranks, page = tmp_path / "ranks.csv", tmp_path / "page.html"
+    command = ("evaluate", "--run", dialogue_run, "--head", "rank", "--predictions", ranks)
+    results = run_json(capsys, *command, "--history", "1-3", "--report", page)["results"]
+    with ranks.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["row"] for row in rows] == [str(i) for i in range(1, results[0]["n"] + 1)]
+    example = next(row for row in rows if row["history"] == "3")
+    turns = make_dialogue(55 + int(example["dialogue"]))
+    assert [example[key] for key in ("turn_before", "last_turn", "answer")] == turns[1:4]
+    assert {row["turn_before"] for row in rows if row["history"] == "1"} == {""}
+    page_data = read_page_data(page)
+    heading = page_data["texts"][page_data["rows"]["heading"][rows.index(example)]]
+    assert heading == f"dialogue {example['dialogue']}, history 3"
+    rank_columns = {system["name"]: system["rank"] for system in page_data["systems"]}
+    for result in results:
+        row_ranks = [float(row[result["name"]]) for row in rows]
+        assert np.mean(row_ranks) == pytest.approx(result["average_rank_micro"])
+        assert rank_columns[result["name"]] == row_ranks
+    plan = (*command, "--plan", "same-depth", "--history", "2", "--distance", "2")
+    goal = run_json(capsys, *plan, "--report", page)["results"][3]
+    with ranks.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert np.mean([float(row[goal["name"]]) <= 5 for row in rows]) == goal["hits@5"]
+    turns = make_dialogue(55 + int(rows[0]["dialogue"]))
+    assert (rows[0]["distance"], rows[0]["goal"]) == ("2", turns[4])
+    assert "By turns before + turns to the goal" in page.read_text()
+
+
+def test_other_dialogues_are_encoded_and_ranked(capsys, data, run, tmp_path):
+    command = ("evaluate", "--run", run, "--history", "2-4")
+    assert run_json(capsys, *command, "--data", data / "test.txt") == run_json(capsys, *command)
+    plan = ("evaluate", "--run", run, "--history", "2", "--distance", "1", "--plan", "retrieved")
+    assert run_json(capsys, *plan, "--data", data / "test.txt") == run_json(capsys, *plan)
+    path = tmp_path / "new.jsonl"
+    dialogues = [[*make_dialogue(0)[:2], "hat", "coat"], ["two men walk", "sad", "red hat"]]
+    rows = [{"utterances": turns} for turns in (*dialogues, make_dialogue(4))]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pool = tmp_path / "pool.txt"
+    pool.write_text("hat\ncoat\nred hat\nblue hat\n" + "\n".join(make_dialogue(4)))
+    other = ["evaluate", "--run", run, "--data", path, "--candidates", pool]
+    assert cli.run([*map(str, other), "--split", "dev"]) == 0
+    log = capsys.readouterr().err
+    assert "separate: 5 of 5 inputs encoded" in log
+    assert f"warning: 1 of 3 dialogues of {path} are in the run's train split" in log
+    assert "ranking 5 next turns of dev" in log
+    results = llmcond.evaluate(
+        run=run, data=pl.DataFrame(rows[:2]), history="1-2", report=tmp_path / "page.html"
+    )
+    assert results.to_json()["results"][0]["n"] == 4
+    assert "rows in memory" in (tmp_path / "page.html").read_text()
+
+
+def test_all_turns_can_be_encoded_as_one_text(capsys, model, run):
+    command = ("evaluate", "--run", run, "--head", "rank", "--history", "2", "--score", "joined")
+    zero, fitted = run_json(capsys, *command)["results"]
+    assert (zero["score"], fitted["name"]) == ("joined", "rank@separate joined")
+    opened = open_any_run(run)
+    texts = opened.data.texts
+    encoder = llmcond.load_encoder(
+        model, dtype="float32", device="cpu", pooling="mean", normalize=True
+    )
+    _, contexts, answers = opened.data.turns_of("test").contexts(2)
+    queries, candidates = (
+        encoder.encode([llmcond.EncoderInput("", text) for text in side])
+        for side in ([f"{texts[b]}\n{texts[a]}" for a, b in contexts], [texts[i] for i in answers])
+    )
+    head = opened.load_head("rank@separate").head
+    for row, first, second in (
+        (zero, queries, candidates),
+        (fitted, head.before(queries)[1], head.after(candidates)),
+    ):
+        scores = first @ second.T
+        answer_scores = np.diag(scores)[:, None]
+        ranks = 1 + (scores > answer_scores + 1e-6).sum(axis=1)
+        ties = (np.abs(scores - answer_scores) <= 1e-6).sum(axis=1) - 1
+        assert row["average_rank"] == pytest.approx((ranks + ties / 2).mean())
+    # The vectors are stored, so that a second call encodes nothing.
+    n_stored = len(opened.store())
+    run_json(capsys, *command)
+    assert len(opened.store()) == n_stored > len(texts)
+
+
+# -- planning ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", ["retrieved", "same-depth", "random"])
+def test_planning_includes_baseline_without_goal(capsys, dialogue_run, pool):
+    command = ("evaluate", "--run", dialogue_run, "--plan", pool, "--history", "2,3")
+    command += ("--distance", "1-2", "--head", "rank", "--score", "bi", "average")
+    rows = run_json(capsys, *command)["results"]
+    assert [(row["head"], row["goal"], row["score"]) for row in rows] == [
+        ("none", False, "last:2"),
+        ("none", True, "plan-bi"),
+        ("none", True, "plan"),
+        ("rank", False, "average"),
+        ("rank", True, "plan-bi"),
+        ("rank", True, "plan"),
+    ]
+    for row in rows:
+        assert (row["plan"], row["n"]) == (pool, sum(cell["n"] for cell in row["cells"].values()))
+        assert list(row["cells"]) == ["2+1", "2+2", "3+1", "3+2"]
+        hits = [cell["hits@5"] for cell in row["cells"].values()]
+        assert row["hits@5"] == pytest.approx(np.mean(hits))
+        assert row["hits@5"] <= row["hits@10"] <= row["hits@25"] <= row["hits@50"] <= 1
+
+
+@pytest.fixture(scope="module")
+def causal_model(tmp_path_factory):
+    words = "<eos> [UNK] two three men women children dogs ride play read sit in the park".split()
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    shape = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = GPT2Config(vocab_size=len(words), **shape, bos_token_id=0, eos_token_id=0)
+    folder = tmp_path_factory.mktemp("causal")
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    saved_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="[UNK]"
+    )
+    saved_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_generated_candidates_are_stored_and_used_for_planning(capsys, run, causal_model):
+    command = ("evaluate", "--run", run, "--generate", causal_model, "--samples", "4")
+    command += ("--history", "5", "--distance", "1", "--head", "rank")
+    rows = run_json(capsys, *command)["results"]
+    systems = [("none", False), ("none", True), ("rank", False), ("rank", True)]
+    assert [(row["head"], row["goal"]) for row in rows] == systems
+    (path,) = (run / "generated").glob("*.jsonl")
+    text = path.read_text()
+    samples = [json.loads(line) for line in text.splitlines()]
+    long_dialogues = [number for number in range(56, 72) if len(make_dialogue(number)) > 5]
+    assert [(row["dialogue"], row["history"]) for row in samples] == [
+        (str(number - 55), 5) for number in long_dialogues
+    ]
+    assert all(1 <= len(row["candidates"]) <= 4 for row in samples)
+    # After an interruption within a line, whole lines stay and the rest is generated again.
+    lines = text.splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], lines[2][:20]]))
+    assert run_json(capsys, *command)["results"] == rows
+    assert path.read_text() == text
+    # The file can be passed to --plan like any other file of samples.
+    plan_command = (*command[:3], "--plan", path, *command[7:])
+    assert run_json(capsys, *plan_command)["results"][1]["hits@5"] == rows[1]["hits@5"]
+
+
+# -- analyses ----------------------------------------------------------------------------------
+
+
+def context_terms(b1, b2, context, score):
+    """Return the unit vectors of a context's terms, each with the turns that it contains."""
+    if score == "bi":
+        return [((i,), normalize(b2[u])) for i, u in enumerate(context)]
+    return [
+        ((i, j), normalize(b1[context[i]] + b2[context[j]]))
+        for j in range(len(context))
+        for i in range(j)
+    ]
+
+
+@pytest.mark.parametrize("score", ["bi", "average"])
+def test_similarities_match_loops_over_candidates(dialogue_run, score):
+    result = llmcond.analyse(run=dialogue_run, head=["rank"], what=["similarity", "turns"])
+    opened = open_any_run(dialogue_run)
+    turns, saved = opened.data.turns_of("test"), opened.load_head("rank@separate")
+    features = DialogueExamples(opened).features(saved.view).read(slice(None))
+    (b1, b2), after = saved.head.before(features), saved.head.after(features)
+    correct, random, by_turn = [], [], []
+    subsets = [(h, *turns.contexts(h)[1:]) for h in range(2, 9)]
+    subsets = [subset for subset in subsets if len(set(subset[2].tolist())) > 1]
+    last_history = subsets[-1][0]
+    for h, contexts, answers in subsets:
+        for context, answer in zip(contexts, answers, strict=True):
+            terms = context_terms(b1, b2, context, score)
+            others = [other for other in answers if other != answer]
+            cosines = {turn: (v @ after[answer], np.mean(v @ after[others].T)) for turn, v in terms}
+            correct.append(np.mean([first for first, _ in cosines.values()]))
+            random.append(np.mean([second for _, second in cosines.values()]))
+            if h == last_history:
+                by_turn.append(
+                    [
+                        np.mean([a - b for parts, (a, b) in cosines.items() if turn in parts])
+                        for turn in range(h)
+                    ]
+                )
+    about = {"name": "rank@separate", "score": score}
+    row, turn_row = (
+        next(row for row in result[what] if about.items() <= row.items())
+        for what in ("similarity", "turns")
+    )
+    assert result["n"] == len(correct)
+    assert row["correct"] == pytest.approx(np.mean(correct), abs=1e-5)
+    assert row["random"] == pytest.approx(np.mean(random), abs=1e-5)
+    assert row["difference"] == pytest.approx(row["correct"] - row["random"], abs=1e-6)
+    assert row["difference_ci"][0] < row["difference"] < row["difference_ci"][1]
+    assert (turn_row["history"], turn_row["n"]) == (last_history, len(by_turn))
+    assert [turn["turn"] for turn in turn_row["turns"]] == list(range(1, last_history + 1))
+    differences = [turn["difference"] for turn in turn_row["turns"]]
+    np.testing.assert_allclose(differences, np.mean(by_turn, axis=0), atol=1e-5)
+
+
+def test_bi_encoder_is_analysed_without_pairs(capsys, run, tiny_run, tmp_path):
+    run_json(capsys, "fit-head", "--run", run, "--head", "ccl", "--set", "epochs=1")
+    command = ("analyse", "--run", run, "--head", "ccl", "rank")
+    result = run_json(capsys, *command, "--out", tmp_path, "--figure-format", "svg")
+    names = [(row["name"].split("@")[0], row["score"]) for row in result["turns"][2:]]
+    assert names == [("ccl", "bi"), ("rank", "bi"), ("rank", "average")]
+    with (tmp_path / "turns-data.csv").open() as stream:
+        series = {row["series"] for row in csv.DictReader(stream)}
+    assert series == {f"{row['name']}, {row['score']}" for row in result["turns"]}
+    assert (tmp_path / "turns.svg").read_bytes().startswith(b"<svg")
+    message = run_rejected(capsys, "analyse", "--run", run, "--what", "norms")
+    assert "norms is not an analysis of the task dialogue. Choose from similarity, turns" in message
+    with pytest.raises(llmcond.UserError, match=r"the task csts\. Choose from isotropy"):
+        llmcond.analyse(run=tiny_run, what=["turns"])
