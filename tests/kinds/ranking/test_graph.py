@@ -1,15 +1,25 @@
-"""Knowledge graphs: published file formats, invalid input, known tails and the sample."""
+"""Knowledge graphs: file formats, invalid input, known tails, hops, reversed edges and subsets."""
 
-import subprocess
-import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.paths import ROOT
+from helpers.graphs import random_graph, write_graph
 
+from llmcond.data.datasets import DataOptions
+from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
+from llmcond.evaluation.ranking import rank
+from llmcond.kinds.ranking.examples import (
+    TrainGraph,
+    fit_reverse_weights,
+    query_subsets,
+    rank_rule,
+    relation_categories,
+    relation_subsets,
+)
 from llmcond.kinds.ranking.graph import (
     Graph,
     KnownTriples,
@@ -17,6 +27,9 @@ from llmcond.kinds.ranking.graph import (
     read_graph,
     relation_text,
 )
+from llmcond.kinds.ranking.task import QueryInputs, QueryTexts
+from llmcond.prompts import load_prompt
+from llmcond.tasks import find_task
 
 TRAIN = ["01\tlikes\t02", "02\tlikes\t03", "03\towns\t01"]
 
@@ -37,65 +50,11 @@ def write_files(folder: Path, files: Mapping[str, list[str] | None] | None = Non
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "header"),
-    [
-        ("train.tsv", "head\trelation\ttail"),
-        ("train.tsv", "Subject\tPredicate\tObject"),
-        ("valid.tsv", "source\tedge type\ttarget"),
-        ("test.tsv", "h\tr\tt"),
-        ("entities.tsv", "id\tname\tdescription"),
-        ("entities.tsv", "entity\ttext"),
-        ("relations.tsv", "relation\ttext\tinverse"),
-    ],
-)
-@pytest.mark.parametrize("has_tables", [True, False])
-def test_header_is_reported_and_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, header: str, has_tables: bool
-):
-    tables = {} if has_tables else {"entities.tsv": None, "relations.tsv": None}
-    expected = read_graph(write_files(tmp_path, tables))
-    if name in tables:
-        return
-    content = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(b"\xef\xbb\xbf\n" + f"{header}\n".encode() + content)
-    with caplog.at_level("INFO", "llmcond"):
-        graph = read_graph(tmp_path)
-    assert graph.digest == expected.digest
-    shown = ", ".join(header.split("\t"))
-    message = f"{tmp_path / name}: the first line is a header, and left out: {shown}"
-    assert caplog.messages == [message]
-
-
-def test_header_with_other_words_is_suspected(tmp_path: Path):
-    lines = ["Kopf\tBeziehung\tZiel", *TRAIN]
-    with pytest.raises(
-        UserError, match=r"first in row 1\). Add them to the table, remove a header"
-    ):
-        read_graph(write_files(tmp_path, {"train.tsv": lines}))
-    tables = {"entities.tsv": None, "relations.tsv": None}
-    graph = read_graph(write_files(tmp_path / "plain", {"train.tsv": lines, **tables}))
-    assert any("Kopf, Beziehung, Ziel; if it is a header" in note for note in graph.notes)
-    assert not any("header" in note for note in read_graph(write_files(tmp_path / "other")).notes)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("01\tlikes\t02\n".encode("utf-16-le"), "train.tsv seems to be UTF-16.*iconv -f UTF-16-LE"),
-        (b"01\tcaf\xe9\t02\n", "0xe9 in line 1.*Windows-1252: convert it: iconv -f WINDOWS-1252"),
-        (b"\x1f\x8b\x08\0", "train.tsv is not text: it is compressed with gzip"),
-    ],
-)
-def test_file_of_another_encoding_is_described(tmp_path: Path, content: bytes, words: str):
-    (write_files(tmp_path) / "train.tsv").write_bytes(content)
-    with pytest.raises(UserError, match=words):
-        read_graph(tmp_path)
+# -- reading ------------------------------------------------------------------------------------
 
 
 def test_triples_are_indices_and_texts_join_name_and_description(tmp_path: Path):
     graph = read_graph(write_files(tmp_path))
-
     assert graph.entities.ids == ["01", "02", "03"]
     assert graph.entities.names == ["Ada", "Ben", "Cleo"]
     # A name at the start of the description is not repeated.
@@ -106,87 +65,74 @@ def test_triples_are_indices_and_texts_join_name_and_description(tmp_path: Path)
     assert graph.splits["train"].dtype == np.int32
     assert graph.splits["train"].tolist() == [[0, 0, 1], [1, 0, 2], [2, 1, 0]]
     assert graph.queries("test").tolist() == [[0, 1, 2], [2, 3, 0]]
+    known = KnownTriples(graph)
+    assert len(known) == 10
+    assert all(known.contains(both_directions(split, 2)).all() for split in graph.splits.values())
 
 
-def test_saved_graph_is_loaded_unchanged(tmp_path: Path):
-    graph = read_graph(write_files(tmp_path / "data"))
-    graph.save(tmp_path)
-    loaded = Graph.load(tmp_path)
-
-    assert loaded.digest == graph.digest
-    assert loaded.to_json() == graph.to_json()
-    assert (loaded.entities, loaded.relations) == (graph.entities, graph.relations)
-    for name, triples in graph.splits.items():
-        assert loaded.splits[name].dtype == np.int32
-        np.testing.assert_array_equal(loaded.splits[name], triples)
-
-
-def test_mixed_files_of_two_graphs_are_rejected(tmp_path: Path):
-    read_graph(write_files(tmp_path / "one")).save(tmp_path / "one")
-    read_graph(write_files(tmp_path / "two", {"entities.tsv": ["01\tA", "02\tB", "03\tC"]})).save(
-        tmp_path
-    )
-    (tmp_path / "one" / "entities.parquet").replace(tmp_path / "entities.parquet")
-
-    with pytest.raises(UserError, match="have changed since they were written"):
-        Graph.load(tmp_path)
-
-
-def test_missing_file_of_saved_graph_is_reported(tmp_path: Path):
-    with pytest.raises(UserError, match="cannot be read"):
-        Graph.load(tmp_path)
+def test_header_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    expected = read_graph(write_files(tmp_path))
+    for name, header in (
+        ("train.tsv", "Subject\tPredicate\tObject"),
+        ("test.tsv", "h\tr\tt"),
+        ("entities.tsv", "id\tname\tdescription"),
+        ("relations.tsv", "relation\ttext\tinverse"),
+    ):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf\n" + f"{header}\n".encode() + content)
+        caplog.clear()
+        with caplog.at_level("INFO", "llmcond"):
+            graph = read_graph(tmp_path)
+        assert graph.digest == expected.digest
+        shown = header.replace("\t", ", ")
+        message = f"{tmp_path / name}: the first line is a header, and left out: {shown}"
+        assert caplog.messages == [message]
+        (tmp_path / name).write_bytes(content)
+    # A header in other words is suspected only.
+    files = {"train.tsv": ["Kopf\tBeziehung\tZiel", *TRAIN]}
+    files |= {"entities.tsv": None, "relations.tsv": None}
+    graph = read_graph(write_files(tmp_path / "plain", files))
+    assert any("Kopf, Beziehung, Ziel; if it is a header" in note for note in graph.notes)
 
 
-def test_kg_bert_files_are_read(tmp_path: Path):
-    lines = ['01\tstool, waste "matter, solid', "02\tsaxony, an area in Germany", "03\ta, b, c"]
-    relations = ["likes\tis fond of", "owns\towns"]
-    folder = write_files(
-        tmp_path,
+ENTITY_FILES = {
+    "KG-BERT": (
+        {"entity2text.txt": ['01\tstool, waste "matter', "02\tsaxony, in Germany", "03\ta, b, c"]},
+        ['stool: waste "matter', "saxony: in Germany", "a: b, c"],
+    ),
+    "names with occasional commas": (
+        {"entity2text.txt": ["01\tWashington, D.C.", "02\tBerlin", "03\tRome"]},
+        ["Washington, D.C.", "Berlin", "Rome"],
+    ),
+    "SimKGC WordNet": (
+        {"wordnet-mlj12-definitions.txt": [
+            "01\t__family_alcidae_NN_1\tauks", "02\t__stool_NN_2\twaste", "03\t__run_VB_1\tmove"
+        ]},
+        ["family alcidae: auks", "stool: waste", "run: move"],
+    ),
+    "SimKGC Freebase": (
         {
-            "entities.tsv": None,
-            "relations.tsv": None,
-            "entity2text.txt": lines,
-            "relation2text.txt": relations,
+            "FB15k_mid2name.txt": ["01\tNew_York", "02\tBen", "03\tCleo"],
+            "FB15k_mid2description.txt": [f"01\t{'word ' * 60}"],
         },
-    )
-    graph = read_graph(folder)
-
-    assert graph.entities.names == ["stool", "saxony", "a"]
-    assert graph.entities.texts[0] == 'stool: waste "matter, solid'
-    assert graph.entities.texts[2] == "a: b, c"
-    assert graph.relations.inverse == ["inverse is fond of", "inverse owns"]
-
-
-def test_names_with_occasional_commas_are_not_split(tmp_path: Path):
-    lines = ["01\tWashington, D.C.", "02\tBerlin", "03\tRome"]
-    graph = read_graph(write_files(tmp_path, {"entities.tsv": None, "entity2text.txt": lines}))
-
-    assert graph.entities.names == ["Washington, D.C.", "Berlin", "Rome"]
+        [f"New York: {'word ' * 50}".strip(), "Ben", "Cleo"],
+    ),
+    "KG-BERT long": (
+        {
+            "entity2text.txt": ["01\tAda", "02\tBen"],
+            "entity2textlong.txt": ["01\tAda is a cook", "02\ta farmer", "03\tsomebody"],
+        },
+        ["Ada: is a cook", "Ben: a farmer", "somebody"],
+    ),
+    "no table": ({}, ["01", "02", "03"]),
+}  # fmt: skip
 
 
-def test_simkgc_wordnet_names_lose_sense_suffix(tmp_path: Path):
-    lines = ["01\t__family_alcidae_NN_1\tauks", "02\t__stool_NN_2\twaste", "03\t__run_VB_1\tmove"]
-    graph = read_graph(
-        write_files(tmp_path, {"entities.tsv": None, "wordnet-mlj12-definitions.txt": lines})
-    )
-
-    assert graph.entities.texts == ["family alcidae: auks", "stool: waste", "run: move"]
-
-
-def test_simkgc_freebase_descriptions_are_cut_after_fifty_words(tmp_path: Path):
-    graph = read_graph(
-        write_files(
-            tmp_path,
-            {
-                "entities.tsv": None,
-                "FB15k_mid2name.txt": ["01\tNew_York", "02\tBen", "03\tCleo"],
-                "FB15k_mid2description.txt": [f"01\t{'word ' * 60}"],
-            },
-        )
-    )
-
-    assert graph.entities.texts == [f"New York: {'word ' * 50}".strip(), "Ben", "Cleo"]
-    assert "entities without a description, encoded by their names: 2" in graph.notes
+@pytest.mark.parametrize("name", ENTITY_FILES)
+def test_published_files_of_entities_are_read(tmp_path: Path, name: str):
+    files, texts = ENTITY_FILES[name]
+    graph = read_graph(write_files(tmp_path, {"entities.tsv": None, **files}))
+    assert graph.entities.texts == texts
 
 
 def test_names_and_descriptions_are_merged_from_several_tables(tmp_path: Path):
@@ -220,78 +166,42 @@ def test_names_and_descriptions_are_merged_from_several_tables(tmp_path: Path):
     )
 
 
-def test_kg_bert_long_descriptions_follow_names(tmp_path: Path):
-    files = {
-        "entities.tsv": None,
-        "entity2text.txt": ["01\tAda", "02\tBen"],
-        "entity2textlong.txt": ["01\tAda is a cook", "02\ta farmer", "03\tsomebody"],
-    }
-    graph = read_graph(write_files(tmp_path, files))
-
-    assert graph.entities.names == ["Ada", "Ben", "03"]
-    assert graph.entities.texts == ["Ada: is a cook", "Ben: a farmer", "somebody"]
+def test_relation_text_is_derived_from_id():
+    assert relation_text("_derivationally_related_form") == "derivationally related form"
+    freebase = "/people/person/spouse_s./people/marriage/type_of_union"
+    assert relation_text(freebase) == "type of union marriage spouse s person people"
 
 
-def test_ids_are_texts_if_tables_are_missing(tmp_path: Path):
-    graph = read_graph(write_files(tmp_path, {"entities.tsv": None, "relations.tsv": None}))
-
-    assert graph.entities.texts == ["01", "02", "03"]
-    assert graph.relations.texts == ["likes", "owns"]
-    assert "no table of entities: their ids are encoded instead of texts" in graph.notes
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("_derivationally_related_form", "derivationally related form"),
-        ("/people/person/spouse_s./people/marriage/type_of_union",
-         "type of union marriage spouse s person people"),
-    ],
-)  # fmt: skip
-def test_relation_text_is_derived_from_id(key: str, text: str):
-    assert relation_text(key) == text
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
+def test_invalid_input_reports_file_and_row(tmp_path: Path):
+    for number, (files, message) in enumerate((
         ({"train.tsv": ["01\tlikes\t02", "01 likes 02", "01\tlikes"]},
-         r"row 2 of train.tsv: 1 columns; expected head, relation and tail, separated by tabs "
-         r"\(1 more row"),
+         r"row 2 of train.tsv: 1 columns; expected head, relation and tail, .* \(1 more row"),
         ({"train.tsv": ["01\t\t02"]}, "row 1 of train.tsv: an id is empty"),
         ({"test.tsv": []}, "test.tsv is empty: it has no triples"),
-        ({"entities.tsv": []}, "entities.tsv is empty: it has no rows"),
         ({"valid.tsv": None}, "has no dev or valid or validation file"),
         ({"dev.txt": ["01\tlikes\t02"]}, "several files of one split: dev.txt, valid.tsv"),
         ({"entities.tsv": ["01\tAda", "02\tBen", "01\tEve"]},
          "row 3 of entities.tsv: 01 occurs before, with another text"),
         ({"entities.tsv": ["01\ta\tb\tc"]}, "row 1 of entities.tsv: 4 columns; expected 3"),
         ({"test.tsv": ["", "01\tlikes\t09", "08\tlikes\t09"]},
-         r"test.tsv has entities that the table of entities lacks, 2 in all: '09', '08' "
-         r"\(triples: 2, the first in row 2\)"),
-        (
-            {"test.tsv": ["01\thates\t02"]},
-            "test.tsv has relations that the table of relations lacks, 1 in all: 'hates'",
-        ),
-    ],
-)  # fmt: skip
-def test_invalid_input_reports_file_and_row(tmp_path: Path, files, message: str):
-    with pytest.raises(UserError, match=message):
-        read_graph(write_files(tmp_path, files))
-
-
-def test_non_utf8_file_is_rejected(tmp_path: Path):
-    (write_files(tmp_path) / "entities.tsv").write_bytes(b"01\tAd\xe4\n")
-    with pytest.raises(UserError, match=r"entities.tsv is not UTF-8: byte 0xe4"):
-        read_graph(tmp_path)
-
-
-def test_missing_folder_and_file_are_rejected(tmp_path: Path):
+         r"entities that the table of entities lacks, 2 in all: '09', '08' \(triples: 2, the .* 2"),
+        ({"test.tsv": ["01\thates\t02"]}, "relations lacks, 1 in all: 'hates'"),
+    )):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            read_graph(write_files(tmp_path / str(number), files))
+    folder = write_files(tmp_path / "encodings")
+    for content, message in (
+        ("01\tlikes\t02\n".encode("utf-16-le"), "train.tsv seems to be UTF-16.*iconv -f UTF-16-LE"),
+        (b"01\tcaf\xe9\t02\n", "0xe9 in line 1.*Windows-1252: convert it: iconv -f WINDOWS-1252"),
+        (b"\x1f\x8b\x08\0", "train.tsv is not text: it is compressed with gzip"),
+    ):
+        (folder / "train.tsv").write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            read_graph(folder)
     with pytest.raises(UserError, match=r"does not exist. Expected a folder with train"):
         read_graph(tmp_path / "nowhere")
-    (tmp_path / "file.tsv").touch()
     with pytest.raises(UserError, match="is a file"):
-        read_graph(tmp_path / "file.tsv")
+        read_graph(folder / "train.tsv")
 
 
 def test_notes_count_irregularities(tmp_path: Path):
@@ -324,88 +234,239 @@ def test_notes_count_irregularities(tmp_path: Path):
     )
 
 
-# -- known tails -------------------------------------------------------------------------------
+def test_saved_graph_is_loaded_unchanged(tmp_path: Path):
+    graph = read_graph(write_files(tmp_path / "data"))
+    graph.save(tmp_path)
+    loaded = Graph.load(tmp_path)
+    assert loaded.to_json() == graph.to_json()
+    assert (loaded.entities, loaded.relations) == (graph.entities, graph.relations)
+    for name, triples in graph.splits.items():
+        assert loaded.splits[name].dtype == np.int32
+        np.testing.assert_array_equal(loaded.splits[name], triples)
+    other = write_files(tmp_path / "other", {"entities.tsv": ["01\tA", "02\tB", "03\tC"]})
+    read_graph(other).save(other)
+    (other / "entities.parquet").replace(tmp_path / "entities.parquet")
+    with pytest.raises(UserError, match="have changed since they were written"):
+        Graph.load(tmp_path)
+    with pytest.raises(UserError, match="cannot be read"):
+        Graph.load(tmp_path / "data")
 
 
-@pytest.fixture(scope="module")
-def random_triples() -> tuple[np.ndarray, set[tuple[int, ...]]]:
+# -- inputs of queries and candidates -----------------------------------------------------------
+
+TEXTS = QueryTexts(
+    sentences=["two dogs", "children"],
+    conditions=["the place", "people", "inverse the place", "inverse people"],
+    candidates=["two dogs", "children"],
+    query_pairs=np.array([[0, 0], [0, 3], [1, 0]]),
+    names=("entity", "relation", "entity"),
+)
+
+
+def get_texts(inputs):
+    return [item.text for item in inputs]
+
+
+def test_inputs_depend_on_prompt(tmp_path: Path):
+    separate = QueryInputs(TEXTS, load_prompt("separate"))
+    assert list(separate.columns) == ["candidates", "sentences", "conditions"]
+    assert get_texts(separate.sentences) == get_texts(separate.candidates) == TEXTS.candidates
+    assert get_texts(separate.conditions) == TEXTS.conditions
+    assert (len(separate), len(set(separate))) == (8, 6)
+
+    inputs = QueryInputs(TEXTS, load_prompt("concat-sent-cond"))
+    assert list(inputs.columns) == ["candidates", "joint", "conditions"]
+    joint = ["two dogs the place", "two dogs inverse people", "children the place"]
+    assert get_texts(inputs.joint) == joint  # queried pairs only
+    assert inputs.locate(inputs.joint[1]) == (
+        "the entity 'two dogs' under the relation 'inverse people'"
+    )
+    assert inputs.locate(inputs.conditions[1]) == "the relation 'people'"
+    assert inputs.locate(EncoderInput("", "nothing")) is None
+
+    shuffled = QueryInputs(TEXTS, load_prompt("control-shuffled"))
+    assert get_texts(shuffled.joint)[1] == "two dogs the place"
+    assert all(a != b for a, b in zip(get_texts(shuffled.joint), joint, strict=True))
+
+    (tmp_path / "t.toml").write_text(
+        'description = "d"\nsource = "s"\n[conditional]\ntext = "{sentence}: {condition}"\n'
+        '[unconditional]\ntext = "{sentence}: anything"\n[plain]\ntext = "It is {sentence}."\n'
+    )
+    subtracted = QueryInputs(TEXTS, load_prompt(str(tmp_path / "t.toml")))
+    assert list(subtracted.columns) == ["candidates", "joint", "sentences"]
+    assert get_texts(subtracted.sentences) == ["two dogs: anything", "children: anything"]
+    assert get_texts(subtracted.candidates) == ["It is two dogs.", "It is children."]
+
+
+def test_task_reads_graph_without_options_for_rated_rows(tmp_path: Path):
+    task = find_task("kgc")
+    graph = task.read(DataOptions(str(write_graph(tmp_path))))
+    texts = task.texts(graph)
+    assert len(texts.conditions) == 2 * graph.n_relations == 6
+    queries = np.concatenate([graph.queries(split) for split in graph.splits])
+    assert set(map(tuple, texts.query_pairs)) == set(map(tuple, queries[:, :2]))
+    assert task.count_examples(graph).endswith("triples of 24 entities and 3 relations")
+    for options, message in (
+        (DataOptions(columns={"label": "x"}), "--columns"),
+        (DataOptions(scale={"low": 0}), "--rating-range"),
+        (DataOptions(split_seed=1), "--split-seed"),
+        (DataOptions(extra=("note",)), "'note'"),
+        (DataOptions([{"head": "a"}]), "data is list, but the task kgc reads a folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            task.read(options)
+
+
+# -- known tails --------------------------------------------------------------------------------
+
+
+def test_known_tails_and_masks_match_set():
     triples = np.random.default_rng(0).integers(0, [30, 4, 30], size=(300, 3)).astype(np.int32)
-    return triples, {tuple(row) for row in triples.tolist()}
-
-
-def test_known_tails_match_set(random_triples):
-    triples, triple_set = random_triples
+    triple_set = {tuple(row) for row in triples.tolist()}
     known = KnownTriples(triples, 30)
+    assert len(known) == len(triple_set)
     head, relation = (grid.reshape(-1) for grid in np.mgrid[:30, :4])
     row, tail = known.gather(head, relation)
-
-    assert len(known) == len(triple_set)
     pairs = list(zip(head[row].tolist(), relation[row].tolist(), tail.tolist(), strict=True))
     assert pairs == sorted(triple_set)
     all_triples = np.stack(np.mgrid[:30, :4, :30], axis=-1).reshape(-1, 3)
-    expected = [tuple(row_ids) in triple_set for row_ids in all_triples.tolist()]
+    expected = np.array([tuple(ids) in triple_set for ids in all_triples.tolist()])
     np.testing.assert_array_equal(known.contains(all_triples), expected)
+    columns = np.array([7, 3, 3, 29])
+    mask = known.mask(head, relation, columns)
+    np.testing.assert_array_equal(mask, expected.reshape(-1, 30)[:, columns])
+    # Queries of an unknown relation have no tails.
+    assert known.gather(np.array([2]), np.array([5]))[1].size == 0
+    assert not known.mask(np.array([2]), np.array([5]), columns).any()
 
 
-def test_masks_match_loops(random_triples):
-    triples, triple_set = random_triples
-    known = KnownTriples(triples, 30)
-    rng = np.random.default_rng(1)
-    for _ in range(20):
-        head, relation, columns = rng.integers(0, [[30], [4], [30]], size=(3, 25))
-        expected = [
-            [(h, r, t) in triple_set for t in columns.tolist()]
-            for h, r in zip(head.tolist(), relation.tolist(), strict=True)
-        ]
-        np.testing.assert_array_equal(known.mask(head, relation, columns), expected)
+# -- hops, reversed edges and subsets ------------------------------------------------------------
 
 
-def test_query_without_known_triples_has_no_tails():
-    known = KnownTriples(np.array([[0, 0, 1]]), 3)
-    row, tail = known.gather(np.array([2, 0]), np.array([5, 0]))
-
-    assert (row.tolist(), tail.tolist()) == ([1], [1])
-    assert not known.mask(np.array([2]), np.array([0]), np.array([0, 1, 1])).any()
-
-
-def test_known_triples_cover_all_splits_in_both_directions(tmp_path: Path):
-    graph = read_graph(write_files(tmp_path))
-    known = KnownTriples(graph)
-
-    for triples in graph.splits.values():
-        assert known.contains(both_directions(triples, 2)).all()
-    assert len(known) == 10
+def find_within(graph: Graph, head: int, hops: int) -> set[int]:
+    reached = {head}
+    for _ in range(hops):
+        links = [(h, t) for h, _, t in graph.splits["train"].tolist()]
+        reached |= {b for h, t in links for a, b in ((h, t), (t, h)) if a in reached}
+    return reached
 
 
-# -- the sample --------------------------------------------------------------------------------
+@pytest.mark.parametrize("hops", [0, 1, 3])
+def test_neighbourhood_matches_walk(hops):
+    graph = random_graph(sizes=(18, 5, 5))
+    heads = np.array([4, 0, 4, 29])
+    row, entity = TrainGraph.from_graph(graph).find_neighbourhood(heads, hops)
+    for position, head in enumerate(heads.tolist()):
+        assert set(entity[row == position].tolist()) == find_within(graph, head, hops)
+    assert len(np.unique(np.stack([row, entity]), axis=1).T) == len(row)
 
 
-def test_sample_matches_output_of_script(tmp_path: Path):
-    command = [sys.executable, ROOT / "scripts" / "make_sample_graph.py", "--check"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
-    process = subprocess.run(
-        [*command, "--out", tmp_path], capture_output=True, text=True, check=False
+def test_terms_of_hops_and_reversed_edges_match_loops():
+    graph = random_graph()
+    context = TrainGraph.from_graph(graph)
+    heads, relations = np.array([3, 5]), np.zeros(2, dtype=int)
+    including, excluding = (
+        context.create_hops_term(1, 0.2, head)(heads, relations) for head in (True, False)
     )
-    assert process.returncode == 1
-    assert "train.tsv: missing, or differs from what this script writes" in process.stdout
+    assert len(including[0]) == len(excluding[0]) + 2
+    assert not (excluding[1] == heads[excluding[0]]).any()
+    assert set(excluding[2].tolist()) == {np.float32(0.2)}
+    queries, weights = graph.queries("test"), np.arange(6) / 10
+    row, entity, value = context.create_reverse_term(weights)(queries[:, 0], queries[:, 1])
+    train = graph.queries("train").tolist()
+    for position, (head, relation, _) in enumerate(queries.tolist()):
+        expected = {t for h, r, t in train if (h, r) == (head, (relation + 3) % 6)}
+        assert set(entity[row == position].tolist()) == expected
+        np.testing.assert_allclose(value[row == position], weights[relation])
 
 
-def test_sample_answers_depend_on_relation():
+def test_rule_ranks_reversed_edge_first():
+    triples = {
+        "train": np.array([[0, 0, 1], [2, 0, 3], [4, 1, 5]], dtype=np.int32),
+        "dev": np.array([[3, 0, 2]], dtype=np.int32),
+        "test": np.array([[1, 0, 0], [5, 0, 4]], dtype=np.int32),
+    }
+    graph = replace(random_graph(6, 2, (1, 1, 1)), splits=triples)
+    ranks = rank_rule(TrainGraph.from_graph(graph), graph.queries("test"), KnownTriples(graph))
+
+    # Another relation links the second pair, which the rule ignores: all six entities are tied.
+    assert ranks.resolve_ties().tolist() == [1, 3.5, 1, 3.5]
+    assert query_subsets(graph, "test")["reversible"].tolist() == [True, False, True, False]
+
+
+def test_reverse_weights_are_fitted_by_relation():
+    """The first of three relations is symmetric, and the second never goes both ways."""
+    rng = np.random.default_rng(0)
+    n = 80
+    first, second, third = (rng.permutation(n * n)[:60] for _ in range(3))
+    ends = [np.stack([numbers // n, numbers % n], axis=1) for numbers in (first, second, third)]
+
+    def insert_relation(kind, pairs):
+        return np.insert(pairs, 1, kind, axis=1).astype(np.int32)
+
+    train = np.concatenate([insert_relation(kind, entities) for kind, entities in enumerate(ends)])
+    # For the second relation, tails of edges in train have edges to other entities in dev.
+    moved = np.stack([ends[1][:, 1], rng.integers(0, n, 60)], axis=1)
+    dev = np.concatenate([insert_relation(0, ends[0][:, ::-1]), insert_relation(1, moved)])
+    known = KnownTriples(both_directions(np.concatenate([train, dev]), 3), n)
+    context, queries = TrainGraph(train, n, 3), both_directions(dev, 3)
+    # The reversed edge already scores well, so that it has to be pushed down for the second.
+    candidates = rng.standard_normal((n, 8)).astype(np.float32)
+    query_vectors = rng.standard_normal((len(queries), 8)).astype(np.float32)
+    row, entity = context.reversed_edges(queries[:, 0], queries[:, 1])
+    np.add.at(query_vectors, row, 0.5 * candidates[entity])
+    weights = fit_reverse_weights(query_vectors, candidates, queries, known, context)
+
+    assert weights.shape == (6,)
+    np.testing.assert_array_equal(weights[:3], weights[3:])
+    assert weights[0] > 0 > weights[1]
+    assert weights[2] == 0
+    # No weight is gained if another term already has the same effect.
+    terms = [context.create_reverse_term(np.tile([50, -50, 0], 2))]
+    assert (
+        fit_reverse_weights(query_vectors, candidates, queries, known, context, terms).tolist()
+        == [0] * 6
+    )
+    before = rank(query_vectors, candidates, queries, known)
+    after = rank(query_vectors, candidates, queries, known, [context.create_reverse_term(weights)])
+    assert (1 / after.resolve_ties()).mean() > (1 / before.resolve_ties()).mean() + 0.2
+
+
+def test_subsets_cover_queries():
+    graph = random_graph(sizes=(18, 5, 5))
+    subsets = query_subsets(graph, "test")
+    n = len(graph.queries("test"))
+    train = set(graph.splits["train"][:, [0, 2]].reshape(-1).tolist())
+    unseen = [h not in train or t not in train for h, _, t in graph.queries("test").tolist()]
+    assert any(unseen)
+    assert subsets["unseen"].tolist() == unseen
+    assert subsets["forward"].tolist() == [True] * (n // 2) + [False] * (n // 2)
+    assert (subsets["reversible"] ^ subsets["rest"]).all()
+    relation_masks = dict(relation_subsets(graph, "test"))
+    assert sum(relation_masks[name].sum() for name in graph.relations.ids) == n
+    assert sum(relation_masks[name].sum() for name in set(relation_categories(graph))) == n
+
+
+def test_categories_depend_on_answers_of_each_side():
+    train = [
+        *((i, 0, i + 10) for i in range(4)),
+        *((0, 1, i) for i in range(4)),
+        *((i, 2, 0) for i in range(4)),
+        *((i, 3, j) for i in range(3) for j in range(3)),
+    ]
+    splits = {"train": np.array(train, dtype=np.int32)}
+    assert relation_categories(replace(random_graph(20, 4), splits=splits)) == [
+        "1-1",
+        "1-N",
+        "N-1",
+        "N-N",
+    ]
+
+
+def test_sample_has_all_categories_and_reversed_edges():
     graph = read_graph()
-    queries = graph.queries("test")
-    known = KnownTriples(graph)
-    n_correct = n_correct_things = n_things = 0
-    for entity in np.unique(queries[:, 0]):
-        rows = queries[queries[:, 0] == entity]
-        relations, count = np.unique(rows[:, 1], return_counts=True)
-        # Tails of different relations differ. A model that ignores the relation ranks the tails of
-        # one relation before those of the others, and is correct for that relation at best.
-        tails = [set(known.gather(rows[:1, 0], relation[None])[1]) for relation in relations]
-        assert len(set.union(*tails)) == sum(map(len, tails))
-        n_correct += count.max()
-        if len(relations) == 9:
-            n_correct_things, n_things = n_correct_things + count.max(), n_things + len(rows)
-    assert n_things == len(queries) / 2
-    assert n_correct_things / n_things == 0.2
-    assert n_correct / len(queries) < 0.45
+    assert set(relation_categories(graph)) == {"1-1", "1-N", "N-1", "N-N"}
+    subsets = query_subsets(graph, "test")
+    assert all(mask.any() for mask in subsets.values())
+    rule = rank_rule(TrainGraph.from_graph(graph), graph.queries("test"), KnownTriples(graph))
+    assert (rule.resolve_ties()[subsets["reversible"]] == 1).all()

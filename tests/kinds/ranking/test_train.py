@@ -1,22 +1,195 @@
-"""Training an encoder on a graph with ``train-lora``: outputs and rejected arguments."""
+"""Training an encoder with a query head on a graph: loss, dev score, resumption and the run."""
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from helpers.commands import run_json, run_rejected
 from helpers.flags import change_flags
+from helpers.training import compute_alone, cpu_accelerator, resume_training
 
-import llmcond
 from llmcond.cli import run
-from llmcond.kinds.ranking.heads import load_query_head
-from llmcond.run_log import TRAINING, log_path, read_log
+from llmcond.encoders import EncoderInput, EncoderOptions, resolve
+from llmcond.errors import UserError
+from llmcond.finetune.encoder import load_trainable
+from llmcond.finetune.loop import Trainer, TrainingState
+from llmcond.finetune.model import TokenizedInputs
+from llmcond.finetune.settings import TuneSettings
+from llmcond.heads import load_recipe
+from llmcond.kinds.ranking.graph import KnownTriples, both_directions
+from llmcond.kinds.ranking.heads import QueryArrays, contrastive, fit_queries
+from llmcond.kinds.ranking.train import GraphInputs, QueryModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+WORDS = "men play park dogs run beach place mood women read book red blue old new tall".split()
+TEXTS = [f"two {first} {second}" for first in WORDS[:8] for second in WORDS[8:11]]
+RELATIONS = ["the place", "the mood", "the number of people"]
+N, R = len(TEXTS), len(RELATIONS)
+STEPS = [1, 5, 11]
+TRIPLES = np.array([(i, r, (i + s) % N) for i in range(N) for r, s in enumerate(STEPS)], np.int32)
+TRAIN, DEV = TRIPLES[:60], TRIPLES[60:]
+SIZES = {"hypernet": {"rank": 4}, "mlp": {"hidden": 8}}
+
+
+def make_recipe(name, **changes):
+    recipe = load_recipe(name, "kgc")
+    sizes = {"dim": 8} if hasattr(recipe.settings, "dim") else {}
+    return recipe.with_settings({**sizes, **SIZES.get(name, {}), **changes}, "test")
+
+
+def make_trainable(tiny_bert, **settings):
+    tuning = TuneSettings(rank=4, batch_size=20, checkpoint_steps=2, **settings)
+    options = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
+    return load_trainable(resolve(str(tiny_bert), options), tuning, seed=5), tuning
+
+
+def make_inputs(trainable):
+    """Make the inputs of train and dev, with texts of a head entity and its relation as well."""
+    directions = [*RELATIONS, *(f"inverse {text}" for text in RELATIONS)]
+    train, all_triples = (both_directions(triples, R) for triples in (TRAIN, TRIPLES))
+    keys = np.unique(all_triples[:, 0].astype(np.int64) * 2 * R + all_triples[:, 1])
+    joint = [f"{TEXTS[key // (2 * R)]}; {directions[key % (2 * R)]}" for key in keys]
+    items = [EncoderInput("", text) for text in (*TEXTS, *directions, *joint)]
+    shared = TokenizedInputs.of(items, trainable.tokenizer), keys
+    return (
+        GraphInputs(TRAIN, R, N, KnownTriples(train, N), *shared),
+        GraphInputs(DEV, R, N, KnownTriples(all_triples, N), *shared),
+    )
+
+
+def make_model(tiny_bert, name="hypernet-full", start=None, seed=5, **changes):
+    trainable, _ = make_trainable(tiny_bert)
+    train, dev = make_inputs(trainable)
+    return (
+        QueryModel(trainable.engine, make_recipe(name, **changes), train, seed, start),
+        train,
+        dev,
+    )
+
+
+def encode_arrays(model, inputs):
+    """Encode all texts of a graph with the current weights, for heads on cached features."""
+    vectors = model.encode(inputs.texts, np.arange(len(inputs.texts)))
+    entities, relations, joint = np.split(vectors, [N, N + 2 * R])
+    return QueryArrays(entities, inputs.triples, R, inputs.known, relations, joint, inputs.joint_of)
+
+
+@pytest.mark.parametrize(
+    ("name", "negatives"), [("hypernet-full", True), ("hadamard", False), ("linear", True)]
+)
+def test_loss_matches_cached_features(tiny_bert, name, negatives):
+    model, inputs, _ = make_model(tiny_bert, name, self_negatives=negatives, dropout=0.0)
+    model.eval()
+    rows = np.array([0, 4, 5, 30, 59])
+    queries = both_directions(TRAIN[rows], R)
+    head, relation, tail = queries.T
+    fitted = model.fitted_head().bind(encode_arrays(model, inputs))
+    scores = torch.from_numpy(fitted.queries(head, relation) @ fitted.candidates()[:].T)
+    used = np.unique(tail)
+    mask = inputs.known.mask(head, relation, used)
+    if not negatives:
+        mask |= head[:, None] == used
+    expected = contrastive(
+        scores[:, used],
+        torch.from_numpy(np.searchsorted(used, tail)),
+        torch.from_numpy(mask),
+        model.head.settings,
+        fitted.module.scale,
+    )
+    loss = model(inputs, rows, [5, 0])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    loss.backward()
+    trained_names = [
+        name for name, value in model.trained_parameters().items() if value.grad is not None
+    ]
+    assert any(name.startswith("encoder.") for name in trained_names)
+    assert "head.contrast.log_scale" in trained_names
+
+
+def test_random_candidates_and_relations_depend_on_seed(tiny_bert):
+    changes = {"random_candidates": 9, "relation_negatives": 2, "dropout": 0.0}
+    model, inputs, _ = make_model(tiny_bert, **changes)
+    plain = make_model(tiny_bert, dropout=0.0)[0]
+    rows = np.arange(6)
+    losses = [float(model(inputs, rows, seed).detach()) for seed in ([5, 0], [5, 0], [5, 1])]
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[0] > float(plain(inputs, rows, [5, 0]).detach())
+
+
+@pytest.mark.parametrize("name", ["matrices", "linear"])
+def test_score_is_filtered_mrr_on_dev(tiny_bert, name):
+    model, _, dev = make_model(tiny_bert, name)
+    fitted = model.fitted_head().bind(encode_arrays(model, dev))
+    reciprocal = []
+    for h, r, t in both_directions(DEV, R):
+        scores = fitted.queries([h], [r])[0] @ fitted.candidates()[:].T
+        others = np.ones(N, dtype=bool)
+        others[dev.known.gather([h], [r])[1]] = False
+        above, tied = (scores[others] > scores[t]).sum(), (scores[others] == scores[t]).sum()
+        reciprocal.append(1 / (1 + above + tied / 2))
+    assert model.score(dev, compute_alone) == pytest.approx(np.mean(reciprocal), abs=1e-6)
+
+
+def test_score_samples_dev_triples_and_candidates(tiny_bert, monkeypatch):
+    monkeypatch.setattr("llmcond.kinds.ranking.train._DEV_TRIPLES", 3)
+    monkeypatch.setattr("llmcond.kinds.ranking.train._DEV_CANDIDATES", 5)
+    model, _, dev = make_model(tiny_bert)
+    counts = []
+
+    def record_count(n, compute):
+        counts.append(n)
+        return compute_alone(n, compute)
+
+    first_score = make_model(tiny_bert)[0].score(replace(dev), record_count)
+    assert counts[0] <= 3 * 2 + 5 + 2 * R
+    assert first_score == model.score(dev, record_count)  # both samples are fixed
+    assert 0 < first_score <= 1
+
+
+def make_trainer(tiny_bert, folder, name="hypernet-full", changes=(), **settings):
+    trainable, tuning = make_trainable(tiny_bert, **settings)
+    train, dev = make_inputs(trainable)
+    model = QueryModel(trainable.engine, make_recipe(name, **dict(changes)), train, 5)
+    state = TrainingState(folder, {"settings": tuning.to_json()})
+    return Trainer(model, train, dev, tuning, cpu_accelerator(), state)
+
+
+def test_resumed_training_is_bit_identical(tiny_bert, tmp_path):
+    changes = {"random_candidates": 3, "dropout": 0.2}
+    settings = {"epochs": 2, "adapter_dropout": 0.1}
+    uninterrupted = make_trainer(tiny_bert, tmp_path / "whole", "hypernet", changes, **settings)
+    uninterrupted.run(lambda *_: None)
+    expected = uninterrupted.model.trained_parameters()
+    for stop in (1, 5):
+        folder = tmp_path / str(stop)
+        make = partial(make_trainer, tiny_bert, folder, "hypernet", changes, **settings)
+        restarted = resume_training(make, stop)
+        restarted.run(lambda *_: None)
+        assert restarted.progress.curve == uninterrupted.progress.curve
+        for key, value in restarted.model.trained_parameters().items():
+            assert torch.equal(value, expected[key]), (stop, key)
+
+
+def test_training_starts_from_head_on_cached_features(tiny_bert):
+    model, inputs, _ = make_model(tiny_bert)
+    recipe = make_recipe("hypernet-full", epochs=3, batch_size=30)
+    fitted = fit_queries(recipe, encode_arrays(model, inputs), None, 0, lambda *_: None)
+    started = make_model(tiny_bert, start=fitted)[0]
+    for name, value in fitted.module.state_dict().items():
+        assert torch.equal(started.head.state_dict()[name], value)
+    narrow = replace(inputs, n_relations=2)
+    with pytest.raises(UserError, match=r"the graph has 2 relations; this .* was fitted on 3"):
+        QueryModel(model.engine, make_recipe("hypernet-full"), narrow, 0, fitted)
+
+
+# -- the command --------------------------------------------------------------------------------
+
 OPTIONS = "--pooling mean --dtype float32 --device cpu --epochs 2 --batch-size 14 --rank 4"
-FAST_FIT = ("--set", "epochs=3", "batch_size=16")
 
 
 def make_arguments(graph, model, folder, *arguments):
@@ -24,164 +197,79 @@ def make_arguments(graph, model, folder, *arguments):
     return list(map(str, change_flags(common, *arguments)))
 
 
-@pytest.fixture(scope="module")
-def trained(graph, model, tmp_path_factory):
-    """A run of an encoder that was trained with a hypernetwork."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    assert (
-        run(["train-lora", *make_arguments(graph, model, folder, "--head", "hypernet-full")]) == 0
-    )
-    return folder
-
-
-def test_summary_matches_evaluate(capsys, trained):
-    training_record = json.loads((trained / "training.json").read_text())
-    summary = training_record["summary"]
+def test_trained_run_has_figures_of_evaluate_and_a_card(capsys, graph, model, tmp_path):
+    trained = tmp_path / "run"
+    arguments = make_arguments(graph, model, trained, "--head", "hypernet-full")
+    assert run(["train-lora", *arguments]) == 0
+    capsys.readouterr()
+    record_text = (trained / "training.json").read_text()
+    summary = json.loads(record_text)["summary"]
     assert summary["head"] == "hypernet-full@separate"
-    assert 0 < summary["dev_score"] <= 1
     assert [scores["split"] for scores in summary["scores"]] == ["dev", "test"]
     for scores in summary["scores"]:
         rows = run_json(capsys, "evaluate", "--run", trained, "--split", scores["split"])["results"]
         assert scores in rows
-        assert "rule:reverse" in [row["head"] for row in rows]
+    dev = summary["scores"][0]
     record = json.loads((trained / "heads/hypernet-full@separate/head.json").read_text())
     # The graph is so small that the sample which selected the weights holds all of dev.
-    assert record["dev_mrr"] == summary["scores"][0]["mrr"]
+    assert record["dev_mrr"] == dev["mrr"]
     assert record["dev_mrr"] == pytest.approx(summary["dev_score"], abs=1e-4)  # float16 in store
     assert [entry["epoch"] for entry in record["fit"]["curve"]] == [1, 2]
-    end = read_log(log_path(trained, TRAINING))[-1]
-    assert end["test_mrr"] == summary["scores"][1]["mrr"]
-
-
-def test_run_has_card_but_cannot_be_pushed_without_graph(capsys, trained):
     card = re.sub(" +", " ", (trained / "README.md").read_text())
-    scores = json.loads((trained / "training.json").read_text())["summary"]["scores"]
     assert "| split | queries | MRR | 95 % interval |" in card
-    assert f"| dev | {scores[0]['n']} | {100 * scores[0]['mrr']:.1f} |" in card
+    assert f"| dev | {dev['n']} | {100 * dev['mrr']:.1f} |" in card
     assert 'llmcond.load_completer("FOLDER")' in card
-    assert "data, which is never pushed" in run_rejected(
-        capsys, "push", "ada/graph", "--run", trained
-    )
-
-
-def test_finished_run_is_not_trained_again(capsys, trained, graph, model):
-    arguments = make_arguments(graph, model, trained, "--head", "hypernet-full")
-    before = (trained / "training.json").read_text()
-    assert run_json(capsys, "train-lora", *arguments)["scores"]
-    assert (trained / "training.json").read_text() == before
-    assert "seed: 1, not 0" in run_rejected(capsys, "train-lora", *arguments, "--seed", "1")
-
-
-def test_heads_are_fitted_on_the_trained_encoder(capsys, trained, graph, model, tmp_path):
-    fit = ("fit-head", "--run", trained, "--head", "hypernet-full", *FAST_FIT)
-    result = run_json(capsys, *fit, "neighbours=true", "--name", "near")
-    assert result["name"] == "near"
+    message = run_rejected(capsys, "push", "ada/graph", "--run", trained)
+    assert "data, which is never pushed" in message
+    # The same command trains nothing again.
+    run_json(capsys, "train-lora", *arguments)
+    assert (trained / "training.json").read_text() == record_text
+    # Heads are fitted on the features of the trained encoder.
+    fit = ("fit-head", "--run", trained, "--head", "hypernet-full", "--name", "near")
+    run_json(capsys, *fit, "--set", "epochs=3", "batch_size=16", "neighbours=true")
     rows = run_json(capsys, "evaluate", "--run", trained, "--reverse")["results"]
     assert {row["name"]: row["neighbours"] for row in rows}["near"] is True
-    encoder = llmcond.load_encoder(trained)
-    base = llmcond.load_encoder(model, dtype="float32", pooling="mean")
-    item = [llmcond.EncoderInput("", "two men, number 1")]
-    assert not np.allclose(encoder.encode(item), base.encode(item), atol=1e-4)
-
-
-@pytest.mark.parametrize("head", ["none", "linear", "matrices"])
-def test_bi_encoder_and_free_matrices_are_trained(capsys, graph, model, tmp_path, head):
-    folder = tmp_path / "run"
-    result = run_json(
-        capsys, "train-lora", *make_arguments(graph, model, folder, "--head", head, "--epochs", "1")
-    )
-    prompt = "separate" if head == "matrices" else "concat-sent-cond"
-    assert result["prompt"] == prompt
-    rows = run_json(capsys, "evaluate", "--run", folder)["results"]
-    assert result["scores"][-1]["mrr"] in [row["mrr"] for row in rows if row["head"] == head]
-
-
-CSR = ("--router", "csr", "--router-layers", "1")
 
 
 @pytest.mark.parametrize(
-    ("router", "has_weights"),
-    [((), False), (CSR, False), ((*CSR, "--router-mode", "heavy"), True)],
-    ids=["routed pooling", "csr", "csr-heavy"],
-)
-def test_router_is_trained(capsys, graph, model, tmp_path, router, has_weights):
-    folder = tmp_path / "run"
-    arguments = ("--head", "none", "--prompt", "routed", *router)
-    result = run_json(capsys, "train-lora", *make_arguments(graph, model, folder, *arguments))
-    assert result["prompt"] == "routed"
-    record = json.loads((folder / "heads" / result["head"] / "head.json").read_text())
-    # Extraction encodes the inputs as training did; features are stored in float16.
-    assert record["dev_mrr"] == pytest.approx(result["dev_score"], abs=1e-4)
-    assert (folder / "router.safetensors").is_file() == has_weights
-
-
-def test_training_starts_from_fitted_head(capsys, graph, model, tmp_path):
-    options = ["--task", "kgc", "--data", graph, "--model", model, "--run", tmp_path / "frozen"]
-    encoder_options = ("--pooling", "mean", "--dtype", "float32", "--device", "cpu")
-    run_json(capsys, "extract", *options, *encoder_options)
-    run_json(
-        capsys, "fit-head", "--run", tmp_path / "frozen", "--head", "hypernet", *FAST_FIT, "rank=8"
-    )
-    start = tmp_path / "frozen" / "heads" / "hypernet@separate"
-    # The learning rate is so small that the trained head equals the one it started from.
-    tiny_steps = ("--learning-rate", "1e-12", "--set", "learning_rate=1e-12", "--epochs", "1")
-    folder = tmp_path / "run"
-    run_json(
-        capsys, "train-lora", *make_arguments(graph, model, folder, "--start", start, *tiny_steps)
-    )
-    before, _ = load_query_head(start)
-    after, record = load_query_head(folder / "heads" / "hypernet@separate")
-    for name, value in before.tensors.items():
-        np.testing.assert_allclose(after.tensors[name], value, atol=1e-6)
-    assert record["recipe"]["name"] == "hypernet"
-    scores = [
-        next(
-            r
-            for r in run_json(capsys, "evaluate", "--run", path)["results"]
-            if r["head"] == "hypernet"
-        )
-        for path in (tmp_path / "frozen", folder)
-    ]
-    assert scores[0]["mrr"] == pytest.approx(scores[1]["mrr"], abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
+        ("--head", "linear"),
+        ("--head", "matrices"),
+        ("--head", "none", "--prompt", "routed"),
+        ("--head", "none", "--router", "csr", "--router-layers", "1", "--router-mode", "heavy"),
+    ],
+    ids=lambda arguments: " ".join(arguments[1::2]),
+)
+def test_bi_encoders_matrices_and_routers_are_trained(capsys, graph, model, tmp_path, arguments):
+    folder = tmp_path / "run"
+    training = make_arguments(graph, model, folder, *arguments, "--epochs", "1")
+    result = run_json(capsys, "train-lora", *training)
+    expected_prompts = {"linear": "concat-sent-cond", "matrices": "separate", "none": "routed"}
+    assert result["prompt"] == expected_prompts[arguments[1]]
+    # Extraction encodes the inputs as training did; features are stored in float16.
+    assert result["scores"][0]["mrr"] == pytest.approx(result["dev_score"], abs=1e-3)
+    assert (folder / "router.safetensors").is_file() == ("heavy" in arguments)
+    rows = run_json(capsys, "evaluate", "--run", folder)["results"]
+    assert result["scores"][-1]["mrr"] in [row["mrr"] for row in rows]
+
+
+def test_invalid_arguments_are_rejected(capsys, graph, model, tmp_path):
+    for arguments, message in (
         ((), "no head is named"),
         (("--head", "towers"), "unknown head 'towers'"),
-        (
-            ("--head", "hypernet", "--set", "neighbours=true"),
-            "then fit a head on the features of the trained encoder",
-        ),
-        (("--head", "hypernet", "--set", "mse=1"), "no setting 'mse'"),
+        (("--head", "hypernet", "--set", "neighbours=true"), "then fit a head on the features of"),
         (("--head", "hypernet", "--set", "queue=2"), "Set queue to 0"),
         (("--head", "hypernet", "--set", "members=2"), "Give --set members=1"),
-        (
-            ("--head", "hypernet", "--prompt", "concat-sent-cond"),
-            "the head takes separate features",
-        ),
+        (("--head", "linear", "--set", "relation_negatives=1"), "that reads relations separately"),
+        (("--head", "hypernet", "--prompt", "concat-sent-cond"), "takes separate features"),
         (("--head", "linear", "--prompt", "concat-sent-cond", "cond"), "Give one --prompt"),
         (("--head", "linear", "--subtract"), "nothing can be subtracted"),
         (("--head", "concat", "--router", "csr"), "the prompt separate names no router"),
-    ],
-)
-def test_invalid_arguments_are_rejected(capsys, graph, model, tmp_path, arguments, message):
-    command = make_arguments(graph, model, tmp_path / "run", *arguments)
-    assert message in run_rejected(capsys, "train-lora", *command)
-    assert not (tmp_path / "run").exists()
-
-
-def test_cross_encoder_is_rejected_for_graph(capsys, graph, model, tmp_path):
+    ):
+        command = make_arguments(graph, model, tmp_path / "run", *arguments)
+        assert message in run_rejected(capsys, "train-lora", *command)
+        assert not (tmp_path / "run").exists()
     message = run_rejected(capsys, "train-cross", *make_arguments(graph, model, tmp_path / "run"))
     assert "ranks candidates" in message
     assert "llmcond train-lora" in message
-
-
-def test_encoder_is_trained_from_python(graph, model, tmp_path):
-    training = llmcond.train_lora(
-        model=str(model), data=graph, run=tmp_path / "run", task="kgc", head="hadamard", epochs=1,
-        rank=2, dtype="float32",
-    )  # fmt: skip
-    (_, _, result) = llmcond.evaluate(run=training.run)
-    assert training.metrics["mrr"].value == result.metrics["mrr"].value

@@ -1,0 +1,353 @@
+"""Knowledge-graph completion commands with a small encoder on a small graph."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+from helpers.commands import read_page_data, run_json, run_rejected
+from helpers.flags import change_flags
+from helpers.graphs import write_graph
+
+import llmcond
+from llmcond import cli
+
+ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
+FAST_FIT = ("--set", "epochs=3", "batch_size=16")
+
+
+@pytest.fixture(scope="module")
+def extracted(graph, model, tmp_path_factory):
+    """A run with features of both kinds. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    command = ["extract", "--task", "kgc", "--data", graph, "--model", model, "--run", folder]
+    command += [*ENCODER, "--prompt", "separate", "concat-sent-cond"]
+    assert cli.run([str(argument) for argument in command]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(extracted, tmp_path):
+    return shutil.copytree(extracted, tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def fitted(extracted, tmp_path_factory):
+    """A run with a head of each kind of features."""
+    folder = shutil.copytree(extracted, tmp_path_factory.mktemp("fitted") / "run")
+    for head in ("hypernet-full", "linear"):
+        assert cli.run(["fit-head", "--run", str(folder), "--head", head, *FAST_FIT]) == 0
+    return folder
+
+
+# -- extraction and fitting ---------------------------------------------------------------------
+
+
+def test_each_text_is_encoded_once(capsys, graph, model, tmp_path):
+    folder = tmp_path / "run"
+    command = ("extract", "--data", graph, "--model", model, "--run", folder, *ENCODER)
+    routed = (*command, "--task", "kgc", "--router", "csr", "--router-layers", "2")
+    message = run_rejected(capsys, *routed, "--prompt", "separate")
+    assert "--router csr would have no effect" in message
+    assert not folder.exists()
+    # Entities are sentences and candidates at once; relations have two directions.
+    separate = run_json(capsys, *command, "--task", "kgc")["prompts"]["separate"]
+    assert separate["n_inputs"] == separate["n_computed"] == 24 + 6
+    joint = run_json(capsys, *command, "--prompt", "concat-sent-cond")["prompts"]
+    joint = joint["concat-sent-cond"]
+    assert joint["n_inputs"] - joint["n_computed"] == 24 + 6
+    assert run_json(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
+    # With a router the default prompt is routed, because separate features do not depend on it.
+    routed_run = change_flags(routed, "--run", tmp_path / "routed")
+    assert list(run_json(capsys, *routed_run)["prompts"]) == ["routed"]
+
+
+def test_run_rejects_other_data_and_tasks(capsys, run, graph, model, tiny_run, tmp_path):
+    other = write_graph(tmp_path / "other")
+    (other / "relations.tsv").write_text("_is_at\there\n_does\tdoes\n_sits_with\twith\n")
+    extract = ("extract", "--model", model, *ENCODER, "--run", run)
+    pairs = ("similarity", "a", "b", "--condition", "c", "--run", run)
+    complete = ("complete", "--run", tiny_run, "--head-entity", "a", "--relation", "b")
+    for command, message in (
+        ((*extract, "--task", "csts"), "run of the task kgc, not csts"),
+        ((*extract, "--data", other), "has other examples"),
+        ((*extract, "--columns", "label=x"), "with other options"),
+        ((*extract, "--data", graph, "--split-seed", "1"), "--split-seed splits a single file"),
+        (pairs, "this command needs rated pairs"),
+        (("analyse", "--run", run), "this command needs rated pairs"),
+        (complete, "has no knowledge graph"),
+        (("evaluate", "--run", tiny_run, "--exclude-head"), "is for knowledge graphs"),
+        (("evaluate", "--run", tiny_run, "--ties", "optimistic"), "for tasks that rank candidates"),
+    ):
+        assert message in run_rejected(capsys, *command)
+
+
+def test_damaged_run_is_reported(capsys, run):
+    path = run / "run.json"
+    manifest = json.loads(path.read_text())
+    triples = (run / "triples.parquet").read_bytes()
+    (run / "triples.parquet").write_bytes(triples[:-9])
+    assert "cannot be read" in run_rejected(capsys, "evaluate", "--run", run)
+    assert manifest["kind"] == "ranking"
+    without_digest = {key: value for key, value in manifest["data"].items() if key != "digest"}
+    for changes, message in (
+        ({"data": without_digest}, "was damaged: the key 'data.digest' is missing"),
+        ({"kind": "odd"}, "has kind = 'odd': there is no kind of task 'odd'."),
+    ):
+        path.write_text(json.dumps(manifest | changes))
+        assert cli.run(["evaluate", "--run", str(run)]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_heads_are_fitted_and_selected_on_dev(capsys, monkeypatch, run):
+    fit = ("fit-head", "--run", run, *FAST_FIT)
+    full = run_json(capsys, *fit, "--head", "hypernet-full")
+    assert full["name"] == "hypernet-full@separate"
+    assert (full["n_train"], full["n_dev"], full["subtract"]) == (42, 7, False)
+    assert 0 < full["dev_mrr"] <= 1
+    linear = run_json(capsys, *fit, "--head", "linear")
+    assert linear["name"] == "linear@concat-sent-cond+c"
+    listed = run_json(capsys, "heads", "--run", run)["heads"]
+    assert {row["name"]: row["dev_mrr"] for row in listed} == {
+        row["name"]: row["dev_mrr"] for row in (full, linear)
+    }
+    # A large dev split is sampled.
+    monkeypatch.setattr("llmcond.kinds.ranking.examples._EPOCH_QUERIES", 2)
+    assert cli.run([str(argument) for argument in (*fit, "--head", "hadamard")]) == 0
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert " chosen on 2 queries of dev; dev MRR " in last_line
+
+
+# -- evaluation ---------------------------------------------------------------------------------
+
+
+def test_evaluate_lists_zero_shot_rule_and_heads(capsys, fitted):
+    rows = {row["name"]: row for row in run_json(capsys, "evaluate", "--run", fitted)["results"]}
+    assert list(rows) == [
+        "none@separate",
+        "none@concat-sent-cond+c",
+        "none@concat-sent-cond",
+        "rule:reverse",
+        "hypernet-full@separate",
+        "linear@concat-sent-cond+c",
+    ]
+    for row in rows.values():
+        assert (row["task"], row["split"], row["n"]) == ("kgc", "test", 14)
+        assert (row["ties"], row["rerank"], row["exclude_head"]) == ("realistic", None, False)
+        assert 0 <= row["mrr_ci"][0] <= row["mrr"] <= row["mrr_ci"][1] <= 1
+        assert 0 <= row["hits@1"] <= row["hits@3"] <= row["hits@10"] <= 1 <= row["mean_rank"]
+        forward, backward = row["forward"], row["backward"]
+        assert forward["n"] == backward["n"] == 7
+        assert row["mrr"] == pytest.approx((forward["mrr"] + backward["mrr"]) / 2)
+        assert row["reversible"]["n"] + row["rest"]["n"] == 14
+        assert row["unseen"]["n"] == 0
+    # Zero-shot on separate features ignores the relation. A head entity is nearest to itself,
+    # which is never the answer.
+    assert rows["none@separate"]["hits@1"] == 0
+    assert rows["rule:reverse"]["reversible"]["mrr"] == 1
+    assert rows["rule:reverse"]["head"] == "rule:reverse"
+    assert rows["hypernet-full@separate"]["selected_on"] == "dev"
+
+
+def test_graph_options_are_recorded_in_results(capsys, fitted):
+    command = ("evaluate", "--run", fitted, "--head", "hypernet-full", "--split", "dev")
+    (plain,) = (r for r in run_json(capsys, *command)["results"] if r["head"] == "hypernet-full")
+    options = ("--rerank", "1:0.2:no-head", "--exclude-head", "--reverse", "--by-relation")
+    rows = run_json(capsys, *command, *options, "--ties", "pessimistic")["results"]
+    assert [row["head"] for row in rows] == ["none", "rule:reverse", "hypernet-full"]
+    for row in (rows[0], rows[2]):
+        assert (row["ties"], row["rerank"]) == ("pessimistic", "1:0.2:no-head")
+        assert (row["exclude_head"], row["reverse"]) == (True, True)
+        assert set(row["by_relation"]) == {"_is_at", "_does", "_sits_with"}
+        assert sum(part["n"] for part in row["by_category"].values()) == row["n"]
+    assert rows[2]["mrr"] != plain["mrr"]
+
+
+def test_predictions_and_report_list_each_query(capsys, fitted, tmp_path):
+    files = ("--predictions", tmp_path / "ranks.csv", "--report", tmp_path / "page.html")
+    results = run_json(capsys, "evaluate", "--run", fitted, "--by-relation", *files)["results"]
+    with (tmp_path / "ranks.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    about = ["row", "direction", "head", "relation", "answer"]
+    texts = ["head_text", "relation_text", "answer_text"]
+    assert list(rows[0]) == [*about, *texts, *(result["name"] for result in results)]
+    queries = [[row[key] for key in (*about[1:], "relation_text")] for row in (rows[0], rows[7])]
+    assert queries == [
+        ["forward", "p05", "_sits_with", "p01", "people"],
+        ["backward", "p01", "_sits_with", "p05", "inverse people"],
+    ]
+    data = read_page_data(tmp_path / "page.html")
+    ranks = {system["name"]: system["rank"] for system in data["systems"]}
+    by_relation = data["conditions"]
+    position = [data["texts"][i] for i in by_relation["text"]].index("inverse people")
+    for number, result in enumerate(sorted(results, key=lambda result: -result["mrr"])):
+        row_ranks = np.array([float(row[result["name"]]) for row in rows])
+        assert (1 / row_ranks).mean() == pytest.approx(result["mrr"])
+        assert ranks[result["name"]] == row_ranks.tolist()
+        selected = [row["relation_text"] == "inverse people" for row in rows]
+        expected = 100 * (1 / row_ranks[selected]).mean()
+        assert by_relation["figure"][number][position] == pytest.approx(expected, abs=0.051)
+    html = (tmp_path / "page.html").read_text()
+    for heading in ("By part", "By category of relations", "By relation", "inverse people"):
+        assert heading in html
+
+
+def test_triples_of_file_rank_like_those_of_run(capsys, graph, run, tmp_path):
+    fit = ("fit-head", "--run", run, "--head", "linear", "--set", "epochs=1", "batch_size=16")
+    run_json(capsys, *fit)
+    command = ("evaluate", "--run", run, "--exclude-head", "--reverse")
+    expected = run_json(capsys, *command)
+    assert run_json(capsys, *command, "--data", graph / "test.tsv") == expected
+    assert run_json(capsys, *command, "--data", graph) == expected
+    assert run_json(capsys, *command, "--data", graph, "--split", "dev") == run_json(
+        capsys, *command, "--split", "dev"
+    )
+    # No split asks where activities are: bi-encoders need new inputs, and both tails are answers.
+    path = tmp_path / "new.tsv"
+    path.write_text("d0\t_is_at\tl0\nd0\t_is_at\tl1\nd0\t_is_at\tl1\np00\t_is_at\tl0\n")
+    results = run_json(capsys, *command, "--data", path)["results"]
+    assert {row["n"] for row in results} == {6}
+    assert all(row["mrr"] > 0 for row in results)
+    assert cli.run([str(argument) for argument in (*command, "--data", path)]) == 0
+    log = capsys.readouterr().err
+    assert "new.tsv: duplicate triples, counted once: 1" in log
+    assert "warning: 1 of 3 triples of new.tsv are in the run's train split" in log
+    path.write_text("d0\t_is_at\tl9\np77\t_is_at\tl0\n")
+    message = run_rejected(capsys, *command, "--data", path)
+    assert "entities that the run's graph lacks, 2 in all: 'l9', 'p77' (triples: 2" in message
+
+
+def test_invalid_arguments_are_rejected(capsys, fitted, graph):
+    complete = ("complete", "--run", fitted, "--relation", "_is_at")
+    evaluate = ("evaluate", "--run", fitted)
+    one = ("--head-entity", "p01")
+    for command, message in (
+        ((*evaluate, "--rerank", "0:1"), "expected HOPS:ALPHA"),
+        ((*evaluate, "--rerank", "1:0.1:head"), "expected HOPS:ALPHA"),
+        ((*evaluate, "--ties", "kind"), "Legal: realistic, optimistic, pessimistic"),
+        ((*evaluate, "--head", "mlp"), "no fitted head 'mlp'"),
+        ((*evaluate, "--predictions", "x.txt"), "has the suffix .txt"),
+        ((*evaluate, "--report", "x.csv"), "name an .html or .htm file"),
+        ((*evaluate, "--rating-range", "1", "5"), "for rated rows, and the task kgc has none"),
+        ((*evaluate, "--data", graph / "entities.tsv"), "2 columns; expected head, relation"),
+        ((*evaluate, "--data", graph, "--drop-leaks"), "there is no --drop-leaks"),
+        ((*complete, "--head-entity", "p99"), "the graph has no entity 'p99'. Did you mean 'p0"),
+        ((*complete, *one, "--tail-entity", "p02"), "give either --head-entity or --tail-entity"),
+        (complete, "give either --head-entity or --tail-entity"),
+        ((*complete, *one, "-k", "0"), "at least 1"),
+        ((*complete, *one, "--rerank", "x"), "expected HOPS:ALPHA"),
+    ):
+        assert message in run_rejected(capsys, *command)
+
+
+def test_sweep_and_compare_prompts_rank_by_mrr(capsys, run, model, tmp_path):
+    settings = ("--run", run, "--set", "epochs=2", "batch_size=16", "--workers", "1")
+    sweep = ("sweep", *settings, "--head", "hadamard", "--seeds", "2", "--split", "test")
+    sweep += ("--vary", "learning_rate=0.001,0.01", "--plot-steps", tmp_path / "steps.svg")
+    result = run_json(capsys, *sweep)
+    rows = result["results"]
+    assert "MRR on test" in (tmp_path / "steps.svg").read_text()
+    epochs = [epoch for row in rows for curve in row["curves"] for epoch in curve]
+    assert all(0 < epoch[f"{split}_score"] <= 1 for epoch in epochs for split in ("dev", "test"))
+    assert rows[0]["mrr"] >= rows[1]["mrr"]
+    assert all(row["n"] == 14 and "spearman" not in row for row in rows)
+    assert run_json(capsys, *sweep) == result  # nothing is fitted again
+
+    prompts = ("--prompts", "concat-sent-cond", "concat-cond-sent", "--report", tmp_path / "p.html")
+    compare = ("compare-prompts", *settings, "--model", model, *ENCODER, "--heads", "linear")
+    result = run_json(capsys, *compare, "--seeds", "1", *prompts, "--baseline", "concat-sent-cond")
+    rows = {row["name"]: row for row in result["results"]}
+    row = rows["linear@concat-cond-sent+c"]
+    assert row["against"] == "linear@concat-sent-cond+c"
+    difference = row["difference"]["mrr"]
+    assert difference["low"] <= difference["value"] <= difference["high"]
+    data = read_page_data(tmp_path / "p.html")
+    assert {system["name"] for system in data["systems"]} == set(rows)
+
+
+def test_sample_graph_needs_relations(capsys, model, tmp_path):
+    folder = tmp_path / "run"
+    command = ("extract", "--task", "kgc", "--model", model, "--run", folder, *ENCODER)
+    assert run_json(capsys, *command)["prompts"]["separate"]["n_inputs"] == 270 + 2 * 9
+    rows = run_json(capsys, "evaluate", "--run", folder, "--exclude-head")["results"]
+    assert [(row["head"], row["n"]) for row in rows] == [("none", 720), ("rule:reverse", 720)]
+    # Zero-shot, which ignores relations, is at chance.
+    assert rows[0]["hits@1"] < 0.1
+
+
+def test_compare_tests_differences_over_entities(capsys, fitted, graph, model, tmp_path):
+    systems = (f"{fitted}:none@separate", f"{fitted}:hypernet-full")
+    report = run_json(capsys, "compare", *systems)
+    (row,) = (row for row in report["results"] if row["difference"])
+    scored = run_json(capsys, "evaluate", "--run", fitted, "--head", "hypernet-full")["results"]
+    (evaluated,) = (other for other in scored if other["head"] == "hypernet-full")
+    assert row["mrr_ci"] == pytest.approx(evaluated["mrr_ci"])
+    assert set(row["difference"]) == {"mrr", "hits@1", "hits@10"}
+    assert row["subsets"]["forward"]["n"] == 7
+    # Entities may have other texts, but the known triples must be the same.
+    other = shutil.copytree(graph, tmp_path / "other")
+    texts = (other / "entities.tsv").read_text()
+    (other / "entities.tsv").write_text(texts.replace("two men", "men"))
+    extract = {"task": "kgc", "model": model, "dtype": "float32", "prompt": ["separate"]}
+    llmcond.extract(**extract, data=other, run=tmp_path / "texts", pooling="mean", device="cpu")
+    report = run_json(capsys, "compare", systems[0], f"{tmp_path / 'texts'}:none")
+    assert len(report["results"]) == 2
+    triples = (other / "train.tsv").read_text().splitlines()
+    (other / "train.tsv").write_text("\n".join(triples[1:]) + "\n")
+    llmcond.extract(**extract, data=other, run=tmp_path / "triples", pooling="mean", device="cpu")
+    message = run_rejected(capsys, "compare", systems[0], f"{tmp_path / 'triples'}:none")
+    assert "rank other candidates, or leave out other known answers" in message
+
+
+# -- completion ---------------------------------------------------------------------------------
+
+
+def test_triple_is_completed_by_name_or_id(capsys, fitted):
+    command = ("complete", "--run", fitted, "--head", "hypernet-full")
+    head = (*command, "--head-entity", "p01", "--relation", "_is_at")
+    result = run_json(capsys, *head, "-k", "3", "--no-filtered")
+    assert result["head"] == "hypernet-full@separate"
+    rows = result["results"]
+    assert [row["rank"] for row in rows] == [1, 2, 3]
+    assert rows[0]["score"] >= rows[1]["score"] >= rows[2]["score"]
+    assert "p01" not in {row["id"] for row in rows}
+    by_name = (*command, "--head-entity", "two men, red coat", "--relation", "_sits_with")
+    all_rows = run_json(capsys, *by_name, "-k", "99", "--no-filtered")["results"]
+    assert {row["id"] for row in all_rows if row["known"]} == {"p04"}
+    assert len(all_rows) == 23
+    unknown = run_json(capsys, *by_name, "-k", "99")["results"]
+    assert {row["id"] for row in all_rows} - {row["id"] for row in unknown} == {"p04"}
+    tail = run_json(
+        capsys, *command, "--tail-entity", "l1", "--relation", "_is_at", "--no-filtered"
+    )
+    known = {row["id"] for row in tail["results"] if row["known"]}
+    assert known <= {f"p{i:02}" for i in range(1, 16, 4)}
+
+
+@pytest.mark.parametrize("head", ["hypernet-full", "linear"])
+def test_completer_ranks_like_evaluate(capsys, fitted, graph, head):
+    rows = [line.split("\t") for line in (graph / "test.tsv").read_text().splitlines()]
+    completer = llmcond.load_completer(fitted, head, exclude_head=False, reverse=True)
+    ranks = completer.rank(rows)
+    (row,) = (
+        row
+        for row in run_json(capsys, "evaluate", "--run", fitted, "--reverse")["results"]
+        if row["head"] == head
+    )
+    for column, side in enumerate(("forward", "backward")):
+        assert (1 / ranks[:, column]).mean() == pytest.approx(row[side]["mrr"])
+    best = completer.top(head=rows[0][0], relation=rows[0][1], k=24, filtered=False)
+    assert best[0].score == max(match.score for match in best)
+
+
+def test_query_outside_all_splits_is_encoded(fitted):
+    completer = llmcond.load_completer(fitted, "linear", device="cpu")
+    # No split has the place of an activity.
+    assert len(completer.top(head="d0", relation="_is_at", k=3)) == 3
+    joint = llmcond.load_completer(fitted, "none", prompt="concat-sent-cond", device="cpu")
+    entity = joint.graph.entities.ids.index("p00")
+    vector = joint._encode_joint(np.array([[entity, 0]])).read()[0]
+    arrays = joint._examples.features(joint._predictor.view).arrays
+    position = arrays.joint_input_keys.tolist().index(entity * 6)
+    np.testing.assert_allclose(vector, arrays.joint[position], atol=2e-3)
