@@ -10,8 +10,7 @@ from helpers.graphs import random_graph
 from helpers.paths import ROOT
 
 from llmcond.errors import UserError
-from llmcond.evaluation import ranking
-from llmcond.evaluation.paired import bootstrap_metrics, paired_differences
+from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.evaluation.ranking import (
     CandidatePool,
     Ranks,
@@ -79,63 +78,39 @@ def test_ranks_of_three_entities():
     assert rank(np.ones((3, 1)), candidates, triples, None).resolve_ties().tolist() == [3, 2, 3]
 
 
-def test_query_with_only_known_answers_has_rank_1():
-    triples = np.array([[0, 0, 0], [0, 0, 1], [0, 0, 2]])
-    ranks = rank(
-        np.ones((3, 1)), np.array([[1.0], [2.0], [3.0]]), triples, KnownTriples(triples, 3)
-    )
-    assert all(ranks.resolve_ties(ties).tolist() == [1, 1, 1] for ties in TIES)
-
-
 def test_ties_resolve_to_mean_first_or_last_rank():
-    ranks = rank(np.ones((1, 1)), np.ones((5, 1)), np.array([[0, 0, 3]]), None)
+    one_query, equal = np.ones((1, 1)), np.ones((5, 1))
+    ranks = rank(one_query, equal, np.array([[0, 0, 3]]), None)
     assert [ranks.resolve_ties(ties).item() for ties in TIES] == [3, 1, 5]
+    # All other candidates are known answers.
+    triples = np.array([[0, 0, 0], [0, 0, 1]])
+    ranks = rank(np.ones((2, 1)), np.ones((2, 1)), triples, KnownTriples(triples, 2))
+    assert all(ranks.resolve_ties(ties).tolist() == [1, 1] for ties in TIES)
 
 
-@pytest.mark.parametrize("exclude_head", [False, True])
-@pytest.mark.parametrize("filtered", [False, True])
-def test_ranks_equal_those_of_plain_loops(graph, vectors, filtered, exclude_head):
+def test_ranks_equal_those_of_plain_loops(graph, vectors):
     queries, candidates = vectors
-    triples = graph.queries("test")
-    known = KnownTriples(graph) if filtered else None
-    expected = rank_by_loops(queries @ candidates.T, triples, known, exclude_head)
+    triples, scores = graph.queries("test"), queries @ candidates.T
+    for known in (None, KnownTriples(graph)):
+        for exclude_head in (False, True):
+            expected = rank_by_loops(scores, triples, known, exclude_head)
+            ranks = rank(queries, candidates, triples, known, (), exclude_head)
+            assert have_equal_ranks(ranks, expected)
+    ranks = ranks_among(scores, triples[:, 2].astype(int))
+    assert have_equal_ranks(ranks, rank(queries, candidates, triples, None))
 
-    assert have_equal_ranks(rank(queries, candidates, triples, known, (), exclude_head), expected)
 
-
-@pytest.mark.parametrize(("block", "tile"), [(1, 64), (7, 64), (64, 1), (64, 7), (5, 29)])
-def test_ranks_do_not_depend_on_block_sizes(graph, vectors, block, tile):
+@pytest.mark.parametrize(("block", "tile"), [(1, 64), (7, 64), (64, 1), (5, 29)])
+def test_ranks_do_not_depend_on_block_sizes(graph, vectors, block, tile, tmp_path: Path):
     triples, known = graph.queries("test"), KnownTriples(graph)
-    terms = [
-        TrainGraph.from_graph(graph).create_hops_term(2, 0.5),
-        TrainGraph.from_graph(graph).create_reverse_term(1.0),
-    ]
+    context = TrainGraph.from_graph(graph)
+    terms = [context.create_hops_term(2, 0.5), context.create_reverse_term(1.0)]
     whole = rank(*vectors, triples, known, terms, exclude_head=True)
-
-    queries, candidates = vectors
-    pool = CandidatePool(candidates, known, terms, exclude_head=True, tile=tile)
-    assert have_equal_ranks(rank_each(queries, pool, triples, (), block)[0], whole)
-
-
-def test_memory_mapped_candidates_have_same_ranks(graph, vectors, tmp_path: Path):
     queries, candidates = vectors
     np.save(tmp_path / "c.npy", candidates.astype(np.float16))
     mapped = np.load(tmp_path / "c.npy", mmap_mode="r")
-    triples, known = graph.queries("test"), KnownTriples(graph)
-
-    streamed = rank(queries, mapped, triples, known, tile=8)
-    assert have_equal_ranks(streamed, rank(queries, candidates, triples, known))
-
-
-def test_ranks_do_not_depend_on_order_of_directions(graph, vectors):
-    queries, candidates = vectors
-    triples, known = graph.queries("test"), KnownTriples(graph)
-    half = len(triples) // 2
-    swapped = np.concatenate([triples[half:], triples[:half]])
-    ranks = rank(np.roll(queries, half, axis=0), candidates, swapped, known)
-    assert np.array_equal(
-        np.roll(ranks.resolve_ties(), half), rank(*vectors, triples, known).resolve_ties()
-    )
+    pool = CandidatePool(mapped, known, terms, exclude_head=True, tile=tile)
+    assert have_equal_ranks(rank_each(queries, pool, triples, (), block)[0], whole)
 
 
 @pytest.mark.parametrize("tile", [7, 64])
@@ -170,15 +145,6 @@ def test_ranks_among_ignores_candidates_left_out():
     assert ranks.pessimistic.tolist() == [2, 3]
     with pytest.raises(UserError, match="1 in total, the first of query 1"):
         ranks_among(scores, answer)
-
-
-def test_ranks_of_scores_equal_ranks_of_vectors(graph, vectors):
-    queries, candidates = vectors
-    triples = graph.queries("test")
-    assert have_equal_ranks(
-        ranks_among(queries @ candidates.T, triples[:, 2].astype(int)),
-        rank(queries, candidates, triples, None),
-    )
 
 
 @pytest.mark.parametrize("which", ["query", "candidate"])
@@ -220,9 +186,6 @@ def test_ranks_equal_pykeen(case, decimals):
     assert (recorded["optimistic"] == recorded["pessimistic"]) == (case == "float32")
 
 
-# -- the best candidates -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tile", [3, 64])
 def test_top_entities_equal_sorted_scores(graph, vectors, tile):
     queries, candidates = vectors
@@ -253,53 +216,49 @@ def test_top_entities_pads_scores_with_minus_infinity():
 # -- metrics -----------------------------------------------------------------------------------
 
 
-def test_both_directions_of_a_triple_are_resampled_together(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        ranking,
-        "bootstrap_metrics",
-        lambda *args, **clusters: calls.append(args) or bootstrap_metrics(*args, **clusters),
-    )
+def test_figures_are_those_of_selected_queries_and_resampled_triples():
     ranks = np.arange(1, 11, dtype=float)[None]
+    triple, strata = np.tile(np.arange(5), 2), np.repeat([0, 1], 5)
     mask = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 0], dtype=bool)
-    (result,) = score_rankings([ranks], np.tile(np.arange(5), 2), resamples=9, mask=mask)
-
-    (systems, _, triple, _, _) = calls[0]
-    assert triple.tolist() == [0, 1, 4, 0, 1, 2]
-    assert systems[0].tolist() == [[1, 2, 5, 6, 7, 8]]
-    assert result.metrics["mrr"].value == np.mean(1 / ranks[0, mask])
-
-
-def test_fast_means_over_rows_equal_general_resampling():
-    rng = np.random.default_rng(0)
-    systems = [rng.integers(1, 30, size=(seeds, 80)).astype(float) for seeds in (1, 3)]
-    pair = np.tile(np.arange(40), 2)
-    fast = bootstrap_metrics(systems, np.zeros(80), pair, RANKING_METRICS, 50)
-    general = bootstrap_metrics(
-        systems,
-        np.zeros(80),
-        pair,
-        [replace(metric, by_row=None) for metric in RANKING_METRICS],
-        50,
+    metrics = choose_metrics(["mrr", "average_rank"])
+    options = {"resamples": 30, "mask": mask, "stratum": strata}
+    (result,) = score_rankings([ranks], triple, metrics, **options)
+    expected = bootstrap_metrics(
+        [ranks[:, mask]], strata[mask].astype(float), triple[mask], metrics, 30
     )
+    assert (result.n, result.metrics) == (6, expected.estimates(0))
+    assert result.metrics["mrr"].value == np.mean(1 / ranks[0, mask])
+    (nothing,) = score_rankings([ranks], triple, mask=np.zeros(10, dtype=bool))
+    assert nothing.to_json()["mrr"] is None
 
+
+def test_fast_means_equal_general_resampling():
+    """A stratum that a bootstrap sample lacks does not count in it."""
+    rng = np.random.default_rng(1)
+    systems = [rng.integers(1, 30, size=(seeds, 40)).astype(float) for seeds in (1, 2)]
+    group, stratum = rng.integers(6, size=40), rng.integers(5, size=40) * 2.0
+    metrics = [*RANKING_METRICS, *choose_metrics(["average_rank"])]
+    general_metrics = [replace(metric, by_row=None) for metric in metrics]
+    fast = bootstrap_metrics(systems, stratum, group, metrics, 60)
+    general = bootstrap_metrics(systems, stratum, group, general_metrics, 60)
     np.testing.assert_allclose(fast.values, general.values)
     np.testing.assert_allclose(fast.sampled, general.sampled)
-    difference = paired_differences(fast, {0: [1]})[1]["mean_rank"]
-    assert (difference.verdict == "better") == (difference.p_holm <= 0.05 and difference.value < 0)
+    assert not np.allclose(fast.sampled, fast.sampled[..., :1])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("mrr", (1 + 1 / 1.5 + 1 / 4 + 1 / 10) / 4), ("hits@1", 0.25), ("hits@3", 0.5),
-     ("hits@5", 0.75), ("hits@10", 1), ("mean_rank", 16.5 / 4), ("average_rank", 16.5 / 4),
-     ("average_rank_micro", 16.5 / 4)],
-)  # fmt: skip
-def test_ranking_metrics(name: str, value: float):
-    (metric,) = choose_metrics([name])
-    empty = np.zeros(0)
-    assert metric(np.array([1, 1.5, 4, 10]), np.zeros(4), np.zeros(4, dtype=int)) == value
-    assert np.isnan(metric(empty, empty, empty.astype(int)))
+def test_ranking_metrics_match_hand_calculation():
+    ranks, empty = np.array([1, 1.5, 4, 10]), np.zeros(0)
+    for name, value in (
+        ("mrr", (1 + 1 / 1.5 + 1 / 4 + 1 / 10) / 4),
+        ("hits@1", 0.25),
+        ("hits@3", 0.5),
+        ("hits@5", 0.75),
+        ("hits@10", 1),
+        ("mean_rank", 16.5 / 4),
+    ):
+        (metric,) = choose_metrics([name])
+        assert metric(ranks, np.zeros(4), np.zeros(4, dtype=int)) == value
+        assert np.isnan(metric(empty, empty, empty.astype(int)))
 
 
 def test_average_rank_averages_strata_and_micro_averages_queries():
@@ -310,17 +269,3 @@ def test_average_rank_averages_strata_and_micro_averages_queries():
     assert micro(rank, stratum, no_groups) == 64 / 5
     hits = mean_over_strata(choose_metrics(["hits@10"])[0])
     assert hits(rank, stratum, no_groups) == (1 + 1 / 3) / 2
-
-
-def test_fast_means_over_strata_equal_general_resampling():
-    """A stratum that a bootstrap sample lacks does not count in it."""
-    rng = np.random.default_rng(1)
-    systems = [rng.integers(1, 30, size=(seeds, 40)).astype(float) for seeds in (1, 2)]
-    dialogue, stratum = rng.integers(6, size=40), rng.integers(5, size=40) * 2.0
-    metrics = choose_metrics(["average_rank"])
-    fast = bootstrap_metrics(systems, stratum, dialogue, metrics, 60)
-    general = bootstrap_metrics(systems, stratum, dialogue, [replace(metrics[0], by_row=None)], 60)
-
-    np.testing.assert_allclose(fast.values, general.values)
-    np.testing.assert_allclose(fast.sampled, general.sampled)
-    assert not np.allclose(fast.sampled, fast.sampled[..., :1])

@@ -1,8 +1,7 @@
-"""Results: their JSON, their order, and undefined metrics."""
+"""Results: their JSON, their order, comparisons, and undefined metrics."""
 
 import json
 import re
-import sys
 from dataclasses import replace
 from math import nan
 
@@ -10,20 +9,26 @@ import numpy as np
 import pytest
 
 from llmcond.data.rows import Rows
-from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.paired import PairedDifference
+from llmcond.errors import UserError
+from llmcond.evaluation.paired import PairedDifference, bootstrap_metrics, paired_differences
 from llmcond.evaluation.results import (
+    ComparedSystem,
+    CrossValidatedGain,
+    RankedQueries,
     Result,
     Results,
     RowCounts,
+    Subset,
     best_first,
-    flatten_json,
+    compare_with_baseline,
     score_results,
+    take_scored,
 )
-from llmcond.metrics import DEFAULT_METRICS, Estimate, Metric
+from llmcond.metrics import DEFAULT_METRICS, METRICS, Estimate, Metric
 
 ABOUT = {"name": "mlp@a+b", "head": "mlp", "prompts": ("a", "b"), "subtract": True, "split": "dev"}
-METRICS = {"spearman": Estimate(0.5, 0.4, 0.6), "accuracy": Estimate(nan)}
+FIGURES = {"spearman": Estimate(0.5, 0.4, 0.6), "accuracy": Estimate(nan)}
+DIFFERENCE = PairedDifference(0.125, 0.1, 0.15, 0, 0.01, 0.02, nan, "better")
 
 
 def make_rows(n_pairs, rating=None):
@@ -39,41 +44,54 @@ def score_similarity(similarity, rows=None, metrics=DEFAULT_METRICS, **options):
 
 
 def test_result_json_has_fields_of_its_command():
-    model_keys = {"name", "head", "prompt", "subtract", "split", "task", "dim"}
-    counts = {"n", "n_dropped", "n_pairs", "n_compared", "n_tied"}
-    figures = {"spearman", "spearman_ci", "accuracy", "accuracy_ci"}
-    deviations = {"spearman_sd", "accuracy_sd"}
-    fit = {"selected_on": "dev", "curve": [], "best_epoch": 3, "steps_per_epoch": 2}
-    fitted = {**ABOUT, "metrics": METRICS, "seeds": (4,), "fits": (fit,), "dim": 8}
-    result_json = Result(**fitted).to_json()
-    assert set(result_json) == model_keys | counts | figures | {"seed", "selected_on"}
-    assert (
-        result_json["prompt"],
-        result_json["task"],
-        result_json["seed"],
-        result_json["selected_on"],
-    ) == (
-        "a+b",
-        "csts",
-        4,
-        "dev",
+    identity = {
+        "name": "mlp@a+b",
+        "head": "mlp",
+        "prompt": "a+b",
+        "subtract": True,
+        "split": "dev",
+        "task": "csts",
+    }
+    counts = {"n": 6, "n_dropped": 1, "n_pairs": 3, "n_compared": 2, "n_tied": 1}
+    figures = {"spearman": 0.5, "spearman_ci": [0.4, 0.6], "accuracy": None}
+    shared = {**identity, **counts, "dim": 8, **figures, "accuracy_ci": [None, None]}
+    fit = {"selected_on": "dev", "curve": []}
+    result = Result(
+        **ABOUT, metrics=FIGURES, seeds=(4,), fits=(fit,), dim=8, counts=RowCounts(**counts)
     )
-    assert (result_json["spearman_ci"], result_json["accuracy"], result_json["accuracy_ci"]) == (
-        *([0.4, 0.6], None),
-        [None, None],
-    )
-    difference = PairedDifference(0.1, nan, nan, 0.0, nan, nan, nan, "no evidence")
-    differences = {"spearman": difference}
-    compared_json = Result(
-        **fitted, about={"control": ""}, difference=differences, against="x"
+    assert result.to_json() == {**shared, "seed": 4, "selected_on": "dev"}
+    deviations = {"spearman_sd": 0.1, "accuracy_sd": None, "seeds": [4]}
+    swept = replace(result, about={"settings": {"dim": 8}}, seed_sd={"spearman": 0.1})
+    assert swept.to_json() == {**shared, **deviations, "settings": {"dim": 8}}
+    compared = replace(
+        swept, about={"control": ""}, difference={"spearman": DIFFERENCE}, against="x"
     ).to_json()
-    compared = {"seeds", "control", "difference", "against"}
-    assert set(compared_json) == model_keys | counts | figures | deviations | compared
-    assert compared_json["difference"]["spearman"]["low"] is None
-    swept_json = Result(**fitted, about={"settings": {"dim": 8}}).to_json()
-    swept = {"settings", "seeds"}
-    assert set(swept_json) == model_keys | counts | figures | deviations | swept
-    json.dumps([result_json, compared_json, swept_json], allow_nan=False)
+    assert compared.pop("difference")["spearman"]["minimum"] is None
+    assert compared == {**shared, **deviations, "control": "", "against": "x"}
+    json.dumps(compared, allow_nan=False)
+
+
+def test_subsets_are_at_top_level_or_under_their_kind():
+    part = Subset(2, {"spearman": Estimate(0.1, 0, 0.2)}, {"n_pairs": 1}, DIFFERENCE)
+    part_json = {"n": 2, "n_pairs": 1, "spearman": 0.1, "spearman_ci": [0, 0.2]}
+    kinds = {
+        "conditions": {"seen": part},
+        "sentences": {"unseen_sentences": part},
+        "by_history": {"2": part},
+        "subsets": {"new": part},
+    }
+    result = Result(**ABOUT, metrics=FIGURES, subsets=kinds, held_out=Estimate(0.3, 0.2, 0.4))
+    values = result.to_json()
+    assert (values["held_out_spearman"], values["held_out_spearman_ci"]) == (0.3, [0.2, 0.4])
+    assert values["seen"] == {"n": 2, "spearman": 0.1}
+    assert values["n_unseen_sentences"] == 2
+    assert values["unseen_sentences"] == {key: part_json[key] for key in part_json if key != "n"}
+    assert values["by_history"] == {"2": part_json}
+    difference = values["subsets"]["new"].pop("difference")
+    assert (difference["value"], difference["verdict"]) == (0.125, "better")
+    assert values["subsets"] == {"new": part_json}
+    assert result.part("by_history", "2") is part
+    assert result.part("by_history", "3") is result.part("cells", "2") is None
 
 
 def test_prompts_and_subtraction_are_not_read_from_name():
@@ -91,10 +109,68 @@ def test_prompts_and_subtraction_are_not_read_from_name():
 
 
 def test_best_result_is_first_and_undefined_is_last():
-    values = (0.1, nan, 0.5)
-    results = best_first(Result(**ABOUT, metrics={"spearman": Estimate(v)}) for v in values)
-    assert [result.main.value for result in results][:2] == [0.5, 0.1]
-    assert len(results) == 3
+    for name, expected in (("spearman", [0.5, 0.1]), ("mean_rank", [0.1, 0.5])):
+        results = best_first(Result(**ABOUT, metrics={name: Estimate(v)}) for v in (0.1, nan, 0.5))
+        assert [result.main.value for result in results][:2] == expected
+        assert len(results) == 3
+
+
+def test_systems_are_compared_with_baseline_of_their_head():
+    rows = make_rows(40)
+    rng = np.random.default_rng(0)
+    names = [("mlp", "a"), ("mlp", "b"), ("mlp", "c"), ("none", "b"), ("none", "a")]
+    systems = [
+        ComparedSystem(
+            (head, True),
+            Result(
+                name=f"{head}@{prompt}",
+                head=head,
+                prompts=(prompt,),
+                subtract=True,
+                split="dev",
+                about={"control": "shuffled" if prompt == "c" else ""},
+            ),
+            (rows.rating + error * rng.standard_normal(80))[None].astype(np.float32),
+        )
+        for (head, prompt), error in zip(names, (1, 0.1, 2, 0.5, 3), strict=True)
+    ]
+    results = compare_with_baseline(systems, "a", rows)
+    assert [result.name for result in results[:2]] == ["mlp@b", "none@b"]  # the best ones
+    by_name = {result.name: result for result in results}
+    against = {name: result.against for name, result in by_name.items()}
+    assert against == {
+        "mlp@b": "mlp@a",
+        "mlp@c": "mlp@a",
+        "none@b": "none@a",
+        "mlp@a": None,
+        "none@a": None,
+    }
+    resampled = bootstrap_metrics([s.similarity for s in systems], rows.rating, rows.pair)
+    expected = paired_differences(resampled, {0: [1, 2], 4: [3]}, controls=[2])
+    for i, name in ((1, "mlp@b"), (2, "mlp@c"), (3, "none@b")):
+        compared = by_name[name].difference
+        assert compared == {metric: expected[i][metric] for metric in compared}
+        assert by_name[name].metrics == resampled.estimates(i)
+    assert by_name["mlp@a"].difference is None
+
+
+def test_gain_from_dev_is_measured_on_seen_and_unseen_conditions():
+    dev, rng = make_rows(20), np.random.default_rng(0)
+    train = replace(make_rows(5), condition=["a"] * 10)
+    without, trained = (dev.rating + error * rng.standard_normal(40) for error in (1.0, 0.2))
+    gain = CrossValidatedGain.of(4, without, trained, dev, train, METRICS["spearman"])
+    values = gain.to_json()
+    assert (values["folds"], values["n"], values["n_pairs"]) == (4, 40, 20)
+    assert {name: part["n"] for name, part in values["by_condition"].items()} == {
+        "seen": 20,
+        "unseen": 20,
+    }
+    scores = [METRICS["spearman"](x, dev.rating, dev.pair) for x in (without, trained)]
+    figures = [values[key]["spearman"] for key in ("without", "trained", "difference")]
+    assert figures == pytest.approx([*scores, scores[1] - scores[0]])
+    low, high = values["difference"]["spearman_ci"]
+    assert 0 < low < figures[2] < high
+    assert values["p"] == pytest.approx(gain.gain.difference.p)
 
 
 @pytest.mark.filterwarnings("error")
@@ -110,62 +186,49 @@ def test_undefined_metrics_are_null():
     assert (equally_rated["n_compared"], equally_rated["n_tied"]) == (0, 10)
 
 
-def test_non_finite_predictions_are_rejected():
+def test_invalid_predictions_and_names_of_metrics_are_rejected():
     with pytest.raises(UserError, match=r"mlp@a\+b predicts NaN or infinity for 1 rated rows"):
         score_similarity(np.append(np.zeros(19), nan)[None])
-
-
-def test_metric_cannot_have_name_of_another_column():
     with pytest.raises(UserError, match="a metric cannot be called dim"):
         score_similarity(np.zeros((1, 20)), metrics=[Metric("dim", lambda *_: 0.0)])
 
 
-def test_counts_ignore_unrated_rows():
+def test_rows_and_queries_are_counted():
     rows = make_rows(3)
     rows.rating[:3] = nan
-    counts = RowCounts(n=3, n_dropped=3, n_pairs=2, n_compared=1, n_tied=0)
-    assert RowCounts.of(rows) == counts
+    counts = RowCounts.of(rows)
+    assert counts == RowCounts(n=3, n_dropped=3, n_pairs=2, n_compared=1, n_tied=0)
+    assert counts.text == "3 rated rows of 2 sentence pairs"
+    assert counts.details == (
+        "3 rows of 2 sentence pairs, 3 unrated dropped; accuracy over 1 comparisons, 0 tied left "
+        "out"
+    )
+    assert (counts.resampled, counts.n_resampled) == ("sentence pairs", 2)
+    clusters = np.array([0, 0, 1, 2]), np.array([5, 6, 7, 7])
+    queries = RankedQueries(np.array([0, 1, 2, 0]), "triples", None, clusters, "entities")
+    counts = RowCounts.of(queries)
+    assert counts.text == counts.details == "4 queries of 3 triples"
+    assert (counts.resampled, counts.n_resampled, counts.to_json()) == ("entities", 3, {"n": 4})
+    selected = take_scored(queries, np.array([True, False, False, True]))
+    assert selected.pair.tolist() == [0, 0]
+    assert [ids.tolist() for ids in selected.crossed] == [[0, 2], [5, 7]]
+    assert selected.rating.tolist() == [0, 0]
 
 
-def test_results_are_shown_as_table_in_notebooks(monkeypatch):
-    results = Results((Result(**{**ABOUT, "name": "<b>"}, metrics=METRICS),))
-    assert len(results) == 1
-    assert results[0] in results
+def test_results_are_shown_as_table_and_as_data_frame():
+    baseline = Result(**{**ABOUT, "name": "<b>"}, metrics=FIGURES)
+    results = Results((replace(baseline, difference={"spearman": DIFFERENCE}), baseline))
     html = results._repr_html_()
-    assert "&lt;b&gt;" in html
     assert html.startswith("<p><b>Results</b> </p><table>")
-    assert "50.0 [40.0, 60.0]" in html
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(LlmcondError, match="pip install pandas"):
-        results.to_pandas()
-
-
-def test_compared_results_are_shown_with_their_difference():
-    difference = PairedDifference(0.125, 0.1, 0.15, 0, 0.01, 0.02, 0.1, "better")
-    baseline = Result(**ABOUT, metrics=METRICS)
-    better = replace(baseline, difference={"spearman": difference})
-    html = Results((better, baseline))._repr_html_()
+    assert "&lt;b&gt;" in html
     cells = re.findall("<td>(.*?) *</td>", html)
+    assert "50.0 [40.0, 60.0]" in cells
     assert cells[len(cells) // 2 - 3 : len(cells) // 2] == ["+12.5 [10.0, 15.0]", "0.02", "better"]
     assert cells[-3:] == ["", "", ""]
-
-
-def test_results_convert_to_data_frame():
-    pytest.importorskip("pandas")
-    frame = Results((Result(**ABOUT, metrics=METRICS),)).to_pandas()
+    values = {"unseen_sentences": {"n_pairs": 3, "f_ci": [1, 2]}}
+    frame = Results((replace(baseline, about=values),)).to_pandas()
     assert frame["spearman_low"].tolist() == [0.4]
     assert "spearman_ci" not in frame
-
-
-def test_nested_values_have_separate_columns():
-    values = {
-        "held_out_spearman_ci": [0.1, 0.2],
-        "unseen_sentences": {"n_pairs": 3, "f_ci": [1, 2]},
-    }
-    assert flatten_json(values) == {
-        "held_out_spearman_low": 0.1,
-        "held_out_spearman_high": 0.2,
-        "unseen_sentences_n_pairs": 3,
-        "unseen_sentences_f_low": 1,
-        "unseen_sentences_f_high": 2,
-    }
+    assert frame[["unseen_sentences_n_pairs", "unseen_sentences_f_high"]].values.tolist() == [
+        [3, 2]
+    ]

@@ -1,18 +1,27 @@
-"""Tasks define how rows are read and which texts have a condition."""
+"""Tasks define how rows are read, which texts have a condition, and which metric is the first."""
 
+import csv
+import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
+from helpers.commands import run_json
 
 from llmcond import plugins
+from llmcond.cli import run
 from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.data.rows import load_rows, save_rows
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
+from llmcond.metrics import get_metric
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import SplitInputs, render_rows
 from llmcond.tasks import find_task
+
+# -- reading and rendering ----------------------------------------------------------------------
 
 ANSWERS = """
 from llmcond.data.datasets import Columns, RatingScale
@@ -27,7 +36,6 @@ class Answers(Task):
     conditioned = (True, False)
     metrics = ("accuracy",)
 """
-
 ROWS = [
     {"question": f"q{i}", "answer": f"a{i}", "topic": "rain", "relevance": i % 2, "note": f"n{i}"}
     for i in range(8)
@@ -40,12 +48,6 @@ def answers(tmp_path: Path) -> str:
     return f"{tmp_path}/my_task.py:Answers"
 
 
-def test_default_task_reads_bundled_sample():
-    dataset = find_task("csts").read(DataOptions())
-    assert dataset.source == "sample"
-    assert dataset.splits["train"].conditioned == (True, True)
-
-
 def test_custom_task_reads_its_columns_and_scale(answers):
     task = find_task(answers)
     assert task.name == "my_task.py:Answers"
@@ -55,6 +57,8 @@ def test_custom_task_reads_its_columns_and_scale(answers):
     assert set(rows.sentence1) < {row["question"] for row in ROWS}
     assert set(rows.rating) <= {0.0, 1.0}
     assert rows.conditioned == (True, False)
+    sample = find_task("csts").read(DataOptions())
+    assert (sample.source, sample.splits["train"].conditioned) == ("sample", (True, True))
 
 
 def test_missing_columns_and_scale_default_to_those_of_task(answers):
@@ -80,74 +84,56 @@ def test_unconditioned_text_is_rendered_unchanged_without_subtraction(answers):
     assert split_inputs == {*inputs.first, *inputs.first_unconditional, *inputs.second}
 
 
-def test_template_may_render_unconditioned_texts(answers, tmp_path):
-    bundled = (Path(__file__).parents[2] / "prompts" / "concat-sent-cond.toml").read_text()
-    (tmp_path / "t.toml").write_text(f'{bundled}\n[plain]\ntext = "Answer: {{sentence}}"\n')
-    rows = find_task(answers).read(DataOptions(ROWS)).splits["train"]
-    prompt = load_prompt(str(tmp_path / "t.toml"))
-    assert render_rows(rows, prompt).second[0].text == f"Answer: {rows.sentence2[0]}"
-    assert prompt.digest != load_prompt("concat-sent-cond").digest
-    (tmp_path / "t.toml").write_text(f'{bundled}\n[plain]\ntext = "{{condition}}"\n')
-    with pytest.raises(UserError, match="plain"):
-        load_prompt(str(tmp_path / "t.toml"))
-
-
-def test_template_reads_extra_columns(answers, tmp_path):
-    (tmp_path / "t.toml").write_text(
+def test_template_may_render_unconditioned_texts_and_read_extra_columns(answers, tmp_path):
+    path = tmp_path / "t.toml"
+    template = (
         'description = "d"\nsource = "s"\nfields = ["note"]\n'
         '[conditional]\ntext = "{sentence} ({note}) {condition}"\n'
-        '[unconditional]\ntext = "{condition}"\n'
+        '[unconditional]\ntext = "{condition}"\n[plain]\ntext = "Answer: {sentence}"\n'
     )
-    prompt = load_prompt(str(tmp_path / "t.toml"))
+    path.write_text(template)
+    prompt = load_prompt(str(path))
     task = find_task(answers)
     rows = task.read(DataOptions(ROWS, extra=prompt.fields)).splits["train"]
     save_rows(tmp_path / "rows.parquet", {"train": rows})
     loaded = load_rows(tmp_path / "rows.parquet", task.conditioned)["train"]
     for split_rows in (rows, loaded):
         number = split_rows.sentence1[0].removeprefix("q")
-        assert render_rows(split_rows, prompt).first[0].text == f"q{number} (n{number}) rain"
+        inputs = render_rows(split_rows, prompt)
+        assert inputs.first[0].text == f"q{number} (n{number}) rain"
+        assert inputs.second[0].text == f"Answer: {rows.sentence2[0]}"
     with pytest.raises(UserError, match=r"'note'.*read without it"):
         render_rows(task.read(DataOptions(ROWS)).splits["train"], prompt)
-    (tmp_path / "t.toml").write_text((tmp_path / "t.toml").read_text().replace("{note}", "{nite}"))
-    with pytest.raises(UserError, match=r"nite.*note.*fields"):
-        load_prompt(str(tmp_path / "t.toml"))
+    for changed, message in (
+        (template.replace("({note})", "({nite})"), r"nite.*note.*fields"),
+        (template.replace("Answer: {sentence}", "{condition}"), "plain"),
+    ):
+        path.write_text(changed)
+        with pytest.raises(UserError, match=message):
+            load_prompt(str(path))
 
 
-@pytest.mark.parametrize("shape", ["list", "columns", "arrow", "pandas", "splits"])
-def test_rows_in_memory_are_read(shape):
-    import pandas as pd
-    import pyarrow as pa
-
+def test_rows_in_memory_are_read():
     names = ("sentence1", "sentence2", "condition", "label")
     rows = [dict(zip(names, (f"a{i}", f"b{i}", "c", 1 + i % 5), strict=True)) for i in range(10)]
-    source = {
-        "list": rows,
-        "columns": {name: [row[name] for row in rows] for name in names},
-        "arrow": pa.Table.from_pylist(rows),
-        "pandas": pd.DataFrame(rows),
-        "splits": {"train": rows[:6], "validation": rows[6:8], "test": rows[8:]},
-    }[shape]
-    dataset = DataOptions(source).read()
-    texts = [text for split in dataset.splits.values() for text in split.sentence1]
-    assert sorted(texts) == sorted(row["sentence1"] for row in rows)
-    if shape == "splits":
-        assert [len(split) for split in dataset.splits.values()] == [6, 2, 2]
-        assert np.allclose(dataset.splits["train"].rating, [0, 0.25, 0.5, 0.75, 1, 0])
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+    columns = {name: [row[name] for row in rows] for name in names}
+    for source in (rows, columns, pa.Table.from_pylist(rows), pd.DataFrame(rows)):
+        splits = DataOptions(source).read().splits.values()
+        texts = [text for split in splits for text in split.sentence1]
+        assert sorted(texts) == sorted(columns["sentence1"])
+    given_splits = {"train": rows[:6], "validation": rows[6:8], "test": rows[8:]}
+    splits = DataOptions(given_splits).read().splits
+    assert [len(split) for split in splits.values()] == [6, 2, 2]
+    assert np.allclose(splits["train"].rating, [0, 0.25, 0.5, 0.75, 1, 0])
+    for source, message in (
         (7, "int 7; expected a path"),
         ([1, 2], "row 1 .*is 1, not a text|has no column|list of texts, without a column"),
         ([], "there are no rows"),
         ([{"sentence1": "a"}], "no column 'sentence2'"),
         ({"sentence1": ["a"], "sentence2": []}, r"\[0, 1\] rows"),
-    ],
-)
-def test_invalid_tables_are_rejected(source, message):
-    with pytest.raises(UserError, match=message):
-        DataOptions(source).read()
+    ):
+        with pytest.raises(UserError, match=message):
+            DataOptions(source).read()
 
 
 def test_record_alone_never_runs_code(answers, monkeypatch):
@@ -158,16 +144,111 @@ def test_record_alone_never_runs_code(answers, monkeypatch):
     assert find_task("my_task.py:Answers", "the run r").metrics == ("accuracy",)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_invalid_task_names_are_rejected():
+    for name, message in (
         ("kitchen", "there is no task 'kitchen'"),
         ("missing.py:Task", "does not exist"),
         ("json:loads", "is not a task"),
         ("json:nothing", "has no 'nothing'"),
         (":x", "is not a name of code"),
-    ],
-)
-def test_invalid_task_names_are_rejected(name, message):
-    with pytest.raises(UserError, match=message):
-        find_task(name)
+    ):
+        with pytest.raises(UserError, match=message):
+            find_task(name)
+
+
+# -- the first metric ---------------------------------------------------------------------------
+
+ERROR_TASK = """
+import numpy as np
+from llmcond.metrics import Metric
+from llmcond.tasks import Task
+
+
+def error(prediction, rating, group):
+    return float(np.abs(prediction - rating).mean())
+
+
+mean_error = Metric("mean_error", error, "mean error", higher_is_better=False)
+
+
+class ByError(Task):
+    metrics = ("my_tasks.py:mean_error", "spearman")
+"""
+PROMPT = ("--prompt", "concat-sent-cond", "--dtype", "float32", "--pooling", "mean")
+FIT = ("--dim", "4", "--set", "batch_size=16", "learning_rate=0.05", "epochs=12", "patience=12")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, one_thread):
+    """An empty folder with a task whose first metric is an error, of which less is better."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plugins, "_REGISTERED", {})
+    (tmp_path / "my_tasks.py").write_text(ERROR_TASK)
+    return tmp_path
+
+
+def test_first_metric_selects_checkpoint_and_measures_last_stage(folder, capsys, data, model):
+    command = ["train-lora", "--model", model, "--data", data, "--task", "my_tasks.py:ByError"]
+    command += ["--run", "t", "--epochs", "2", "--batch-size", "16", "--rank", "2"]
+    command += ["--head", "none", *PROMPT, "--then", "dev", "--folds", "2"]
+    summary = run_json(capsys, *command)
+    curve = json.loads((folder / "t/training.json").read_text())["curve"]
+    scores = [entry["dev_mean_error"] for entry in curve]
+    assert curve[scores.index(min(scores))]["step"] == summary["best_step"]
+    without, trained = (summary["then"]["folds"][key] for key in ("without", "trained"))
+    assert {*without, *trained} == {"mean_error", "mean_error_ci"}
+    card = " ".join((folder / "t/README.md").read_text().split())
+    assert f"The mean error is {100 * trained['mean_error']:.1f} [" in card
+
+
+def test_first_metric_selects_epoch_and_scores_subsets(
+    folder, capsys, model, write_rows, small_rows
+):
+    head = "linear@concat-sent-cond"
+    write_rows(small_rows[:40], "data/train.csv")
+    dev = [
+        (a, b, c if i // 2 % 3 else f"the mood {i % 2}", r)
+        for i, (a, b, c, r) in enumerate(small_rows[40:])
+    ]
+    # Two pairs share a sentence with train.
+    write_rows([*dev, *((small_rows[0][0], *row[1:]) for row in small_rows[2:6])], "data/dev.csv")
+    extract = ("extract", "--model", model, "--data", "data", "--task", "my_tasks.py:ByError")
+    run_json(capsys, *extract, *PROMPT, "--run", "r")
+    fit = ["fit-head", "--head", "linear", *FIT, "--run", "r"]
+    run_json(capsys, *fit)
+    record = json.loads((folder / f"r/heads/{head}/head.json").read_text())
+    scores = [epoch["dev_mean_error"] for epoch in record["fit"]["curve"]]
+    assert scores.index(min(scores)) == record["fit"]["best_epoch"] - 1
+    assert record["dev_mean_error"] == pytest.approx(min(scores), abs=1e-4)
+    folds = run_json(capsys, *fit, "--with", "dev", "--folds", "2", "--name", "both")["folds"]
+    for gain in (folds, *folds["by_condition"].values()):
+        assert {*gain["trained"], *gain["without"]} == {"mean_error", "mean_error_ci"}
+
+    options = ("--run", "r", "--head", head, "--split", "dev")
+    result = run_json(capsys, "evaluate", *options, "--predictions", "p.csv")["results"][-1]
+    with (folder / "p.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    predicted, rating = (np.array([float(row[key]) for row in rows]) for key in (head, "rating"))
+    new_condition = np.array([row["condition"].startswith("the mood") for row in rows])
+    new_sentences = np.array([row["sentence1"] != small_rows[0][0] for row in rows])
+    metric = get_metric("mean_error")
+    for name, selected in (
+        ("seen", ~new_condition),
+        ("unseen", new_condition),
+        ("unseen_sentences", new_sentences),
+    ):
+        expected = metric(predicted[selected], rating[selected], np.arange(selected.sum()))
+        assert result[name]["mean_error"] == pytest.approx(expected, abs=1e-5)
+    analysis = run_json(capsys, "analyse", *options, "--what", "conditions")["conditions"]
+    (row,) = (row for row in analysis if row["name"] == head)
+    assert row["metric"] == "mean_error"
+    for name, expected in (
+        ("overall", result["mean_error"]),
+        ("seen", result["seen"]["mean_error"]),
+        ("unseen", result["unseen"]["mean_error"]),
+    ):
+        assert row[name] == pytest.approx(expected)
+    assert run(["evaluate", *options, "--format", "markdown"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mean error by condition: seen / unseen" in shown
+    assert "mean error, unseen sentences" in shown
