@@ -54,6 +54,7 @@ from llmcond.heads.pairs import FitReport
 from llmcond.heads.recipes import parse_settings
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
+from llmcond.metrics import choose_metrics
 from llmcond.progress import format_duration
 from llmcond.prompts import list_fields, load_prompt
 from llmcond.runs import Run, open_run
@@ -427,9 +428,9 @@ def score_predictor(
     results: list[Result] = []
     for split in ("dev", "test"):
         if split in run.splits and run.rows(split).rated.any() and split not in run.trained_on:
-            rows = run.rows(split)
+            rows, metrics = run.rows(split), choose_metrics(run.task.metrics)
             results += score_predictors(
-                [predictor], [predicted(rows)], rows, split, task=run.task.name
+                [predictor], [predicted(rows)], rows, split, metrics, task=run.task.name
             )
     return results
 

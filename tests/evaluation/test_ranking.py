@@ -1,13 +1,11 @@
 """Ranking: compared with plain loops and with PyKEEN, for several block sizes."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.graphs import random_graph
-from helpers.paths import ROOT
 
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import bootstrap_metrics
@@ -21,7 +19,7 @@ from llmcond.evaluation.ranking import (
     top_entities,
 )
 from llmcond.kinds.ranking.examples import TrainGraph
-from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions
+from llmcond.kinds.ranking.graph import Graph, KnownTriples
 from llmcond.metrics import RANKING_METRICS, choose_metrics, mean_over_strata
 
 TIES = ("realistic", "optimistic", "pessimistic")
@@ -153,37 +151,6 @@ def test_non_finite_vectors_are_rejected(graph, vectors, which):
     (queries if which == "query" else candidates)[3, 1] = np.nan
     with pytest.raises(UserError, match=f"1 in total, the first of {which} 3"):
         rank(queries, candidates, graph.queries("test"), None)
-
-
-def scores_as_vectors(scores):
-    """Return queries and candidates whose products are exactly these scores."""
-    return scores, np.eye(scores.shape[1], dtype=np.float32)
-
-
-def make_recorded_case(decimals):
-    """Return the (120, 40) scores, 60 test triples and all triples whose PyKEEN ranks are recorded.
-
-    ``scripts/bench_ranking.py`` of commit 17f6c5ba computed the ranks. ``decimals`` rounds the
-    scores, so that they have ties; None does not round.
-    """
-    rng = np.random.default_rng(0)
-    triples = rng.integers(0, [40, 3, 40], size=(520, 3))
-    distinct = triples[np.sort(np.unique(triples, axis=0, return_index=True)[1])]
-    triples = np.asarray(distinct[:260], dtype=np.int32)
-    scores = np.random.default_rng(1).standard_normal((120, 40)).astype(np.float32)
-    return scores if decimals is None else scores.round(decimals), triples[-60:], triples
-
-
-@pytest.mark.parametrize(("case", "decimals"), [("float32", None), ("rounded", 0)])
-def test_ranks_equal_pykeen(case, decimals):
-    recorded = json.loads((ROOT / "tests" / "golden" / "pykeen_ranks.json").read_text())[case]
-    scores, test, triples = make_recorded_case(decimals)
-    known = KnownTriples(both_directions(triples, 3), 40)
-
-    ranks = rank(*scores_as_vectors(scores), both_directions(test, 3), known)
-    assert {ties: ranks.resolve_ties(ties).tolist() for ties in TIES} == recorded
-    # Only rounded scores have ties; without ties, the three kinds of ranks are equal.
-    assert (recorded["optimistic"] == recorded["pessimistic"]) == (case == "float32")
 
 
 @pytest.mark.parametrize("tile", [3, 64])

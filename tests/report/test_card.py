@@ -40,21 +40,20 @@ def test_card_of_each_kind_has_valid_python(kind):
 
 def test_metadata_names_data_of_the_hub_and_scores():
     record = json.loads(RECORD.read_text())
-    data = {**record["data"], "source": "hf://datasets/ada/pairs@main/train"}
-    scores = [{**row, "pearson": None} for row in record["summary"]["scores"][:1]]
-    assert scores
-    record = {**record, "data": data, "summary": {**record["summary"], "scores": scores}}
-    metadata = ModelCard(model_card(record, "rated", PROMPTS, {})).data
-    assert metadata.datasets == ["ada/pairs"]
-    results = {result.metric_type: result for result in metadata.eval_results}
-    assert "pearsonr" not in results  # it is undefined
-    assert results["spearmanr"].metric_value == scores[0]["spearman"]
-    assert results["spearmanr"].dataset_split == scores[0]["split"]
-    assert results["spearmanr"].dataset_type == "ada/pairs"
-    data["source"] = "/home/ada/pairs.csv"
-    metadata = ModelCard(model_card(record, "rated", PROMPTS, {})).data
-    assert metadata.datasets is None
-    assert {result.dataset_type for result in metadata.eval_results} == {"pairs.csv"}
+    score = {**record["summary"]["scores"][0], "pearson": None}
+    record["summary"]["scores"] = [score]
+    for source, datasets, dataset in (
+        ("hf://datasets/ada/pairs@main/train", ["ada/pairs"], "ada/pairs"),
+        ("/home/ada/pairs.csv", None, "pairs.csv"),
+    ):
+        record["data"]["source"] = source
+        metadata = ModelCard(model_card(record, "rated", PROMPTS, {})).data
+        assert metadata.datasets == datasets
+        results = {result.metric_type: result for result in metadata.eval_results}
+        assert "pearsonr" not in results  # it is undefined
+        assert results["spearmanr"].metric_value == score["spearman"]
+        assert results["spearmanr"].dataset_split == score["split"]
+        assert results["spearmanr"].dataset_type == dataset
 
 
 def test_user_names_are_escaped_in_card():
@@ -76,20 +75,3 @@ def test_user_names_are_escaped_in_card():
     assert "<script>" not in card.split("## Training")[0].replace(shown, "")
     data = ModelCard(card).data
     assert (data.library_name, data.pipeline_tag) == ("peft", "sentence-similarity")
-
-
-def test_card_describes_ensemble_and_last_stage():
-    estimates = ({"spearman": value, "spearman_ci": [0.1, 0.9]} for value in (0.5, 0.4))
-    folds = {"folds": 5, **dict(zip(("trained", "without"), estimates, strict=True))}
-    then = {"steps": 1000, "weight": 2, "share": 0.5, "folds": folds}
-    members = [{**json.loads(RECORD.read_text())["summary"], "then": then}] * 2
-    card = " ".join(build_card(members=members).split())
-    assert "fine-tuned as an ensemble of 2 members, each with LoRA of rank 4 and the head" in card
-    assert "selected on dev, separately for each member" in card
-    assert (
-        "stage of 1,000 steps also trained on dev, each row 2 times, and on 50 % of train," in card
-    )
-    assert (
-        "The Spearman is 50.0 [10.0, 90.0], and 40.0 [10.0, 90.0] before the stage (95 % "
-        "confidence intervals over sentence pairs). It was estimated on 5 folds of dev" in card
-    )

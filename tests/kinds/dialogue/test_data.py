@@ -1,7 +1,6 @@
 """Reading dialogues: formats, splits, leaks, error messages and storage."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,14 +86,6 @@ def test_every_format_gives_same_dialogues(tmp_path: Path):
     assert list_dialogues(read_dialogues(tmp_path), "test") == DIALOGUES
 
 
-def test_dialogues_of_one_utterance_are_left_out_and_counted(folder: Path):
-    (folder / "test.txt").write_text(to_lines([["Hm."], *DIALOGUES, ["Ah."]]))
-    data = read_dialogues(folder)
-    assert list_dialogues(data, "test") == DIALOGUES
-    assert data.splits["test"].ids == ("2", "3", "4")
-    assert "test dialogues of a single utterance, left out: 2" in data.notes
-
-
 def test_invalid_dialogue_reports_file_row_and_turn(folder: Path):
     heading = "dialogue,turn,text\n"
     (folder / "train.txt").unlink()
@@ -140,14 +131,6 @@ def test_split_of_single_file_ignores_row_order(tmp_path: Path):
     assert len(set().union(*texts_by_split)) == sum(map(len, texts_by_split)) == 40
     assert data.notes[0] == "one file, split by dialogue with seed 3"
     assert read_dialogues(path, split_seed=4).digest != data.digest
-
-
-def test_missing_dev_split_is_taken_from_train(folder: Path):
-    (folder / "validation.txt").unlink()
-    (folder / "train.txt").write_text(to_lines(make_dialogues(20)))
-    data = read_dialogues(folder)
-    assert [len(turns) for turns in data.splits.values()] == [18, 2, 4]
-    assert "no dev file: 10% of the training dialogues are dev, chosen with seed 0" in data.notes
 
 
 LONG_UTTERANCE = "It rained for forty days and nights, {}."
@@ -205,30 +188,3 @@ def test_saved_dialogues_are_loaded_unchanged(folder: Path, tmp_path: Path):
     path.write_bytes(b"PAR1")
     with pytest.raises(UserError, match="cannot be read"):
         Dialogues.load(run)
-
-
-def test_digest_depends_on_texts_turns_and_splits(folder: Path):
-    data = read_dialogues(folder)
-    train, dev, test = data.splits.values()
-    variants = [
-        replace(data, texts=[*data.texts[:-1], "Else."]),
-        replace(data, splits={"train": dev, "dev": train, "test": test}),
-        replace(data, splits={"train": train, "dev": dev}),
-        replace(data, splits={**data.splits, "dev": replace(dev, starts=dev.starts[[0, 2, 4]])}),
-    ]
-    assert len({data.digest, *(variant.digest for variant in variants)}) == 5
-    assert replace(data, source="elsewhere", notes=()).digest == data.digest
-
-
-def test_options_for_rated_rows_are_rejected(folder: Path):
-    task = find_task("dialogue")
-    with pytest.raises(UserError, match="are for rated rows, and the task dialogue has none"):
-        task.read(DataOptions(folder, columns={"sentence1": "a"}))
-    with pytest.raises(UserError, match="the template names the column 'place'"):
-        task.read(DataOptions(folder, extra=("place",)))
-
-
-def test_sample_has_no_leaks():
-    sample = read_dialogues()
-    assert (sample.source, sample.notes) == ("sample", ())
-    assert [len(turns) for turns in sample.splits.values()] == [1024, 64, 64]

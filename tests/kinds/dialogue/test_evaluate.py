@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers.commands import read_page_data, run_json, run_rejected
 from helpers.dialogues import make_dialogue, write_dialogues
-from helpers.flags import change_flags
 from helpers.vectors import normalize
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -49,47 +48,6 @@ def test_each_distinct_utterance_is_encoded_once(capsys, data, model, tmp_path):
     assert (manifest["kind"], manifest["task"]) == ("dialogue", "dialogue")
 
 
-def test_run_remembers_whether_leaks_were_dropped(capsys, data, model, tmp_path):
-    leaking = shutil.copytree(data, tmp_path / "leaking")
-    lines = (data / "test.txt").read_text().splitlines()
-    (leaking / "dev.txt").write_text("\n".join(lines[:4]) + "\nsad __eou__ happy __eou__\n")
-    new_run = ("extract", "--task", "dialogue", "--data", leaking, "--model", model, *ENCODER)
-    run_json(capsys, *new_run, "--run", tmp_path / "kept")
-    run_json(capsys, *new_run, "--run", tmp_path / "dropped", "--drop-leaks")
-    for name, n_dev in (("kept", 5), ("dropped", 1)):
-        manifest = json.loads((tmp_path / name / "run.json").read_text())
-        assert manifest["data"]["rows"]["dev"] == n_dev
-    run_json(capsys, *new_run, "--run", tmp_path / "dropped")
-    kept = ("extract", "--model", model, *ENCODER, "--run", tmp_path / "kept")
-    assert "with other options" in run_rejected(capsys, *kept, "--drop-leaks")
-
-
-def test_extract_rejects_other_prompts_and_tasks(capsys, data, model, dialogue_run, tmp_path):
-    command = ("extract", "--data", data, "--model", model, *ENCODER, "--run", tmp_path / "run")
-    for arguments, message in (
-        (("--prompt", "concat-sent-cond"), "encodes no sentence without its condition"),
-        (("--prompt", "control-no-condition"), "control for conditions"),
-        (("--router", "csr"), "encodes utterances, which have none. Leave out --router."),
-        (("--task", "kgc", "--drop-leaks"), "--drop-leaks is for dialogues"),
-        (("--task", "kgc", "--run", dialogue_run), "run of the task dialogue, not kgc"),
-    ):
-        changed = change_flags((*command, "--task", "dialogue"), *arguments)
-        assert message in run_rejected(capsys, *changed)
-        assert not (tmp_path / "run").exists()
-
-
-def test_commands_of_other_tasks_reject_dialogue_run(capsys, dialogue_run):
-    for arguments in (
-        ("similarity", "a", "b", "--condition", "c"),
-        ("complete", "--relation", "r", "--head-entity", "e"),
-    ):
-        message = run_rejected(capsys, *arguments, "--run", dialogue_run)
-        assert "run of the task dialogue" in message
-    for arguments in (("fit-head", "--head", "rank"), ("sweep", "--head", "none", "rank")):
-        message = run_rejected(capsys, *arguments, "--subtract", "--run", dialogue_run)
-        assert message.endswith("there is nothing to subtract. Leave out --subtract.")
-
-
 def test_default_head_has_lowest_average_rank(capsys, run):
     rows = {row["name"]: row for row in run_json(capsys, "heads", "--run", run)["heads"]}
     assert list(rows) == ["rank@separate", "weighted@separate"]
@@ -107,36 +65,6 @@ def test_default_head_has_lowest_average_rank(capsys, run):
     record = json.loads((run / "heads/again/head.json").read_text())
     best = min(entry["dev_score"] for entry in record["fit"]["curve"])
     assert best == pytest.approx(refitted["dev_average_rank"])
-
-
-def test_sweep_and_compare_prompts_rank_by_average_rank(capsys, run, model, tmp_path):
-    settings = ("--run", run, "--seeds", "1", *FAST_FIT, "--workers", "1")
-    command = ("sweep", *settings, "--head", "rank", "--vary", "learning_rate=0.0001,0.1", "--keep")
-    plot = ("--plot-steps", tmp_path / "steps.svg")
-    results = run_json(capsys, *command, "--split", "test", *plot)["results"]
-    for row in results:
-        (curve,), (best,) = row["curves"], row["best_epochs"]
-        assert curve[best - 1]["test_score"] == pytest.approx(row["average_rank"])
-    assert results[0]["average_rank"] <= results[1]["average_rank"]
-
-    prompt = tmp_path / "said.toml"
-    prompt.write_text(
-        'description = "d"\nsource = "s"\n[conditional]\ntext = "{sentence} : said"\n'
-        '[unconditional]\ntext = "{condition}"\n'
-    )
-    page_path = tmp_path / "page.html"
-    command = ("compare-prompts", "--model", model, *ENCODER, *settings, "--heads", "rank")
-    prompts = ("--prompts", "separate", prompt, "--report", page_path)
-    rows = {row["name"]: row for row in run_json(capsys, *command, *prompts)["results"]}
-    assert set(rows) == {"none@separate", "none@said", "rank@separate", "rank@said"}
-    ranks = {name: row["average_rank"] for name, row in rows.items()}
-    difference = rows["rank@said"]["difference"]["average_rank"]["value"]
-    assert difference == pytest.approx(ranks["rank@said"] - ranks["rank@separate"])
-    # The lowest rank is the best and comes first.
-    assert read_page_data(page_path)["chosen"] == [min(ranks, key=ranks.get), "none@separate"]
-    assert "A negative difference means that A ranks answers higher" in page_path.read_text()
-    message = run_rejected(capsys, *command, "--prompts", "concat-sent-cond")
-    assert message.endswith("in the task dialogue. Prompts that can be used: separate.")
 
 
 # -- ranking -----------------------------------------------------------------------------------
@@ -184,14 +112,7 @@ def test_candidates_ties_and_scores_can_be_set(capsys, dialogue_run, tmp_path):
     ]
     assert ranks[0] < ranks[2]
     assert ranks[1] == pytest.approx((ranks[0] + ranks[2]) / 2)
-    # The file holds each of these texts once, and one text that occurs in no dialogue.
     pool = tmp_path / "pool.txt"
-    dialogues = [make_dialogue(i) for i in range(56, 72)]
-    answers = {turns[h] for turns in dialogues for h in (2, 4) if len(turns) > h}
-    pool.write_text("\n".join([*sorted(answers), "children ride in the rain"]))
-    from_file = evaluate("--score", "bi", "--candidates", pool)
-    assert from_file["candidates"] == str(pool)
-    assert from_file["average_rank"] <= all_answers["average_rank"]
     pool.write_text("sad\nhappy\n")
     assert "the candidates lack" in run_rejected(capsys, *command, "--candidates", pool)
 
@@ -202,25 +123,15 @@ def test_invalid_arguments_are_rejected(capsys, data, dialogue_run, causal_model
     short = ("--history", "3", "--distance", "1")
     for arguments, message in (
         (("--history", "5-2"), "5-2 is not an ascending range"),
-        (("--history", "2..5"), "expected a range or numbers"),
         (("--history", "2-30"), "of 16 the longest have 7 and 7 turns"),
-        (("--score", "triple"), "unknown score 'triple'"),
         (("--score", "weighted", "--head", "none"), "needs a head with learned weights"),
         (("--candidates", "nowhere.txt"), "'nowhere.txt'; expected same-depth, all, or a file"),
-        (("--distance", "1-2"), "--distance needs --plan POOL or --generate MODEL"),
         (("--plan", "random", "--samples", "5"), "--samples needs --generate"),
         (("--plan", "random", "--score", "maxsim"), "--score maxsim is for ranking next turns"),
         (("--plan", "random", "--generate", "x"), "--generate cannot be given with --plan"),
         (("--plan", "random"), "need dialogues of 10 turns"),
         (("--plan", "nowhere.jsonl"), "'nowhere.jsonl'; expected retrieved"),
-        (("--exclude-head",), "--exclude-head is for knowledge graphs"),
-        (("--rating-range", "1", "5"), "for rated rows, and the task dialogue has none"),
-        (("--data", data / "train.jsonl", "--history", "9"), "a history of 9 turns"),
-        (("--split", "train2"), "Legal: train, dev, test"),
-        (("--head", "c3l-released"), "no fitted head 'c3l-released'"),
-        (("--generate", "x", "--data", data), "--generate cannot be given with --data"),
         (("--generate", "nowhere/at/all", *short), "cannot be loaded as a causal language model"),
-        (("--generate", causal_model, "--samples", "0"), "--samples is 0"),
         (("--generate", pickled, *short), "weights in safetensors"),
     ):
         assert message in run_rejected(capsys, "evaluate", "--run", dialogue_run, *arguments)
@@ -277,36 +188,6 @@ def test_other_dialogues_are_encoded_and_ranked(capsys, data, run, tmp_path):
     )
     assert results.to_json()["results"][0]["n"] == 4
     assert "rows in memory" in (tmp_path / "page.html").read_text()
-
-
-def test_all_turns_can_be_encoded_as_one_text(capsys, model, run):
-    command = ("evaluate", "--run", run, "--head", "rank", "--history", "2", "--score", "joined")
-    zero, fitted = run_json(capsys, *command)["results"]
-    assert (zero["score"], fitted["name"]) == ("joined", "rank@separate joined")
-    opened = open_any_run(run)
-    texts = opened.data.texts
-    encoder = llmcond.load_encoder(
-        model, dtype="float32", device="cpu", pooling="mean", normalize=True
-    )
-    _, contexts, answers = opened.data.turns_of("test").contexts(2)
-    queries, candidates = (
-        encoder.encode([llmcond.EncoderInput("", text) for text in side])
-        for side in ([f"{texts[b]}\n{texts[a]}" for a, b in contexts], [texts[i] for i in answers])
-    )
-    head = opened.load_head("rank@separate").head
-    for row, first, second in (
-        (zero, queries, candidates),
-        (fitted, head.before(queries)[1], head.after(candidates)),
-    ):
-        scores = first @ second.T
-        answer_scores = np.diag(scores)[:, None]
-        ranks = 1 + (scores > answer_scores + 1e-6).sum(axis=1)
-        ties = (np.abs(scores - answer_scores) <= 1e-6).sum(axis=1) - 1
-        assert row["average_rank"] == pytest.approx((ranks + ties / 2).mean())
-    # The vectors are stored, so that a second call encodes nothing.
-    n_stored = len(opened.store())
-    run_json(capsys, *command)
-    assert len(opened.store()) == n_stored > len(texts)
 
 
 # -- planning ----------------------------------------------------------------------------------
@@ -428,19 +309,3 @@ def test_similarities_match_loops_over_candidates(dialogue_run, score):
     assert [turn["turn"] for turn in turn_row["turns"]] == list(range(1, last_history + 1))
     differences = [turn["difference"] for turn in turn_row["turns"]]
     np.testing.assert_allclose(differences, np.mean(by_turn, axis=0), atol=1e-5)
-
-
-def test_bi_encoder_is_analysed_without_pairs(capsys, run, tiny_run, tmp_path):
-    run_json(capsys, "fit-head", "--run", run, "--head", "ccl", "--set", "epochs=1")
-    command = ("analyse", "--run", run, "--head", "ccl", "rank")
-    result = run_json(capsys, *command, "--out", tmp_path, "--figure-format", "svg")
-    names = [(row["name"].split("@")[0], row["score"]) for row in result["turns"][2:]]
-    assert names == [("ccl", "bi"), ("rank", "bi"), ("rank", "average")]
-    with (tmp_path / "turns-data.csv").open() as stream:
-        series = {row["series"] for row in csv.DictReader(stream)}
-    assert series == {f"{row['name']}, {row['score']}" for row in result["turns"]}
-    assert (tmp_path / "turns.svg").read_bytes().startswith(b"<svg")
-    message = run_rejected(capsys, "analyse", "--run", run, "--what", "norms")
-    assert "norms is not an analysis of the task dialogue. Choose from similarity, turns" in message
-    with pytest.raises(llmcond.UserError, match=r"the task csts\. Choose from isotropy"):
-        llmcond.analyse(run=tiny_run, what=["turns"])

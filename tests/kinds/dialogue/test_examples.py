@@ -13,15 +13,12 @@ from llmcond.kinds.dialogue.examples import (
     PLAN_METRICS,
     RandomPool,
     RetrievedPool,
-    index_candidates,
-    join_turns,
     measure_subsets,
     next_queries,
     plan_queries,
     rank_next,
     rank_plans,
     read_samples,
-    resolve_histories,
 )
 from llmcond.metrics import choose_metrics
 
@@ -58,25 +55,6 @@ def test_candidates_are_answers_of_history_or_of_all(data):
     assert (two.answer.tolist(), three.answer.tolist()) == ([0, 1, 2], [3, 4])
 
 
-def test_custom_candidates_may_be_new_texts(data):
-    pool, new_texts = index_candidates(data, ["new", "x", " c", "f", "a", "new", "c"])
-    assert (pool.tolist(), new_texts) == ([7, 0, 3, 6, 1, 7, 3], ["new"])
-    two, three = next_queries(data, "test", [2, 3], pool)
-    assert (two.answer.tolist(), three.answer.tolist()) == ([1, 1, 3], [2, 4])
-    assert three.repeated.tolist() == [True, False]
-    with pytest.raises(UserError, match="lack 1 of 3 correct answers, the first one 'f'"):
-        next_queries(data, "test", [2], pool[:3])
-
-
-def test_joined_contexts_are_one_text_with_newest_turn_first(data):
-    queries = next_queries(data, "test", [2, 3])
-    # "b\na" is an utterance as well, and so not a new text.
-    joined, new_texts = join_turns(queries, [*TEXTS, "b\na"])
-    assert new_texts == ["d\nx", "x\nb", "x\nb\na", "f\nx\nb"]
-    assert [subset.contexts.tolist() for subset in joined] == [[[7], [8], [9]], [[10], [11]]]
-    assert joined[1].answer.tolist() == queries[1].answer.tolist()
-
-
 def test_ranks_are_those_of_loops_for_any_block_size(random_dialogues):
     vectors = np.random.default_rng(1).integers(-2, 3, size=(120, 3)).astype(np.float32)
     block_sizes = []
@@ -101,20 +79,6 @@ def test_ranks_are_those_of_loops_for_any_block_size(random_dialogues):
         assert list(actual) == expected
     assert len(block_sizes[:7]) == len(queries)
     assert max(block_sizes[7:]) == 3
-
-
-def test_histories_need_two_longer_dialogues(data, random_dialogues):
-    assert resolve_histories(data, "test") == [2, 3]
-    assert resolve_histories(data, "test", [3, 1, 3]) == [1, 3]
-    assert resolve_histories(random_dialogues, "test") == list(range(2, 9))
-    for histories in ([2, 4], [0], [-1, 2]):
-        with pytest.raises(UserError, match=r"the longest have 5 and 4 turns.*from 1 to 3"):
-            next_queries(data, "test", histories)
-    single = Dialogues("made", TEXTS, {"test": Turns.from_lists(DIALOGUES[:1])})
-    with pytest.raises(UserError, match="Add data"):
-        next_queries(single, "test")
-    with pytest.raises(UserError, match="has no dev dialogues; it has train, test"):
-        next_queries(data, "dev")
 
 
 def test_metrics_are_means_over_histories_or_cells(random_dialogues):
@@ -205,16 +169,6 @@ def test_retrieved_candidates_are_nearest_utterances(random_dialogues, h):
         similarities = normalized @ normalized[context[-2:]].mean(axis=0)
         others = [i for i in utterances.tolist() if i not in turns.utterances_of(row)]
         assert nearest.tolist() == sorted(others, key=lambda i: -similarities[i])[:9]
-
-
-def test_plan_longer_than_any_dialogue_is_rejected(data):
-    for histories, distances in (([2, 3], [2]), ([2], [0]), ([0], [1])):
-        with pytest.raises(UserError, match="the longest of test has 5"):
-            plan_queries(data, "test", RandomPool(True), histories, distances)
-    single = Dialogues("made", TEXTS, {"test": Turns.from_lists(DIALOGUES[:1])})
-    for pool in (RandomPool(True), RandomPool(False), RetrievedPool(np.ones((7, 2)))):
-        with pytest.raises(UserError, match="no candidates in addition to the answer"):
-            plan_queries(single, "test", pool, [2], [1])
 
 
 def write_samples(path: Path, *rows) -> Path:

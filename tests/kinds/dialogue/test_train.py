@@ -9,18 +9,17 @@ import torch
 from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
 from helpers.flags import change_flags
-from helpers.training import compute_alone, cpu_accelerator, resume_training
+from helpers.training import cpu_accelerator, resume_training
 
 import llmcond
 from llmcond.cli import run
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.errors import UserError
 from llmcond.finetune.encoder import load_trainable
 from llmcond.finetune.loop import Trainer, TrainingState
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import Turns
-from llmcond.kinds.dialogue.heads import TurnArrays, distinct_utterances, fit_turns
+from llmcond.kinds.dialogue.heads import distinct_utterances
 from llmcond.kinds.dialogue.train import DialogueInputs, TurnModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,26 +67,6 @@ def test_loss_matches_cached_features(tiny_bert):
     assert trained_parts == {"encoder", "head"}
 
 
-@pytest.mark.parametrize("name", ["none", "weighted"])
-def test_score_is_average_rank_on_dev(tiny_bert, name):
-    model, _, dev = make_model(tiny_bert, name)
-    vectors = model.vectors(dev.tokens)
-    head = model.fitted_head()
-    after, means = head.after(vectors), []
-    for h in (2, 3, 4):
-        answers, ranks = [d[h] for d in DIALOGUES[12:]], []
-        for dialogue in DIALOGUES[12:]:
-            scores = head.start(vectors[dialogue[:h]]).scores(after[answers])
-            answer_score = scores[answers.index(dialogue[h])]
-            above, tied = (
-                (scores > answer_score + 1e-6).sum(),
-                (abs(scores - answer_score) < 1e-6).sum(),
-            )
-            ranks.append(above + (tied + 1) / 2)
-        means.append(np.mean(ranks))
-    assert model.score(dev, compute_alone) == pytest.approx(np.mean(means), abs=1e-6)
-
-
 def make_trainer(tiny_bert, folder, name="weighted", changes=(), **settings):
     tuning = TuneSettings(rank=4, **{"batch_size": 12, "checkpoint_steps": 2, **settings})
     model, train, dev = make_model(tiny_bert, name, tuning=tuning, **dict(changes))
@@ -111,22 +90,6 @@ def test_resumed_training_is_bit_identical(tiny_bert, tmp_path):
         assert restarted.progress.curve == uninterrupted.progress.curve
         for key, value in restarted.model.trained_parameters().items():
             assert torch.equal(value, expected[key]), (stop, key)
-
-
-def test_training_starts_from_head_on_cached_features(tiny_bert):
-    model, inputs, _ = make_model(tiny_bert)
-    arrays = TurnArrays(model.vectors(inputs.tokens), TRAIN.utterances, TRAIN.starts)
-    recipe = make_recipe("weighted", epochs=2, batch_size=20)
-    fitted = fit_turns(recipe, arrays, None, 0, lambda *_: None)
-    started = make_model(tiny_bert, start=fitted)[0]
-    for name, value in fitted.module.state_dict().items():
-        assert torch.equal(started.head.state_dict()[name], value)
-    narrow_arrays = TurnArrays(arrays.utterances[:, :8], TRAIN.utterances, TRAIN.starts)
-    narrow_head = fit_turns(recipe, narrow_arrays, None, 0, lambda *_: None)
-    with pytest.raises(UserError, match="of b1, it has the shape 8x8, and the new head"):
-        make_model(tiny_bert, start=narrow_head)
-    with pytest.raises(UserError, match="the head mlp does not map utterances to roles"):
-        TurnModel(model.engine, load_recipe("mlp"), 0)
 
 
 # -- the command -------------------------------------------------------------------------------
@@ -179,13 +142,9 @@ def test_trained_run_has_figures_of_evaluate_and_replies(capsys, data, model, tm
 def test_invalid_arguments_are_rejected(capsys, data, model, tmp_path):
     for arguments, message in (
         ((), "no head is named"),
-        (("--head", "linear"), "unknown head 'linear'"),
         (("--head", "rank", "--dim", "8"), "have the size of the features"),
-        (("--head", "weighted", "--set", "window=2"), "must be at least 3"),
         (("--head", "rank", "--prompt", "separate", "separate"), "Give one --prompt"),
         (("--head", "rank", "--subtract"), "nothing can be subtracted"),
-        (("--head", "rank", "--prompt", "concat-sent-cond"), "without its condition"),
-        (("--start", data), "does not exist"),
         (("--head", "rank", "--drop-leaks", "--columns", "label=x"), "for rated rows"),
     ):
         command = make_arguments(data, model, tmp_path / "run", *arguments)

@@ -1,6 +1,5 @@
 """Heads that map queries and candidates: objective, equations, fitting, saving and binding."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,17 +10,13 @@ from helpers.heads import make_recipe as pair_recipe
 from helpers.vectors import normalize
 from torch.nn.functional import cross_entropy
 
-from llmcond.arrays import DenseMatrix
 from llmcond.config import build
-from llmcond.errors import LlmcondError, UserError
-from llmcond.files import read_json, write_json
+from llmcond.errors import UserError
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
-from llmcond.heads.module import members_of, seeded
+from llmcond.heads.module import members_of
 from llmcond.heads.pairs import DevScore
-from llmcond.kinds.ranking import heads as query_maps
 from llmcond.kinds.ranking.graph import KnownTriples
 from llmcond.kinds.ranking.heads import (
-    Contrast,
     ContrastSettings,
     QueryArrays,
     QueryFeatures,
@@ -42,8 +37,6 @@ SIZES = {
     "mlp": {"dim": 6, "hidden": 5},
     "hadamard": {},
     "concat": {"dim": 4},
-    "hadamard-paper": {},
-    "concat-paper": {"dim": 4},
     "hypernet": {"dim": 4, "rank": 2},
     "hypernet-full": {"dim": 4},
     "matrices": {"dim": 4},
@@ -155,61 +148,6 @@ def test_loss_matches_released_simkgc(changes):
         torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
         queue.add(tail, table[tail])
         earlier.append((rows.tolist(), table[tail]))
-
-
-def test_each_distinct_entity_counts_once():
-    """The expected loss sums over sets of entities and of queries, row by row."""
-    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    all_triples = make_triples(rng)
-    known = {tuple(row) for row in all_triples.tolist()}
-    rows = all_triples[rng.integers(len(all_triples), size=10)]
-    head, relation, tail = rows.T
-    # The last entities are no tails of a query.
-    entities, target = np.unique(
-        np.append(tail, rng.integers(N_DENSE, size=3)), return_inverse=True
-    )
-    scores = random_vectors(generator, 10, 5) @ random_vectors(generator, N_DENSE, 5).T
-    settings = ContrastSettings(temperature=0.2, margin=0.1)
-    exponentials = np.exp(scores.numpy() / 0.2)
-    expected = []
-    for i, (h, r, t) in enumerate(rows.tolist()):
-        positive = math.exp((scores[i, t].item() - 0.1) / 0.2)
-        others = [e for e in set(entities.tolist()) - {t} if (h, r, e) not in known]
-        queries = [j for j in range(10) if tail[j] != t and (*rows[j, :2], t) not in known]
-        for negatives in (exponentials[i, others], exponentials[queries, t]):
-            expected.append(-math.log(positive / (positive + negatives.sum())))
-    loss = contrastive(
-        scores[:, entities],
-        torch.from_numpy(target[:10]),
-        torch.from_numpy(KnownTriples(all_triples, N_DENSE).mask(head, relation, entities)),
-        settings,
-        1 / settings.temperature,
-    )
-    assert loss.item() == pytest.approx(2 * np.mean(expected), rel=1e-12)
-
-
-def test_other_relations_form_separate_contrast():
-    generator = torch.Generator().manual_seed(1)
-    scores, relation_scores = random_vectors(generator, 3, 3), random_vectors(generator, 3, 2)
-    left_out = torch.tensor([[False, True], [False, False], [True, True]])
-    settings = ContrastSettings(margin=0.1, temperature=0.2)
-    batch = scores, torch.arange(3), torch.zeros(3, 3, dtype=torch.bool), settings, 5.0
-    with_relations = contrastive(*batch, relations=(relation_scores, left_out))
-    columns = torch.cat([scores.diagonal()[:, None] - 0.1, relation_scores], dim=1)
-    columns[:, 1:][left_out] = -torch.inf
-    expected = cross_entropy(5 * columns, torch.zeros(3, dtype=torch.int64))
-    torch.testing.assert_close(with_relations - contrastive(*batch), expected)
-
-
-def test_temperature_is_learned():
-    contrast = Contrast(ContrastSettings(temperature=0.1, learn_temperature=True))
-    assert contrast.scale == pytest.approx(10)
-    scores = torch.tensor([[0.5, 0.1], [0.4, 0.6]], requires_grad=True)
-    # The gradient is finite even if all negatives of a query are left out.
-    mask = torch.tensor([[True, True], [False, False]])
-    contrast(scores, torch.arange(2), mask, []).backward()
-    assert torch.isfinite(scores.grad).all()
-    assert contrast.log_scale.grad.item() != 0
 
 
 # -- the equations, row by row ------------------------------------------------------------------
@@ -347,44 +285,6 @@ def test_fitted_head_matches_equation(name, candidate, with_neighbours, score):
         np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["hadamard-paper", "concat-paper"])
-def test_recipes_as_in_paper_have_neither_layer_nor_bias_nor_activation(name):
-    generator = np.random.default_rng(1)
-    arrays = replace(make_arrays(), relations=generator.normal(size=(2 * R, D)).astype(np.float32))
-    head = fit(name, arrays)
-    x = normalize(arrays.entities.astype(np.float64))
-    c = normalize(arrays.relations.astype(np.float64))
-    expected = x[3] * c[1]
-    if name == "concat-paper":
-        weights = {name: value.astype(np.float64) for name, value in head.tensors.items()}
-        expected = weights["map.sentence"] @ x[3] + weights["map.condition"] @ c[1]
-    np.testing.assert_allclose(head.queries([3], [1])[0], normalize(expected[None])[0], atol=1e-5)
-    map_tensors = {"map.sentence", "map.condition"} if name == "concat-paper" else set()
-    assert set(head.tensors) - {"tail", "tail_bias", "contrast.log_scale"} == map_tensors
-
-
-@pytest.mark.parametrize("name", ["linear", "mlp", "hadamard", "hypernet-full", "matrices"])
-def test_embeddings_equal_features_at_start(name):
-    """The first epochs are therefore not spent on what the encoder already knows."""
-    arrays = make_arrays(joint=True)
-    changes = {"dim": D} if "dim" in SIZES[name] else {}
-    changes |= {"hidden": 2 * D + 1} if name == "mlp" else {}
-    recipe = make_recipe(name, neighbours=True, **changes)
-    features, rows = QueryFeatures(arrays), arrays.queries()
-
-    def build():
-        module = recipe.family(recipe.settings, *arrays.dims)
-        module.initialise(features.relations)
-        return module
-
-    module = seeded(build, 0)[0].freeze()
-    x = features.heads(rows[:, 0], rows[:, 1], name in JOINT, True)
-    queries = module.query(x, features.relations, torch.from_numpy(rows[:, 1]))
-    torch.testing.assert_close(queries, x[:, :D], rtol=0, atol=1e-5)
-    x = features.entities(np.arange(N), True)
-    torch.testing.assert_close(module.candidate(x), x[:, :D], rtol=0, atol=1e-5)
-
-
 def test_neighbour_means_exclude_other_end():
     arrays = make_arrays()
     features = QueryFeatures(arrays)
@@ -404,72 +304,12 @@ def test_neighbour_means_exclude_other_end():
 # -- fitting ------------------------------------------------------------------------------------
 
 
-def test_features_on_disk_give_same_head(tmp_path, monkeypatch):
-    arrays = make_arrays()
-    np.save(tmp_path / "entities.npy", arrays.entities)
-    stored = np.load(tmp_path / "entities.npy", mmap_mode="r")
-    dense = fit("hypernet-full", arrays, neighbours=True)
-    monkeypatch.setattr("llmcond.heads.fitted._DENSE_BYTES", 0)
-    monkeypatch.setattr(query_maps, "_BLOCK", 7)
-    on_disk = QueryArrays(
-        DenseMatrix(stored), arrays.triples, R, arrays.known, relations=arrays.relations
-    )
-    streamed = fit("hypernet-full", on_disk, neighbours=True)
-    for name, value in dense.tensors.items():
-        np.testing.assert_allclose(streamed.tensors[name], value, atol=1e-6)
-    np.testing.assert_allclose(streamed.candidates()[:], dense.candidates()[:], atol=1e-6)
-    np.testing.assert_array_equal(streamed.candidates()[3:9], streamed.candidates()[:][3:9])
-
-
-def make_mrr_scorer(arrays, rows=None):
-    """Make a function that computes a head's filtered mean reciprocal rank by dense scores."""
-    rows = arrays.queries() if rows is None else rows
-
-    def score(head):
-        scores = head.queries(rows[:, 0], rows[:, 1]) @ head.candidates()[:].T
-        known = arrays.known.mask(rows[:, 0], rows[:, 1], np.arange(scores.shape[1]))
-        answer_scores = scores[np.arange(len(rows)), rows[:, 2]][:, None]
-        return float((1 / (1 + ((scores > answer_scores) & ~known).sum(axis=1))).mean())
-
-    return score
-
-
-def make_ring(n=24, d=8):
-    """Make entities in a ring, where the relation sets how many steps away the tail is."""
-    rng = np.random.default_rng(1)
-    steps = [1, 5, 11]
-    triples = np.array([(i, r, (i + s) % n) for i in range(n) for r, s in enumerate(steps)])
-    angle = 2 * np.pi * np.arange(n)[:, None] * np.array([1, 2, 3, 5]) / n
-    entities = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
-    both = np.concatenate([triples, triples[:, ::-1] + [0, 3, 0]])
-    relations = rng.normal(size=(6, d))
-    return QueryArrays(entities, triples, 3, KnownTriples(both, n), relations=relations)
-
-
-LONG_FIT = {"epochs": 40, "batch_size": 48, "learning_rate": 0.02, "patience": 40}
-
-
-def test_matrix_per_relation_learns_relation():
-    arrays = make_ring()
-    score = make_mrr_scorer(arrays)
-    head = fit("hypernet-full", arrays, score, dim=8, **LONG_FIT)
-    assert score(head) > 0.95
-    curve = head.fit.record["curve"]
-    assert max(entry["dev_score"] for entry in curve) == score(head)
-    joint = np.repeat(arrays.entities, 6, axis=0)  # features without the relation
-    keys = np.arange(len(joint))
-    without_relations = replace(arrays, relations=None, joint=joint, joint_input_keys=keys)
-    assert score(fit("linear", without_relations, dim=8, **LONG_FIT)) < 0.5
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        {"relation_negatives": 2},
         {"negatives": "entities", "neighbours": True, "random_candidates": 5, "queue": 1},
         {"self_negatives": False, "directions": "query"},
         {"learn_temperature": False, "start": "random"},
-        {"schedule": "constant", "dropout": 0.2, "weight_decay": 0.1},
         {"candidate": "same", "score": "dot", "precision": "bfloat16"},
     ],
     ids="-".join,
@@ -489,31 +329,6 @@ def test_each_setting_changes_fit_and_seed_reproduces_it(changes):
     )
     scale = members_of(first.module)[0].scale
     assert (scale == pytest.approx(20)) == ("learn_temperature" in changes)
-
-
-def test_members_are_separate_heads_with_averaged_scores():
-    arrays = make_arrays()
-    ensemble = fit("hadamard", arrays, members=2)
-    heads = [fit("hadamard", arrays, seed=seed) for seed in (0, 2**20)]
-    rows = arrays.queries()
-    scores = [head.queries(rows[:, 0], rows[:, 1]) @ head.candidates()[:].T for head in heads]
-    actual = ensemble.queries(rows[:, 0], rows[:, 1]) @ ensemble.candidates()[:].T
-    np.testing.assert_allclose(actual, np.mean(scores, axis=0), atol=1e-5)
-    assert len(ensemble.fit.record["members"]) == 2
-
-
-def test_head_without_parameters_returns_features():
-    arrays = make_arrays(joint=True)
-    head = fit_queries(load_recipe("none", "kgc"), arrays, None, 0, ignore_progress)
-    rows = arrays.queries()
-    positions = np.searchsorted(arrays.joint_input_keys, rows[:, 0] * 2 * R + rows[:, 1])
-    expected = normalize(arrays.joint.astype(np.float64))[positions]
-    np.testing.assert_allclose(head.queries(rows[:, 0], rows[:, 1]), expected, atol=1e-5)
-    np.testing.assert_allclose(
-        head.candidates()[:], normalize(arrays.entities.astype(float)), atol=1e-5
-    )
-    assert head.is_identity
-    assert head.fit.notes == ("the head has no parameters, so nothing is fitted",)
 
 
 # -- on disk, and on other graphs -----------------------------------------------------------------
@@ -546,41 +361,13 @@ def test_saved_head_is_loaded_unchanged(name, changes, tmp_path):
         load_head(tmp_path)
 
 
-def test_damaged_relation_count_is_rejected(tmp_path):
-    save_head(fit("matrices", make_arrays()), tmp_path, {})
-    record = read_json(tmp_path / "head.json")
-    for n_relations, message in (
-        (R + 1, "does not hold the parameters of a query-hypernet head"),
-        ("3", r"was damaged: 'n_relations' is .*Fit the head again"),
-        (2**25, r"was damaged: 'n_relations' is .*Fit the head again"),
-    ):
-        write_json(tmp_path / "head.json", {**record, "n_relations": n_relations})
-        with pytest.raises(LlmcondError, match=message):
-            load_query_head(tmp_path)
-
-
-def test_head_binds_to_graphs_of_its_sizes_only():
-    arrays = make_arrays()
-    head = fit("hypernet", arrays)
-    assert head.bind(make_arrays(seed=1)).queries([1], [2]).shape == (1, 4)  # other entities
-    wider = replace(arrays, entities=np.ones((4, D + 1)))
-    with pytest.raises(UserError, match=r"7 dimensions of features of entities; .* fitted on 6"):
-        head.bind(wider)
-    larger = replace(arrays, n_relations=R + 1)
-    with pytest.raises(UserError, match=r"the graph has 4 relations; .* was fitted on 3"):
-        fit("matrices", arrays).bind(larger)
-
-
 def test_inconsistent_settings_and_features_are_rejected():
     arrays, joint_arrays = make_arrays(), make_arrays(joint=True)
     for name, changes, message in (
         ("hypernet", {"neighbours": True, "candidate": "none"}, "so candidates need a map"),
-        ("hypernet", {"candidate": "none"}, "without a layer: set candidate to linear"),
         ("concat", {"candidate": "same"}, "or dim to 6"),
         ("concat", {"dim": 7}, "dim is 7, but the features have 6"),
         ("hypernet", {"features": "both"}, "and this recipe asks for both"),
-        ("hadamard", {"rank": 4}, "unknown key 'rank'"),
-        ("mlp", {"hidden": -1}, "'hidden' is -1: it must be at least 0"),
         ("mlp", {"temperature": 0.0}, "'temperature' is 0.0: it must be above 0"),
     ):
         with pytest.raises(UserError, match=message):
@@ -604,26 +391,3 @@ def test_inconsistent_settings_and_features_are_rejected():
     ):
         with pytest.raises(UserError, match=message):
             call()
-
-
-def test_custom_head_maps_queries(tmp_path):
-    (tmp_path / "own.py").write_text(
-        "from llmcond.heads import HeadModule, SizedSettings\n"
-        "class Own(HeadModule):\n"
-        "    Settings = SizedSettings\n"
-        "    def __init__(self, settings, dim_in, dim_condition=0):\n"
-        "        super().__init__(settings, dim_in, dim_condition)\n"
-        "        self.add_layer('weight', settings.dim, dim_in, bias=True)\n"
-        "    def forward(self, x, condition=None, which=None):\n"
-        "        return self.affine('weight', x)\n"
-    )
-    (tmp_path / "mine.toml").write_text(
-        'kind = "query-own.py:Own"\ndescription = "d"\nsource = "s"\ndim = 4\ndropout = 0.0\n'
-        "learning_rate = 1e-3\nbatch_size = 32\nepochs = 1\npatience = 1\n"
-    )
-    arrays = make_arrays(joint=True)
-    head = fit_queries(
-        load_recipe(str(tmp_path / "mine.toml"), "kgc"), arrays, None, 0, ignore_progress
-    )
-    save_head(head, tmp_path / "saved", {})
-    assert load_query_head(tmp_path / "saved")[0].kind == "query-own.py:Own"

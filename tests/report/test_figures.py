@@ -1,0 +1,141 @@
+"""Figures: their files, the data beside them, and what the charts specify."""
+
+import csv
+import json
+import shutil
+import sys
+import warnings
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+import vl_convert
+
+import llmcond
+from llmcond.errors import UserError
+from llmcond.files import check_figure
+from llmcond.report.figures import plot_clusters, plot_curve
+
+NAMES = [
+    r"The price in $ of the ticket, whether paid in $ or in \euro, as told by the person standing "
+    "at the counter of the station in the rain",
+    r"$\frac{broken$",
+    "_hidden_^",
+    "\x1b[31mred",
+    *(f"the number of things of kind {i}" for i in range(6)),
+]
+
+
+def draw_clusters(path, n=60, names=NAMES):
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(n, 2)), rng.normal(size=(n, 2))
+    plot_clusters(*points, np.arange(n) % len(names), names, path, ("before", "after"))
+
+
+def draw_curves(path, log_x=True, x=(4096, 64, 512, 128, 256, 1024), names=NAMES):
+    x = np.array(x, dtype=np.float64)
+    mean = 0.7 - 1 / x
+    scores = {name: (mean - i / 50, mean - i / 40, mean) for i, name in enumerate(names)}
+    series = {name: zip(x, *columns, strict=True) for name, columns in scores.items()}
+    plot_curve(series, path, "dimensions $d$", "Spearman, $times$ 100", log_x)
+
+
+DRAWINGS = pytest.mark.parametrize("draw", [draw_clusters, draw_curves])
+
+
+def assert_image_is_complete(path):
+    data = path.read_bytes()
+    if path.suffix.lower() == ".png":
+        assert data.startswith(b"\x89PNG")
+        assert b"IEND" in data[-12:]
+    elif path.suffix.lower() == ".pdf":
+        assert data.startswith(b"%PDF")
+        assert b"%%EOF" in data[-8:]
+    else:
+        assert ET.fromstring(data).tag.endswith("svg")
+
+
+@DRAWINGS
+@pytest.mark.parametrize("name", ["figure.PNG", "new/figure.svg", "figure.pdf"])
+def test_figure_file_is_complete_and_reproducible(draw, name, tmp_path):
+    path = tmp_path / name
+    draw(path)
+    assert_image_is_complete(path)
+    first = path.read_bytes()
+    draw(path)
+    # The library that writes PDF files sorts their objects differently in each of them.
+    assert path.read_bytes() == first or path.suffix == ".pdf"
+    assert {p.name for p in path.parent.iterdir()} == {path.name, "figure-data.csv"}
+
+
+def read_data(path):
+    with path.open(encoding="utf-8", newline="") as stream:
+        return list(csv.reader(stream))
+
+
+def test_figure_data_has_the_plotted_points(tmp_path):
+    plot_curve({"b": [(2, 0.5, 0.4, 0.6), (1, 0.25, 0, 1)]}, tmp_path / "curve.svg", "steps", "MRR")
+    headings, *rows = read_data(tmp_path / "curve-data.csv")
+    assert headings == ["series", "steps", "MRR", "low", "high"]
+    assert rows == [["b", "1", "0.25", "0", "1"], ["b", "2", "0.5", "0.4", "0.6"]]
+    points = np.array([[0.5, 1.0], [2.0, 3.0]])
+    titles = ("before", "after")
+    plot_clusters(points, points + 1, np.array([1, 0]), NAMES[:2], tmp_path / "x.png", titles)
+    headings, *rows = read_data(tmp_path / "x-data.csv")
+    assert headings == ["condition", "before_x", "before_y", "after_x", "after_y"]
+    assert rows == [[NAMES[1], "0.5", "1.0", "1.5", "2.0"], [NAMES[0], "2.0", "3.0", "3.0", "4.0"]]
+
+
+@pytest.fixture
+def saved_charts(monkeypatch):
+    """The specifications of the charts that a test saves."""
+    charts, draw = [], vl_convert.vegalite_to_svg
+    monkeypatch.setattr(
+        vl_convert, "vegalite_to_svg", lambda spec: (charts.append(json.loads(spec)), draw(spec))[1]
+    )
+    return charts
+
+
+def test_curves_are_sorted_and_have_intervals_and_ticks(saved_charts, tmp_path):
+    series = {
+        "a": [(30, 3, 2, 4), (10, 1, 0, 2), (20, 2, 1, 3), (10, 1, 0, 2)],
+        "b": [(5, 2, 1, 4)],
+    }
+    plot_curve(series, tmp_path / "figure.png", "x", "y")
+    (chart,) = saved_charts
+    (values,) = chart["datasets"].values()
+    assert [tuple(row.values())[:5] for row in values] == [
+        ("a", 10, 1, 0, 2),
+        ("a", 20, 2, 1, 3),
+        ("a", 30, 3, 2, 4),
+        ("b", 5, 2, 1, 4),
+    ]
+    assert [layer["mark"]["type"] for layer in chart["layer"]] == ["area", "line", "rule", "point"]
+    axes = [layer["encoding"]["x"]["axis"]["values"] for layer in chart["layer"]]
+    assert axes == [[5, 10, 20, 30]] * 4
+    assert chart["config"]["background"] == "white"
+    assert "var(--" not in json.dumps(chart)
+
+
+def test_undefined_scores_are_plotted_without_warnings(tmp_path):
+    nan = [np.nan] * 3
+    scores = {"some": [0.1, np.nan, 0.3], "none": nan}
+    series = {
+        name: zip([1, 2, 3], values, nan, nan, strict=True) for name, values in scores.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_curve(series, tmp_path / "figure.png", "x", "y")
+    assert_image_is_complete(tmp_path / "figure.png")
+
+
+def test_analyses_work_without_chart_libraries(monkeypatch, tmp_path, tiny_run, caplog):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    caplog.set_level("INFO")
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    results = llmcond.analyse(run=run, what=["clusters"], conditions=2, split="train")
+    assert results["clusters"]
+    assert "no pictures: Altair and vl-convert, which draw figures, are not both" in caplog.text
+    assert not (run / "analyses").exists()
+    with pytest.raises(UserError, match=r"pip install 'llmcond\[report\]'"):
+        check_figure(tmp_path / "figure.png")

@@ -1,0 +1,92 @@
+"""Tables in terminals: figures of results, and no word or number that is cut."""
+
+import logging
+import re
+from dataclasses import replace
+from math import nan
+
+import pytest
+from helpers.terminal import render_text
+
+from llmcond.display import Table
+from llmcond.evaluation.results import Result, RowCounts
+from llmcond.metrics import METRICS, Estimate
+from llmcond.report.content import with_minus_signs
+from llmcond.report.tables import p_value_text, range_text, results_table
+
+RESULT = Result(
+    name="mlp@concat-sent-cond",
+    head="mlp",
+    prompts=("concat-sent-cond",),
+    subtract=True,
+    split="dev",
+    counts=RowCounts(n=1_830, n_pairs=985, n_dropped=154, n_compared=736, n_tied=110),
+    metrics={
+        "spearman": Estimate(0.587, 0.555, 0.619),
+        "pearson": Estimate(nan),
+        "accuracy": Estimate(0.821, 0.795, 0.846),
+    },
+)
+
+
+def test_result_shows_figures_times_100_with_intervals_and_counts():
+    text = " ".join(render_text(results_table([RESULT], "runs/[/x]")).split())
+    assert "1,830 rows of 985 sentence pairs, 154 unrated dropped" in text
+    assert "736 comparisons, 110 tied left out" in text
+    assert "mlp concat-sent-cond yes 58.7 [55.5, 61.9] undefined 82.1 [79.5, 84.6]" in text
+    assert "runs/[/x]" in text  # markup is shown literally
+    named = results_table([replace(RESULT, name="mlp@home")], "runs/x")
+    narrow = render_text(named, width=90)
+    assert "mlp@home" in narrow
+    assert "58.7 [55.5, 61.9]" in narrow
+
+
+def test_figures_are_formatted_for_readers():
+    metric = METRICS["spearman"]
+    assert range_text(metric, 0.1, nan) == ""
+    assert with_minus_signs(range_text(metric, -0.1, 0.2, signed=True)) == "−10.0 to +20.0"
+    assert [p_value_text(p) for p in (0.0004, 0.0312, nan)] == ["< 0.001", "0.031", "–"]
+    for values, cells in (
+        ([0.778, 0.7749, -0.06146], ["0.7780", "0.7749", "-0.0615"]),
+        ([12.25, 0.5, nan], ["12.25", "0.50", "nan"]),
+        ([1e-6, 2.5e-5], ["1e-06", "2.5e-05"]),
+        ([True, 3, None], ["yes", "3", ""]),
+    ):
+        (column,) = Table.of_rows([{"score": value} for value in values]).columns
+        assert [str(cell) for cell in column.cells] == cells
+
+
+TEXT = "The kettle leaks after a week and nobody answers, see https://example.org/support/19."
+
+
+def print_and_check(capsys, table):
+    words = {
+        word
+        for column in table.columns
+        for text in (column.heading, *map(str, column.cells))
+        for word in text.split()
+    }
+    title = table.note.split()
+    table.print()
+    out = capsys.readouterr().out
+    assert set(re.findall(r"[^\s─]+", out)) <= {*words, *title}
+    return out
+
+
+@pytest.mark.parametrize(("columns", "has_all"), [(80, False), (160, True), (None, True)])
+def test_narrow_line_omits_columns_and_names_them(capsys, monkeypatch, caplog, columns, has_all):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    caplog.set_level(logging.INFO, "llmcond")
+    row = {"rank": 1, "score": 0.9169, "text": TEXT, "id": "0b33f2dfa735dcd7", "kind": "kettle"}
+    table = Table.of_rows([row | {"customer": f"customer-{i:06}", "sentiment": "x"} for i in "12"])
+    out = print_and_check(capsys, table)
+    if columns is None:  # the output is no terminal
+        assert any("0.9169" in line and TEXT in line for line in out.splitlines())
+        return
+    assert max(map(len, out.splitlines())) <= columns
+    omitted = table.terminal(columns)[1]
+    assert bool(omitted) == (not has_all)
+    message = f"because a line has only {columns} characters: {', '.join(omitted)} (--json or"
+    assert (message in caplog.text) == bool(omitted)
