@@ -53,8 +53,6 @@ def make_rows(pairs: list[tuple[str, str]]) -> Rows:
     ("scale", "labels", "expected"),
     [
         (RatingScale(), [1, 2, 3.5, 5], [0, 0.25, 0.625, 1]),
-        (RatingScale(), [2, 3, 4], [0.25, 0.5, 0.75]),
-        (RatingScale(), ["1e0", " 3 ", "+5"], [0, 0.5, 1]),
         (RatingScale(-5, 5, unrated=99), [-5, -1, 99, 5], [0, 0.4, np.nan, 1]),
         (RatingScale(), [-1, "-1.0", 5], [np.nan, np.nan, 1]),
         (RatingScale(-5, 5, unrated="empty"), ["", " ", "NaN", -1, 5], [np.nan] * 3 + [0.4, 1]),
@@ -77,13 +75,11 @@ def test_ratings_are_scaled_by_the_range_and_not_by_the_data(
         (RatingScale(), "3,5", "row 2 of rows.csv: label is '3,5', not a number"),
         (RatingScale(), "", "label is '', not a number; .* as unrated: --unrated empty"),
         (RatingScale(), "nan", "label is 'nan', not a number; .* as unrated: --unrated empty"),
-        (RatingScale(), "inf", "label is inf, outside the rating range 1 to 5"),
         (RatingScale(unrated="empty"), -1, "is -1, outside .*not empty, which marks unrated rows"),
         (RatingScale(3, 3), 3, "low must be below high"),
         (RatingScale(1, float("inf")), 1, "rating range"),
         (RatingScale(-1, 1), 1, "-1 marks unrated rows, but is within .* -1 to 1.*--unrated"),
         (RatingScale(unrated=float("nan")), 1, "--unrated is nan; expected a number, or empty"),
-        (RatingScale(unrated="none"), 1, "--unrated is 'none'; expected a number, or empty"),
     ],
 )
 def test_invalid_rating_or_scale_is_reported(write_rows: WriteRows, scale, label, message: str):

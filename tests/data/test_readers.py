@@ -188,31 +188,19 @@ def test_damaged_file_is_reported_in_one_line(tmp_path: Path, suffix: str, damag
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("rows.csv", b"", ["rows.csv is empty"]),
         ("rows.csv", HEADER, ["rows.csv is empty"]),
-        ("rows.jsonl", b"\n \n", ["rows.jsonl is empty"]),
         (
             "rows.csv",
             b"sentence1,sentence_2,condition,label\na,b,c,1\n",
             ["no column 'sentence2'", "'label'", "Did you mean 'sentence_2'", "--columns"],
         ),
-        ("rows.csv", b"sentence1," + HEADER + b"a,x,b,c,1\n", ["'sentence1'", "twice"]),
         ("rows.jsonl", LINE + b'{"sentence1": "a"}\n', ["row 2 of rows.jsonl: sentence2 is empty"]),
-        ("rows.jsonl", LINE + b"\n" + LINE, ["row 2 of rows.jsonl: sentence1 is empty"]),
-        ("rows.csv", HEADER + b"a,b,c,1\n\nd,e,f,2\n", ["row 2 of rows.csv: sentence1 is empty"]),
         ("rows.csv", HEADER + b"a,b,c,1\na,b\n", ["line 3 has 2 fields, but its header has 4"]),
         ("rows.csv", HEADER + b'a,b,c,1\n"a"x,b,c,1\n', ["line 3 is malformed"]),
         ("rows.csv", HEADER + b'a,b,c,1\n"a,b,c,1\nd,e,f,1\n', ["malformed", "end of data"]),
-        ("rows.csv", HEADER.decode().encode("utf-16-le"), ["UTF-16", "iconv -f UTF-16-LE"]),
-        ("rows.json", b"{}", ["rows.json has no column 'sentence1'; it has none"]),
         ("rows.json", b"[1]", ["rows.json item 1 contains a int; expected an object"]),
-        ("rows.json", b"[{", ["rows.json is not valid JSON"]),
-        ("rows.jsonl", LINE + b"\n{oops\n", ["line 3 is not valid JSON"]),
         ("rows.jsonl", LINE + b'["a", "b"]\n', ["line 2 contains a list; expected an object"]),
-        ("rows.jsonl", b"[" * 100_000 + b"\n", ["rows.jsonl is not valid JSON"]),
-        ("rows.parquet", HEADER + b"a,b,c,1\n", ["rows.parquet is not a Parquet file"]),
         ("rows.txt", HEADER, ["ends in .txt. Expected a .csv, .tsv, .json, .jsonl, .parquet or"]),
-        ("rows", HEADER, ["ends in no suffix. Expected a .csv"]),
     ],
 )
 def test_malformed_file_is_a_user_error_that_names_the_line(
@@ -260,24 +248,17 @@ def test_unneeded_columns_are_not_converted(tmp_path: Path, in_memory: bool):
             load_rows(source, columns=Columns(condition=name))
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-def test_messages_about_columns_and_labels_stay_short(tmp_path: Path, suffix: str):
-    path = tmp_path / f"rows{suffix}"
+def test_messages_about_columns_and_labels_stay_short(tmp_path: Path):
+    path = tmp_path / "rows.csv"
     for names in ([f"column {i}" for i in range(3_000)], ["a long text " * 20_000, "sentence11"]):
-        if suffix == ".parquet":
-            pq.write_table(pa.table({name: ["a"] for name in names}), path)
-        elif suffix == ".jsonl":
-            path.write_text(json.dumps(dict.fromkeys(names, "a")) + "\n")
-        else:
-            path.write_text("\n".join([",".join(names), ",".join("a" for _ in names)]))
+        path.write_text("\n".join([",".join(names), ",".join("a" for _ in names)]))
         with pytest.raises(UserError, match=r"has no column 'sentence1'; it has '") as caught:
             load_rows(str(path))
         assert len(str(caught.value)) < 1_000
-    if suffix != ".parquet":
-        write_table(path, [("a", "b", "c", "a long text " * 20_000)])
-        with pytest.raises(UserError, match=r"label is 'a long text .*…, not a number") as caught:
-            load_rows(str(path))
-        assert len(str(caught.value)) < 1_000
+    write_table(path, [("a", "b", "c", "a long text " * 20_000)])
+    with pytest.raises(UserError, match=r"label is 'a long text .*…, not a number") as caught:
+        load_rows(str(path))
+    assert len(str(caught.value)) < 1_000
 
 
 LONG = "a" * (2**24 + 1)
@@ -287,12 +268,13 @@ LONG = "a" * (2**24 + 1)
     ("name", "content", "message"),
     [
         ("rows.csv.gz", LONG, "rows.csv.gz line 1 is longer than 16,777,216 characters"),
-        ("rows.tsv", f"sentence1\tsentence2\tcondition\tlabel\n{LONG}", "rows.tsv line 2 is"),
         ("rows.jsonl.gz", f"{LINE.decode()}{' ' * (2**24 + 1)}", "rows.jsonl.gz line 2 is longer"),
-        (
+        pytest.param(
             "rows.csv",
             HEADER.decode() + '"' + "a\n" * (2**23 + 1) + '",b,c,1\n',
             "a field of rows.csv line .* is longer than 16,777,216",
+            marks=pytest.mark.slow,
+            id="field",
         ),
     ],
 )
@@ -364,9 +346,7 @@ def test_shards_are_concatenated_in_order(tmp_path: Path):
     ("files", "message"),
     [
         (["train.csv", "train.tsv"], "several files for train: train.csv, train.tsv"),
-        (["train.csv", "dev.csv", "validation.csv"], "several files for dev"),
         (["notes.csv", "pretrain.csv", "latest.csv"], "without train, dev"),
-        (["train.txt"], "without train, dev"),
         (["test.csv", "dev.csv"], "has no train file; it has dev, test"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -404,17 +384,10 @@ def lines(*texts: str) -> bytes:
         # In a .tsv, every line is a row, whatever its quotation marks are.
         (
             "a.tsv",
-            lines("id\ttext", '1\t"Stop it, she said.', "2\tfine", '3\the went home."'),
-            {},
-            ['"Stop it, she said.', "fine", 'he went home."'],
-        ),
-        (
-            "a.tsv",
             lines('"id"\t"text"', '1\t"a ""b"" c"', '2\t"one\ttab"', '"3"\tplain', '4\t" "" "'),
             {},
             ['a "b" c', "one\ttab", "plain", ' " '],
         ),
-        ("a.tsv", lines("text", 'a, "b', 'c" d'), {}, ['a, "b', 'c" d']),
         (
             "a.csv",
             lines("id,text", '1,"one', 'two"', '2,"say ""hi"""'),
@@ -422,9 +395,7 @@ def lines(*texts: str) -> bytes:
             ["one\ntwo", 'say "hi"'],
         ),
         # Line breaks, blank lines and byte order marks.
-        ("a.csv", b"id,text\r\n1,a\r\n2,b\r\n", {}, ["a", "b"]),
         ("a.csv", b"id,text\r1,a\r2,b\r", {}, ["a", "b"]),
-        ("a.tsv", b"id\ttext\r1\ta\r2\tb", {}, ["a", "b"]),
         (
             "a.txt",
             lines("a\u2028b\u0085c", "d\u2029\x0ce"),
@@ -432,23 +403,18 @@ def lines(*texts: str) -> bytes:
             ["a\u2028b\u0085c", "d\u2029\x0ce"],
         ),
         ("a.jsonl", lines('{"text": "a\u2028b"}', '{"text": "c"}'), {}, ["a\u2028b", "c"]),
-        ("a.txt", b"a\nb\n\n \n", {}, ["a", "b"]),
         ("a.csv", b"\n\nid, text ,n\n1,a,2\n\n", {}, ["a"]),
         ("a.csv", b"\xef\xbb\xbf text,id\na,1\n", {}, ["a"]),
         ("a.jsonl", b'{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n', {}, ["a", "b"]),
         # Delimiters and formats.
         ("a.csv", b"sep=;\r\nid;text\r\n1;a, b\r\n", {}, ["a, b"]),
         ("a.csv", b"id;text\n1;a, b\n", {}, ["a, b"]),
-        ("a.csv", b"id#text\n1#a, b\n", {"delimiter": "#"}, ["a, b"]),
         ("a.txt", b"id|text\n1|a\n", {"delimiter": "|"}, ["a"]),
-        ("texts", b"a\nb\n", {}, ["a", "b"]),
         ("a.json", b'{"text": "a"}\n{"text": "b"}\n', {}, ["a", "b"]),
         ("a.jsonl", b' [{"text": "a"},\n {"text": "b"}]', {}, ["a", "b"]),
         # Encodings.
         ("a.csv", "text\n“5 €”\n".encode("cp1252"), {"encoding": "cp1252"}, ["“5 €”"]),
         ("a.txt", "é\nb\n".encode("utf-16-le"), {"encoding": "utf-16-le"}, ["é", "b"]),
-        ("a.csv", "text\né\n".encode("utf-32"), {}, ["é"]),
-        ("a.txt", b"\xff\xfe" + "é\n".encode("utf-16-le"), {"encoding": "utf-16-le"}, ["é"]),
         (
             "a.txt.gz",
             gzip.compress("日本\n".encode("shift_jis"), mtime=0),
@@ -456,7 +422,6 @@ def lines(*texts: str) -> bytes:
             ["日本"],
         ),
         # Rows that are left out, and HTML.
-        ("a.csv", b"id,text\n1,a\n2,\n3, \n4,b\n", {"skip_empty": True}, ["a", "b"]),
         ("a.txt", b"a\n\n \nb\n", {"skip_empty": True}, ["a", "b"]),
         (
             "a.jsonl",
@@ -489,39 +454,18 @@ def test_every_row_of_a_file_is_read(tmp_path: Path, name: str, content: bytes, 
             ["a.tsv line 3 has 1 field, but its header has 2", "every line is a row", ".jsonl"],
         ),
         ("a.csv", lines("id,text", '2,"b', "3,c"), {}, ["a.csv line 2", "before it is closed"]),
-        ("a.csv", lines("id,text", '1,"Best" screen'), {}, ["line 2 is malformed", "twice"]),
-        ("a.csv", lines("text", "a, b"), {}, ["line 2 has 2 fields", "name it .txt"]),
         ("a.txt", b"a\n\nb\n", {}, ["line 2 of a.txt: text is empty", "--skip-empty"]),
-        ("a.csv", b"text\na\n\nb\n", {}, ["data row 2 of a.csv: text is empty", "--skip-empty"]),
-        (
-            "a.txt",
-            b"<br>\n<p>\n",
-            {"skip_empty": True, "strip_html": True},
-            ["texts of all 2 rows are empty"],
-        ),
-        ("a.csv", b"id;Text\n1;a\n", {}, ["no column 'text'; it has 'id', 'Text'", "Did you mean"]),
-        ("a.jsonl", b'{"text": "a", "text": "b"}\n', {}, ["'text' occurs twice"]),
         ("a.jsonl", b'{"a": 1}\n{"b": 2}\n', {}, ["no column 'text'; it has 'a', 'b'"]),
-        ("a.json", b'{\n "text": "a"\n}\n', {}, ["line 1 is not valid JSON", "in one line"]),
         ("a.txt", b"hello world\na\0b\n", {}, ["line 2 of a.txt: text contains a NUL"]),
         ("a.csv", "text\nhi\n".encode("utf-16-le"), {}, ["a.csv seems", "--encoding utf-16-le"]),
-        ("a.txt", "привет мир\nда\n".encode("utf-16-be"), {}, ["--encoding utf-16-be"]),
-        ("a.txt", "你好，世界\n一\n".encode("utf-16-le"), {}, ["--encoding utf-16-le"]),
-        ("a.txt", "hello\n".encode("utf-32-be"), {}, ["--encoding utf-32-be"]),
         ("a.csv", b"text\n\x93hi\x94\n", {}, ["0x93 in line 2", "Windows-1252", "cp1252"]),
-        ("a.jsonl", b'{"text": "caf\xe9"}\n', {}, ["0xe9 in line 1", "--encoding cp1252"]),
         ("a.txt", "こんにちは世界\n".encode("shift_jis"), {}, ["in line 1", "--encoding"]),
         ("a.txt", "é\n".encode() + b"\xe9\n", {}, ["0xe9 in line 2", "Earlier lines are UTF-8"]),
         ("a.txt", b"a\x81\n", {"encoding": "cp1252"}, ["is not cp1252: byte 0x81"]),
         ("a.txt", "a".encode("utf-16"), {"encoding": "cp1252"}, ["mark of UTF-16", "Leave out"]),
-        ("a.txt", "abc\n".encode("utf-16")[:-1], {}, ["is not UTF-16"]),
         ("a.csv", gzip.compress(b"text\na\n", mtime=0), {}, ["compressed with gzip", ".gz"]),
-        ("a.csv", b"PK\x03\x04\x14\0\x06\0", {}, ["ZIP archive or an Excel workbook"]),
         ("a.txt", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", {}, ["old Excel"]),
-        ("a.txt", b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", {}, ["is a PDF"]),
         ("a.parquet", b"", {"delimiter": ";"}, ["--delimiter is for .csv, .tsv and .txt files"]),
-        ("a.xlsx", b"", {"encoding": "cp1252"}, ["--encoding is for", "not for a.xlsx"]),
-        ("a.pdf", b"", {}, ["a.pdf ends in .pdf. Expected"]),
     ],
 )
 def test_file_is_rejected_in_one_line(tmp_path: Path, name: str, content: bytes, options, words):
@@ -544,13 +488,6 @@ def test_file_is_rejected_in_one_line(tmp_path: Path, name: str, content: bytes,
             {},
             2,
             ["a.csv lines 2 to 5", "look like rows", "rows are missing"],
-        ),
-        (
-            "a.tsv",
-            lines("text", '"Stop it, she said.', "fine", 'he went home."'),
-            {},
-            3,
-            ["a.tsv lines 2 to 4", "every line is a row"],
         ),
         (
             "a.csv",
@@ -591,14 +528,6 @@ def test_rows_of_pandas_files_are_read_as_they_were(texts: list[str], tabs: bool
     assert read_bytes("a.tsv" if tabs else "a.csv", content.encode()) == texts
 
 
-@given(st.lists(TEXTS.filter(lambda text: "\t" not in text), min_size=1, max_size=5))
-def test_every_line_of_a_plain_tsv_is_a_row(texts: list[str]):
-    content = "".join(f"{i}\t{text}\n" for i, text in enumerate(texts))
-    rows = read_bytes("a.tsv", f"n\ttext\n{content}".encode())
-    unquoted = [text[1:-1].replace('""', '"') for text in texts]
-    assert all(row in pair for row, *pair in zip(rows, texts, unquoted, strict=True))
-
-
 def test_columns_and_delimiters_are_recognised(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path("C:a.csv")  # The name of a file may have colons.
@@ -617,14 +546,6 @@ def test_columns_and_delimiters_are_recognised(tmp_path: Path, monkeypatch):
     assert read(path, column=" text ", keep="id") == ["1"]
     with pytest.raises(UserError, match="has no column ''; it has '', 'text', 'id'"):
         read_collection(str(path), "text", [""])
-
-
-def test_rows_of_a_workbook_may_be_blank(tmp_path: Path):
-    write_sheet(tmp_path / "a.xlsx", [("text", "n"), ("a", 1), (), ("b", None), (), ()])
-    with pytest.raises(UserError, match=r"data row 2 of a.xlsx: text is empty \(None\)"):
-        read(tmp_path / "a.xlsx")
-    assert read(tmp_path / "a.xlsx", SKIP) == ["a", "b"]
-    assert read(tmp_path / "a.xlsx", SKIP, keep="n") == [1, None]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", "list"])
@@ -662,17 +583,13 @@ def test_candidates_are_lines(tmp_path: Path):
     ("text", "expected"),
     [
         ("<p>Hello <b>wor</b>ld</p><br/>now", "Hello world now"),
-        ("one<br>two<li>three</td>four", "one two three four"),
         ("<script>if (a < b) {}</script>a<style>p {}</style>b", "a b"),
         ("a <!-- <b>no</b> --> b<!-- open", "a b"),
-        ("<!DOCTYPE html><?xml version='1.0'?><EM CLASS=x>a</EM>", "a"),
         ("<a title='a > b' href=\"x\">link</a> <o:p>word</o:p>", "link word"),
         ("&lt;b&gt; &amp; caf&eacute;&nbsp;&#8211;\n\t&#x41;", "<b> & café – A"),
         ("a<b and b>c", "a<b and b>c"),
-        ("x <- y, i <3 you, 1 <2 and 3> 2", "x <- y, i <3 you, 1 <2 and 3> 2"),
         ("Dear <name>, <john@doe.org> wrote", "Dear <name>, <john@doe.org> wrote"),
         ("AT&T List<String> and <unk> <p", "AT&T List<String> and <unk> <p"),
-        ("<td nowrap align=left>a</td><option selected>b", "a b"),
     ],
 )
 def test_html_is_removed(text: str, expected: str):
@@ -702,14 +619,11 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
     [
         (b"a\nb, c\n", {}, None, ["a", "b, c"]),
         (b"id\ttext\n1\ta\n", {}, None, ["a"]),
-        (b"text\na\n", {}, None, ["a"]),
         (b"sentence;id\na, b;1\n", {}, None, ["a, b"]),
         (b'{"text": "a"}\n{"text": "b"}\n', {}, None, ["a", "b"]),
-        (b'[{"text": "a"},\n{"text": "b"}]', {}, None, ["a", "b"]),
         (b"[a list\n{brace\n", {}, None, ["[a list", "{brace"]),
         (b"id|body\n1|a\n", {"delimiter": "|"}, "body", ["a"]),
         (b"caf\xe9\n\n", {"encoding": "cp1252", "skip_empty": True}, None, ["café"]),
-        ("a\n".encode("utf-16"), {}, None, ["a"]),
     ],
 )
 def test_standard_input_is_texts_or_a_table(pipe, content: bytes, options, column, expected):
@@ -721,9 +635,7 @@ def test_unreadable_standard_input_is_rejected(pipe):
     for content, words in (
         (b" \n\n", "standard input is empty"),
         (b"", "standard input is empty, or was read before"),
-        (b"caf\xe9\n", "standard input is not UTF-8.*--encoding cp1252"),
         (gzip.compress(b"a", mtime=0), "standard input is not text: it is compressed with gzip"),
-        (b"a\n\nb\n", "line 2 of standard input: text is empty.*--skip-empty"),
     ):
         pipe(content)
         with pytest.raises(UserError, match=words):
@@ -773,14 +685,15 @@ class Hub(BaseHTTPRequestHandler):
             self.reply(b"{}", 404, ("X-Error-Code", "RepoNotFound"))
 
     def tree(self) -> list[dict[str, Any]]:
+        paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
         return [
             {
-                "type": "directory" if path.is_dir() else "file",
+                "type": "file",
                 "path": path.relative_to(self.folder).as_posix(),
                 "size": path.stat().st_size,
                 "oid": "0" * 40,
             }
-            for path in sorted(self.folder.rglob("*"))
+            for path in paths
         ]
 
     def send(self, path: Path):
@@ -831,11 +744,7 @@ def test_hub_datasets_are_read_like_folders_and_files(tmp_path: Path):
         server.server_close()
     folder = {"train": ["a0", "a1", "a2", "a3", "a4"], "dev": ["a5"]}
     assert results[:2] == [folder, folder]
-    assert {name: len(split) for name, split in results[2].items()} == {
-        "train": 14,
-        "dev": 3,
-        "test": 3,
-    }
+    assert [len(split) for split in results[2].values()] == [14, 3, 3]
     for source, (error, message) in zip(sources[3:], results[3:5], strict=True):
         assert error == "UserError"
         assert f"{source} does not exist" in message

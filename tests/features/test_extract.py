@@ -13,7 +13,6 @@ import lance
 import numpy as np
 import pytest
 import torch
-from helpers import checkpoints
 from helpers.processes import FORK_CONTEXT
 from helpers.waiting import PATIENCE
 from safetensors.torch import load_file, save_file
@@ -24,7 +23,6 @@ from llmcond.encoders.spec import InputError
 from llmcond.errors import DiskFullError, LlmcondError
 from llmcond.features import extract as extract_module
 from llmcond.features.extract import Chunking, extract, order_inputs
-from llmcond.features.missing import count_in_background
 from llmcond.features.store import FeatureStore
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", max_tokens_per_batch=128)
@@ -66,18 +64,6 @@ class RecordingEncoder:
 
     def encode_with_counts(self, inputs):
         self.batches.append(list(inputs))
-        return self.encoder.encode_with_counts(inputs)
-
-
-class LoggingEncoder:
-    """A real encoder that appends the keys of its inputs to a file."""
-
-    def __init__(self, encoder, log):
-        self.encoder, self.log, self.concurrency = encoder, log, encoder.concurrency
-
-    def encode_with_counts(self, inputs):
-        with self.log.open("ab") as stream:
-            stream.write(b"".join(item.key for item in inputs))
         return self.encoder.encode_with_counts(inputs)
 
 
@@ -142,33 +128,11 @@ def extract_in_worker(checkpoint, root, inputs, connection, file_limit=None, thr
         connection.send(error)
 
 
-def extract_stream_in_worker(checkpoint, root, inputs, connection, log):
-    """Extract from a generator, on two threads; send "half" when half of it has been read."""
-    torch.set_num_threads(2)
-    encoder = Encoder(resolve(str(checkpoint), OPTIONS))
-
-    def stream_inputs():
-        for position, item in enumerate(inputs):
-            if position == len(inputs) // 2:
-                connection.send("half")
-            yield item
-
-    connection.send("ready")
-    connection.recv()
-    store = open_store(root, checkpoint)
-    result = extract(
-        stream_inputs(),
-        store,
-        lambda: LoggingEncoder(encoder, log),
-        chunking=Chunking(CHUNK, WINDOW),
-    )
-    connection.send(result)
-
-
-def start_worker(*arguments, target=extract_in_worker):
+def start_worker(*arguments):
     """Start a worker process, and wait until its encoder is loaded."""
     parent_end, child_end = FORK_CONTEXT.Pipe()
-    process = FORK_CONTEXT.Process(target=target, args=(*arguments[:3], child_end, *arguments[3:]))
+    arguments = (*arguments[:3], child_end, *arguments[3:])
+    process = FORK_CONTEXT.Process(target=extract_in_worker, args=arguments)
     process.start()
     child_end.close()
     assert parent_end.recv() == "ready"
@@ -255,13 +219,6 @@ def test_reported_time_excludes_loading(store, encoder, monkeypatch):
     assert 2 <= result.seconds <= 10
 
 
-def test_progress_divides_the_time_among_threads(store, encoder):
-    progress = RecordingProgress()
-    extract(INPUTS[:40], store, lambda: encoder, progress, Chunking(CHUNK))
-    # One thread computes half a chunk at a time.
-    assert [row[0] for row in progress.advanced] == [8, 8, 8, 8, 8]
-
-
 def test_many_inputs_are_counted_during_encoding(store, encoder, monkeypatch):
     progress, inputs, counted = RecordingProgress(), INPUTS[:40], threading.Event()
     monkeypatch.setattr(extract_module, "COUNTED_FIRST", 39)
@@ -275,18 +232,6 @@ def test_many_inputs_are_counted_during_encoding(store, encoder, monkeypatch):
     progress.started.clear()
     extract(inputs, store, fail_to_load, progress, Chunking(CHUNK))
     assert progress.started == []
-
-
-def test_counting_ends_with_the_extraction(store):
-    def stream_endlessly():
-        yield from INPUTS
-        while True:
-            yield INPUTS[0]
-
-    counts = []
-    with count_in_background(store, stream_endlessly(), 16, counts.append):
-        assert threading.active_count() > 1
-    assert not counts
 
 
 def test_inputs_are_ordered_by_length_or_prefix():
@@ -314,27 +259,6 @@ def make_inputs_with_shared_prefixes():
         for text in ("the number of people", "what sport is played", "the time of the day")
     ]
     return random.Random(3).sample(inputs, k=len(inputs))
-
-
-def test_sharing_prefixes_changes_no_vector(tmp_path):
-    model = str(checkpoints.build_checkpoint("mistral", tmp_path / "model").folder)
-    inputs = make_inputs_with_shared_prefixes()
-    stores, n_computed = [], []
-    for shared in (True, False):
-        options = EncoderOptions(
-            dtype="float32",
-            device="cpu",
-            like="intfloat/e5-mistral-7b-instruct",
-            share_prefixes=shared,
-        )
-        encoder = Encoder(resolve(model, options))
-        store = open_store(tmp_path / str(shared), model, options=options)
-        extract(inputs, store, lambda e=encoder: e, chunking=Chunking(12, by_prefix=shared))
-        stores.append(store)
-        n_computed.append(encoder.encode_with_counts(inputs).n_computed)
-    assert stores[0].folder.name == stores[1].folder.name
-    np.testing.assert_allclose(*(store.lookup(inputs).read() for store in stores), atol=1e-5)
-    assert n_computed[0] < 0.7 * n_computed[1]
 
 
 # -- chunks and interruptions ----------------------------------------------------------------------
@@ -401,12 +325,11 @@ def test_two_processes_share_one_extraction(tmp_path, checkpoint, uninterrupted_
     assert read_rows(open_store(tmp_path, checkpoint)) == uninterrupted_rows
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_full_disk_keeps_stored_features(tmp_path, checkpoint, store, encoder, threads):
+def test_full_disk_keeps_stored_features(tmp_path, checkpoint, store, encoder):
     extract(INPUTS[:40], store, lambda: encoder, chunking=Chunking(CHUNK))
     before = read_rows(store)
     # The limit is below the size of a commit's manifest, as Lance overlooks truncated data files.
-    process, connection = start_worker(checkpoint, tmp_path, INPUTS, 512, threads)
+    process, connection = start_worker(checkpoint, tmp_path, INPUTS, 512, 3)
     connection.send("go")
     error = finish_worker(process, connection)
     assert isinstance(error, DiskFullError)
@@ -451,10 +374,9 @@ def test_repeats_across_windows_are_encoded_and_counted_once(store, encoder):
     assert sum(row[0] for row in progress.advanced) == 96
 
 
-@pytest.mark.parametrize("step", [4, 8])
-def test_immediate_repeats_are_stored_and_counted_once(store, encoder, step):
+def test_immediate_repeats_are_stored_and_counted_once(store, encoder):
     """While one thread encodes an input, another one meets it again, in the same batch or not."""
-    starts = sorted([*range(0, 153, step), *range(0, 153, 8)])
+    starts = sorted([*range(0, 153, 4), *range(0, 153, 8)])
     stream = (item for start in starts for item in INPUTS[start : start + 8])
     result = extract(stream, store, lambda: encoder, chunking=Chunking(CHUNK, 8))
     assert (result.n_inputs, result.n_computed) == (160, 160)
@@ -472,31 +394,6 @@ def test_truncated_inputs_are_counted_once_across_windows(tmp_path, checkpoint):
     assert first.n_tokens == sum(n + 2 for n in (7, 2, 12, 6, 9, 3))
     second = extract(iter(inputs[:4]), store, fail_to_load, chunking=Chunking(window=2))
     assert (second.n_inputs, second.n_truncated) == (3, 2)
-
-
-def test_killed_stream_recomputes_at_most_one_chunk(tmp_path, checkpoint):
-    def begin(name, log):
-        arguments = (checkpoint, tmp_path / name, INPUTS, tmp_path / log)
-        process, connection = start_worker(*arguments, target=extract_stream_in_worker)
-        connection.send("go")
-        assert connection.recv() == "half"
-        return process, connection
-
-    assert finish_worker(*begin("whole", "whole.log")).n_computed == len(INPUTS)
-    killed, _ = begin("killed", "killed.log")
-    killed.kill()
-    killed.join()
-    stored = len(open_store(tmp_path / "killed", checkpoint))
-    assert 0 < stored < len(INPUTS)
-    result = finish_worker(*begin("killed", "resumed.log"))
-    assert (result.n_inputs, result.n_computed) == (len(INPUTS), len(INPUTS) - stored)
-
-    logs = (tmp_path / "killed.log").read_bytes() + (tmp_path / "resumed.log").read_bytes()
-    encoded_keys = [logs[start : start + 16] for start in range(0, len(logs), 16)]
-    assert set(encoded_keys) == {item.key for item in INPUTS}
-    assert len(encoded_keys) <= len(INPUTS) + CHUNK
-    whole, resumed = (open_store(tmp_path / name, checkpoint) for name in ("whole", "killed"))
-    assert read_rows(resumed) == read_rows(whole)
 
 
 # -- threads ---------------------------------------------------------------------------------------
