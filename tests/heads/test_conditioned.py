@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -35,28 +35,15 @@ DIM, DIM_C = 6, 5
 # -- the equations, row by row -----------------------------------------------------------------
 
 
-def dot(row, values):
-    """Sum the products term by term."""
-    return sum(row[i] * values[i] for i in range(len(values)))
+def layer(weights, name, values):
+    """Compute W v + b of one vector."""
+    product = weights[name] @ values
+    return product + weights[f"{name}_bias"] if f"{name}_bias" in weights else product
 
 
-def layer(weights, name, values, bias="_bias"):
-    """Compute W v + b, output by output."""
-    rows = torch.stack([dot(row, values) for row in weights[name]])
-    return rows + weights[name + bias] if name + bias in weights else rows
-
-
-def form_matrix(weights, name, values, height, width):
-    """Compute the matrix that a layer generates, entry by entry."""
-    entries = layer(weights, name, values)
-    assert len(entries) == height * width
-    rows = [torch.stack([entries[i * width + j] for j in range(width)]) for i in range(height)]
-    return torch.stack(rows)
-
-
-def multiply(h, matrix):
-    """Compute h^T W, output by output."""
-    return torch.stack([dot(h, matrix[:, j]) for j in range(matrix.shape[1])])
+def generate_matrix(weights, name, values, height, width):
+    """Return the matrix that a layer generates, row after row."""
+    return layer(weights, name, values).view(height, width)
 
 
 ACTIVATIONS = {
@@ -100,14 +87,14 @@ def hypernet(weights, head_settings, h, c, drop):
     c = transform_condition(weights, head_settings, c, drop)
     rank, dim = head_settings.rank, head_settings.dim
     if rank:
-        first = form_matrix(weights, "factor1", drop(c, True), len(h), rank)
-        second = form_matrix(weights, "factor2", drop(c, True), rank, dim)
+        first = generate_matrix(weights, "factor1", drop(c, True), len(h), rank)
+        second = generate_matrix(weights, "factor2", drop(c, True), rank, dim)
         matrix = first @ second
     else:
-        matrix = form_matrix(weights, "matrix", drop(c, True), len(h), dim)
+        matrix = generate_matrix(weights, "matrix", drop(c, True), len(h), dim)
     if head_settings.activation == "none":
-        return multiply(h, matrix)
-    return drop(ACTIVATIONS[head_settings.activation](multiply(h, matrix)))
+        return h @ matrix
+    return drop(ACTIVATIONS[head_settings.activation](h @ matrix))
 
 
 def ablation(weights, head_settings, h, c, drop):
@@ -249,10 +236,8 @@ def test_recipes_as_in_paper_have_neither_layer_nor_bias():
 
 
 def test_heads_that_start_at_identity_return_their_features():
-    generator = torch.Generator().manual_seed(0)
-    x, which = random((5, 6), generator).float(), torch.arange(5)
-    condition = random((5, 6), generator).float()
-    one_hot = torch.eye(5, 6)
+    x, condition = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+    one_hot, which = torch.eye(5, 6), torch.arange(5)
     mlp_settings = {"dim": 6, "hidden": 12, "depth": 2, "last": "none"}
     cases = [
         ("linear", {"dim": 6}, condition, x),
@@ -289,11 +274,8 @@ def multiply_by_condition(x, which, factors, product=torch.bmm):
 def multiply_by_rows(x, which, factors):
     """Multiply each row by the explicit matrix of its condition."""
     rows = []
-    for i in range(len(x)):
-        matrix = factors[0][int(which[i])]
-        for factor in factors[1:]:
-            matrix = matrix @ factor[int(which[i])]
-        rows.append(matrix.T @ x[i])
+    for row, condition in zip(x, which.tolist(), strict=True):
+        rows.append(reduce(torch.matmul, [factor[condition] for factor in factors], row))
     return torch.stack(rows)
 
 
@@ -446,7 +428,7 @@ def test_factors_and_norms_match_equations(heads, name):
     expected_matrices = []
     for h_c in torch.tensor(condition).double():
         c = transform_condition(weights, head.settings, h_c, drop_nothing)
-        generate = partial(form_matrix, weights)
+        generate = partial(generate_matrix, weights)
         expected_matrices.append(
             [generate("factor1", c, DIM, 2), generate("factor2", c, 2, 3)]
             if head.settings.rank

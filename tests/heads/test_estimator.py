@@ -110,22 +110,14 @@ def test_fitted_head_equals_head_of_fit_recipe(conditioned, name):
 
 
 def test_seed_is_random_state_or_sampled_from_generator(data):
+    settings = {**SHORT, "epochs": 1}
     for make_state in (int, np.random.RandomState):
-        settings = {**SHORT, "epochs": 1}
-        bits = [
-            tensors(
-                Head(
-                    "linear",
-                    settings=settings,
-                    validation_fraction=0.25,
-                    random_state=make_state(seed),
-                )
-                .fit(*data)
-                .head_
-            )
-            for seed in (5, 5, 6)
+        heads = [
+            Head("linear", settings=settings, validation_fraction=0.25, random_state=state)
+            for state in map(make_state, (5, 5, 6))
         ]
-        assert bits[0] == bits[1] != bits[2]
+        first, repeated, other = (tensors(head.fit(*data).head_) for head in heads)
+        assert first == repeated != other
 
 
 @pytest.mark.parametrize("name", ["ica", "none", "random"])
