@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
 import llmcond
-from llmcond import plugins
 from llmcond.bundled import bundled_names
 from llmcond.cli import run
 from llmcond.conditions import Condition
@@ -366,46 +365,6 @@ def test_training_starts_from_head_fitted_on_frozen_features(
     assert "holds features of" in train("frozen", "--head", "none", command=run_rejected)
     (tmp_path / "frozen" / "heads").rename(tmp_path / "gone")
     assert "does not exist" in train("third", *arguments, command=run_rejected)
-
-
-CUSTOM_HEAD = """
-import torch
-
-from llmcond.heads import HeadModule, SizedSettings
-
-
-class Gated(HeadModule):
-    Settings = SizedSettings
-
-    def __init__(self, settings, dim_in, dim_condition=0):
-        super().__init__(settings, dim_in, dim_condition)
-        self.value = torch.nn.Linear(dim_in, settings.dim)
-        self.gate = torch.nn.Linear(dim_in, settings.dim)
-
-    def forward(self, x, condition=None, which=None):
-        return self.dropout(self.value(x) * torch.sigmoid(self.gate(x)))
-"""
-
-
-def test_custom_head_is_trained_from_its_file(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(plugins, "_REGISTERED", {})
-    monkeypatch.setattr(plugins, "_LOADED", [])
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "my_heads.py").write_text(CUSTOM_HEAD)
-    (tmp_path / "own" / "gated.toml").write_text(
-        'kind = "my_heads.py:Gated"\ndescription = "d"\nsource = "s"\ndim = 8\ndropout = 0.1\n'
-        "learning_rate = 1e-2\nbatch_size = 8\nepochs = 1\npatience = 1\n"
-    )
-    summary = train("tuned", "--head", tmp_path / "own" / "gated.toml", "--set", "cosent=0.1")
-    assert summary["head"] == "gated@concat-sent-cond+c"
-    assert summary["weights"]["head"] == 2 * (32 * 8 + 8)
-    embedder = llmcond.load_embedder(tmp_path / "tuned")
-    assert embedder.encode(["two men play in the park"], "the place").shape == (1, 8)
-    record = json.loads((tmp_path / "tuned/heads/gated@concat-sent-cond+c/head.json").read_text())
-    assert record["kind"] == "my_heads.py:Gated"
-    # --start alone names the head, so that --head is not needed.
-    continued = train("again", "--start", tmp_path / "tuned/heads/gated@concat-sent-cond+c")
-    assert continued["head"] == summary["head"]
 
 
 def test_template_with_extra_column_is_trained_on(train, write_rows, small_rows, tmp_path):

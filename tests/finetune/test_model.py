@@ -451,27 +451,6 @@ def test_only_adapters_and_head_learn(prepare, case, quantize):
     assert not [name for name, value in parameters.items() if torch.equal(value, before[1][name])]
 
 
-def test_4_bit_weights_match_gradients_of_dequantised_weights(prepare):
-    """On some CPUs, bitsandbytes repacks weights at their first use, for inference only."""
-    bits = pytest.importorskip("bitsandbytes")
-    trainable, reference = (prepare(QUANTISED, quantize=kind) for kind in ("4bit", "none"))
-    perturb_weights(trainable)
-    rows = inputs_of_every_length(trainable)
-    loss, gradients = loss_and_gradients(trainable, rows)
-    assert_same_gradients(gradients, loss_and_gradients(trainable, rows, padded=True)[1], 1e-4)
-    trainable.network.state_dict()  # restores the original packing
-    values = dict(trainable.network.named_parameters())
-    with torch.no_grad():
-        for key, value in reference.network.named_parameters():
-            weight = values[key]
-            if weight.dtype == torch.uint8:
-                weight = bits.functional.dequantize_4bit(weight.data, weight.quant_state)
-            value.copy_(weight)
-    expected_loss, expected = loss_and_gradients(reference, rows)
-    assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-4)
-    assert_same_gradients(gradients, expected, 1e-4)
-
-
 def test_targets_select_projections(prepare):
     attention, mlp = DECODER[:4], DECODER[4:]
     cases = [

@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from sklearn.base import clone, is_regressor
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_score
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import get_tags
 from sklearn.utils.estimator_checks import check_estimator
@@ -171,13 +171,10 @@ def test_held_out_pairs_select_epoch(data, monkeypatch):
     assert all(epoch["dev_spearman"] is not None for epoch in head.curve_)
 
 
-def test_fit_notes_are_raised_as_warnings(data):
-    with pytest.warns(UserWarning, match="are fewer than batch_size 512"):
-        Head("linear", settings={"epochs": 1}).fit(*data)
-
-
-def test_undefined_score_is_nan_without_warning(data):
+def test_fit_notes_are_warnings_and_undefined_scores_are_nan(data):
     X, y = data
+    with pytest.warns(UserWarning, match="are fewer than batch_size 512"):
+        Head("linear", settings={"epochs": 1}).fit(X, y)
     head = Head("none").fit(X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -224,8 +221,7 @@ def test_grid_search_over_pipeline_varies_recipe_dimension_and_setting(condition
         {"head__recipe": ["hypernet-mse"], "head__settings": [RECIPES["hypernet-mse"]]},
     ]
     assert is_regressor(Head())
-    pipeline = make_pipeline(StandardScaler(), Head(n_condition=DIM_C))
-    pipeline.steps[1] = ("head", pipeline.steps[1][1])
+    pipeline = Pipeline([("scale", StandardScaler()), ("head", Head(n_condition=DIM_C))])
     search = GridSearchCV(pipeline, grid, cv=2, error_score="raise")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fewer than batch_size")

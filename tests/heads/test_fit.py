@@ -145,33 +145,25 @@ def convert_to_forms(dense):
     }
 
 
-@pytest.mark.parametrize("name", ["low rank, contrasts", "mlp, bfloat16"])
-def test_features_in_any_form_give_same_head(monkeypatch, name):
+@pytest.mark.parametrize("name", ["low rank", "low rank, contrasts", "mlp, bfloat16"])
+def test_features_and_conditions_in_any_form_give_same_head(monkeypatch, name):
+    """The mask of a condition and its position depend on the number that it gets."""
     (kind, changes), pairs, dev = VARIANTS[name], make_pairs(), make_pairs(40, seed=1)
     changes = {**SHORT, **changes}
     expected = fit(kind, pairs, dev, **changes)
+    _, first, number = np.unique(pairs.condition, axis=0, return_index=True, return_inverse=True)
+    conditions = convert_to_forms(pairs.condition)
+    conditions["gathered"] = SharedRows(pairs.condition[first][::-1], 6 - number.ravel())
+    forms = [(pairs.take(np.arange(120)), dev.take(np.arange(40)))]
+    for form, features in convert_to_forms(pairs.first).items():
+        converted = replace(pairs, first=features, condition=conditions[form])
+        forms.append((converted, replace(dev, first=convert_to_forms(dev.first)[form])))
     for dense_bytes in (2**29, 0):
         monkeypatch.setattr("llmcond.heads.fitted._DENSE_BYTES", dense_bytes)
-        for form, first in convert_to_forms(pairs.first).items():
-            other_dev = replace(dev, first=convert_to_forms(dev.first)[form])
-            actual = fit(kind, replace(pairs, first=first), other_dev, **changes)
+        for converted, converted_dev in forms:
+            actual = fit(kind, converted, converted_dev, **changes)
             assert tensors(actual) == tensors(expected)
             assert actual.fit.record == expected.fit.record
-
-
-@pytest.mark.parametrize("name", ["low rank", "low rank, any rows"])
-def test_conditions_in_any_form_give_same_head(name):
-    """The mask of a condition and its position depend on the number that it gets."""
-    (kind, changes), pairs = VARIANTS[name], make_pairs()
-    forms = convert_to_forms(pairs.condition)
-    _, first, number = np.unique(pairs.condition, axis=0, return_index=True, return_inverse=True)
-    forms["gathered"] = SharedRows(pairs.condition[first][::-1], 6 - number.ravel())
-    expected = tensors(fit(kind, pairs, **{**SHORT, **changes}))
-    for converted in (
-        pairs.take(np.arange(len(pairs))),
-        *(replace(pairs, condition=form) for form in forms.values()),
-    ):
-        assert tensors(fit(kind, converted, **{**SHORT, **changes})) == expected
 
 
 @pytest.mark.parametrize("dense_bytes", [2**29, 0])
@@ -314,11 +306,10 @@ def test_epoch_from_disk_has_every_row_once(tmp_path, short_runs, sides):
 
 def test_rows_from_disk_are_shuffled_by_runs(tmp_path, short_runs):
     spy = fit_with_spy(move_to_disk(make_numbered_pairs(60), tmp_path), batch_size=15)
-    for rows in spy.epochs():
-        # A batch has three runs of five adjacent rows, in any order; the runs need not be adjacent.
-        assert [len({row // 5 for row in batch}) for batch in rows] == [3] * 4
-        assert all(batch != sorted(batch) for batch in rows)
-    assert len({frozenset(row // 5 for row in batch) for batch in spy.rows()}) > 4
+    run_sets = [frozenset(row // 5 for row in batch) for batch in spy.rows()]
+    assert {len(runs) for runs in run_sets} == {3}  # of five adjacent rows, in any order
+    assert len(set(run_sets)) > 4
+    assert all(batch != sorted(batch) for batch in spy.rows())
 
 
 @pytest.mark.parametrize("storage", ["memory", "disk"])
@@ -599,6 +590,9 @@ def test_similarity_of_ensemble_is_mean_of_members(kind, changes, tmp_path):
     assert {entry["stage"] for entry in stages if entry} == {f"member-{i}" for i in range(3)}
     singles = [fit(kind, pairs, pairs, 5 + i * 2**20, **SHORT, **changes) for i in range(3)]
     similarity = compute_similarity(head, pairs)
+    condition = pairs.condition if head.dim_condition else None
+    sides = [torch.tensor(head.transform(s, condition)) for s in (pairs.first, pairs.second)]
+    np.testing.assert_allclose(head.module.similarity(*sides), similarity, atol=1e-5)
     expected = np.mean([compute_similarity(single, pairs) for single in singles], axis=0)
     np.testing.assert_allclose(similarity, expected, atol=1e-5)
     curves = [member["curve"] for member in head.fit.record["members"]]

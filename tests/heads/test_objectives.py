@@ -186,38 +186,11 @@ def test_sum_of_objectives_equals_sum_of_equations(batch, objective_settings):
     assert_equals_equations(batch, objective_settings)
 
 
-# The row with the higher rating has the angles 0 and 0.6, and the other row 0.3 and 1.5.
-P, N = math.cos(0.6), math.cos(1.2)
-EXPECTED_LOSSES = {
-    "mse": ((P - 0.75) ** 2 + (N - 0.25) ** 2) / 2,
-    "acl": math.log(1 + math.exp((N - P) / 1.5)),
-    "v1": math.log(math.exp(math.cos(1.5) / 1.5) + math.exp(math.cos(0.3) / 1.5)) - P / 1.5,
-    "self-negatives": math.log(
-        math.exp(P / 1.5)
-        + math.exp(N / 1.5)
-        + math.exp(math.cos(0.3) / 3)
-        + math.exp(math.cos(0.9) / 3)
-    )
-    - P / 1.5,
-    "quadruplet": 1 - P + N,
-    "cosent": math.log(1 + math.exp(20 * (N - P))),
-    "ranking": math.log(1 + math.exp(20 * (N - P))),
-}
-
-
-def test_losses_with_default_settings_equal_those_computed_by_hand():
-    for higher, rows in enumerate(([(0.0, 0.6), (0.3, 1.5)], [(0.3, 1.5), (0.0, 0.6)])):
-        first, second = (
-            torch.tensor([[math.cos(angle), math.sin(angle)] for angle in side]).double()
-            for side in zip(*rows, strict=True)
-        )
-        rating = torch.tensor([0.75, 0.25] if higher == 0 else [0.25, 0.75]).double()
-        pairs = torch.tensor([[0, 1]])
-        for name, expected in EXPECTED_LOSSES.items():
-            loss = compute_loss(first, second, rating, settings_of(name), pairs)
-            assert loss.item() == pytest.approx(expected, rel=1e-6)
-        loss = compute_loss(first, second, rating, ObjectiveSettings())
-        assert loss.item() == pytest.approx(EXPECTED_LOSSES["mse"], rel=1e-6)
+def test_default_settings_are_those_of_the_papers():
+    expected = {"mse": 1.0, "temperature": 1.5, "margin": 1.0, "scale": 20.0}
+    expected |= {"info_nce_form": "acl", "ties": "drop"}
+    assert ObjectiveSettings(**expected) == ObjectiveSettings()
+    assert_equals_equations(BATCH, ObjectiveSettings())
 
 
 def test_matryoshka_is_the_mean_loss_of_truncated_embeddings():
