@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,42 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def change_json(path: Path, **changes: Any) -> None:
-    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **changes})
+    """Change fields of a JSON object in a file, which is created if it does not exist."""
+    values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_json(path, {**values, **changes})
+
+
+def write_modules(folder: Path, *kinds: str, pooling: Mapping[str, Any] | str = "mean") -> None:
+    """Write modules.json of sentence-transformers, and the config of its pooling.
+
+    Args:
+        folder: folder of the checkpoint.
+        kinds: classes of the modules after Transformer and Pooling.
+        pooling: config of the pooling, or its mode.
+    """
+    names = ["Transformer", "Pooling", *kinds]
+    modules = [
+        {"path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
+        for i, name in enumerate(names)
+    ]
+    write_json(folder / "modules.json", modules)
+    config = {"pooling_mode": pooling} if isinstance(pooling, str) else pooling
+    write_json(folder / "1_Pooling" / "config.json", config)
+
+
+def write_dense(
+    folder: Path, weights: Mapping[str, Tensor], activation: str = "linear.Identity"
+) -> None:
+    """Write a dense layer of sentence-transformers."""
+    out_features, in_features = weights["linear.weight"].shape
+    values = {
+        "in_features": in_features,
+        "out_features": out_features,
+        "bias": "linear.bias" in weights,
+        "activation_function": f"torch.nn.modules.{activation}",
+    }
+    write_json(folder / "config.json", values)
+    save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
 
 
 # -- tokenizers --------------------------------------------------------------------------------
@@ -416,40 +451,11 @@ def _build_gemma(folder: Path) -> TinyCheckpoint:
             "tokenizer_class": "GemmaTokenizer",
         },
     )
-    weights = {**weights, **_write_modules(folder, "mean", dense=[(HIDDEN, 48), (48, HIDDEN)])}
-    return TinyCheckpoint(folder, network, tokenizer, weights, [2], [1])
-
-
-def _write_modules(
-    folder: Path, pooling: str, dense: Sequence[tuple[int, int]] = ()
-) -> dict[str, Tensor]:
-    """Write the files of sentence-transformers; return the weights of the dense layers."""
-    kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
-    paths = [f"{i}_{kind}" if i else "" for i, kind in enumerate(kinds)]
-    write_json(
-        folder / "modules.json",
-        [
-            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for i, (path, kind) in enumerate(zip(paths, kinds, strict=True))
-        ],
-    )
-    modes = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
-    write_json(
-        folder / "1_Pooling" / "config.json",
-        {f"pooling_mode_{name}": mode == pooling for mode, name in modes.items()},
-    )
-    weights = {}
-    for path, (width, out) in zip(paths[2:], dense, strict=False):
-        values = {
-            "in_features": width,
-            "out_features": out,
-            "bias": False,
-            "activation_function": "torch.nn.modules.linear.Identity",
-        }
-        write_json(folder / path / "config.json", values)
+    write_modules(folder, "Dense", "Dense", "Normalize")
+    for path, width, out in (("2_Dense", HIDDEN, 48), ("3_Dense", 48, HIDDEN)):
         weights[path] = torch.randn(out, width) / width**0.5
-        save_file({"linear.weight": weights[path]}, folder / path / "model.safetensors")
-    return weights
+        write_dense(folder / path, {"linear.weight": weights[path]})
+    return TinyCheckpoint(folder, network, tokenizer, weights, [2], [1])
 
 
 def _build_xlm_r(folder: Path, pooling: str = "mean") -> TinyCheckpoint:
@@ -465,7 +471,7 @@ def _build_xlm_r(folder: Path, pooling: str = "mean") -> TinyCheckpoint:
     network = _random_network(XLMRobertaModel, config)
     weights = network.state_dict()
     _save(folder, config, weights, architectures=["XLMRobertaModel"])
-    _write_modules(folder, pooling)
+    write_modules(folder, "Normalize", pooling=pooling)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "bos_token": "<s>",
