@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoints import load_on_cpu
 from helpers.waiting import PATIENCE
 
 from llmcond.encoders import EncoderInput
@@ -18,7 +19,6 @@ from llmcond.encoders.encoder import (
     Concurrency,
     WorkerThreads,
     check_cancelled,
-    load_encoder,
 )
 
 # With the one thread of a test worker, tests could not see that the number is restored.
@@ -38,7 +38,22 @@ def wait_for(event):
     assert event.wait(PATIENCE)
 
 
-# -- order -------------------------------------------------------------------------------------
+def check_usable(workers):
+    """Check that the threads have ended, and that the next work is not cancelled."""
+    check_cancelled()
+    for n_items in (0, 1, 9):
+        assert list(workers.map(square, range(n_items))) == [square(i) for i in range(n_items)]
+
+
+def wait_until_cancelled(stopped):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        try:
+            check_cancelled()
+        except CancelledError:
+            stopped.set()
+            raise
+        time.sleep(0.001)
 
 
 def test_results_are_in_item_order(workers):
@@ -53,17 +68,7 @@ def test_results_are_in_item_order(workers):
         return number
 
     assert list(workers.map(backwards, range(30))) == list(range(30))
-
-
-def test_items_run_concurrently(workers):
-    barrier = threading.Barrier(3)
-    list(workers.map(lambda _: barrier.wait(PATIENCE), range(3)))
-
-
-@pytest.mark.parametrize("n_items", [0, 1, 2, 3, 4, 50])
-def test_map_can_be_repeated_with_any_number_of_items(workers, n_items):
-    for _ in range(3):
-        assert list(workers.map(square, range(n_items))) == [square(i) for i in range(n_items)]
+    check_usable(workers)
 
 
 def test_few_items_are_consumed_ahead_of_results(workers):
@@ -75,50 +80,36 @@ def test_few_items_are_consumed_ahead_of_results(workers):
             yield number
 
     results = workers.map(square, endless())
+    assert consumed == []
     for number in range(20):
         assert next(results) == square(number)
         assert len(consumed) <= number + 1 + workers.concurrency.threads
     results.close()
 
 
-def test_map_is_lazy(workers):
-    begun = []
-    results = workers.map(begun.append, range(5))
-    assert begun == []
-    list(results)
-    assert sorted(begun) == list(range(5))
+# -- errors and cancellation -------------------------------------------------------------------
 
 
-# -- errors ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("failing", [0, 2])
+def test_running_items_finish_when_one_fails(workers, failing):
+    together, begun, finished = threading.Barrier(3), [], []
 
-
-class FailingWork:
-    """Work on items of which one fails while others are running."""
-
-    def __init__(self, failing):
-        self.failing, self.together = failing, threading.Barrier(3)
-        self.begun, self.finished = [], []
-
-    def __call__(self, number):
-        self.begun.append(number)
+    def work(number):
+        begun.append(number)
         if number < 3:
-            self.together.wait(PATIENCE)
-        if number == self.failing:
+            together.wait(PATIENCE)
+        if number == failing:
             raise ValueError(f"item {number}")
         time.sleep(0.05)
-        self.finished.append(number)
+        finished.append(number)
 
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_running_items_finish_when_one_fails(workers, failing):
-    work = FailingWork(failing)
     with pytest.raises(ValueError, match=f"item {failing}"):
         list(workers.map(work, range(1_000)))
-    assert sorted([*work.finished, failing]) == sorted(work.begun)
-    begun = list(work.begun)
+    assert sorted([*finished, failing]) == sorted(begun)
     assert max(begun) <= failing + 2 * workers.concurrency.threads
-    assert list(workers.map(square, range(9))) == [square(i) for i in range(9)]
-    assert work.begun == begun
+    n_begun = len(begun)
+    check_usable(workers)
+    assert len(begun) == n_begun
 
 
 def test_waiting_items_do_not_begin_when_one_fails(workers):
@@ -141,7 +132,7 @@ def test_waiting_items_do_not_begin_when_one_fails(workers):
         list(workers.map(fail_first, range(1_000)))
     release.set()
     other.join(PATIENCE)
-    assert list(workers.map(square, range(9))) == [square(i) for i in range(9)]
+    check_usable(workers)
     assert set(begun) <= {0, 1}
 
 
@@ -158,78 +149,45 @@ def test_error_in_items_ends_the_work(workers):
 
     with pytest.raises(OSError, match="cannot be read"):
         list(workers.map(slow, items()))
-    finished_before = list(finished)
-    assert set(finished_before) <= {0, 1, 2}
-    assert list(workers.map(square, range(4))) == [0, 1, 4, 9]
-    assert finished == finished_before
+    n_finished = len(finished)
+    check_usable(workers)
+    assert len(finished) == n_finished
 
 
-def test_error_does_not_cancel_later_work(workers):
-    with pytest.raises(ValueError, match="item 1"):
-        list(workers.map(FailingWork(1), range(5)))
-    check_cancelled()
+def test_keyboard_interrupt_cancels_the_work(workers):
+    begun, stopped = Event(), Event()
 
+    def items():
+        yield from range(2)
+        wait_for(begun)
+        raise KeyboardInterrupt
 
-# -- cancellation ------------------------------------------------------------------------------
+    def work(number):
+        if number:
+            begun.set()
+            wait_until_cancelled(stopped)
+
+    with pytest.raises(KeyboardInterrupt):
+        list(workers.map(work, items()))
+    assert stopped.is_set()
+    check_usable(workers)
 
 
 def test_closed_results_cancel_the_work(workers):
-    running, stopped = Event(), []
+    running, stopped = Event(), Event()
 
     def work(number):
-        if number == 0:
-            return number
-        running.set()
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            try:
-                check_cancelled()
-            except CancelledError:
-                stopped.append(number)
-                raise
-            time.sleep(0.001)
+        if number:
+            running.set()
+            wait_until_cancelled(stopped)
         return number
 
     results = workers.map(work, count())
     assert next(results) == 0
     wait_for(running)
     results.close()
-    assert stopped
-    assert len(stopped) <= workers.concurrency.threads
-    # All threads have ended, and the next work is not cancelled.
-    check_cancelled()
-    assert list(workers.map(square, range(9))) == [square(i) for i in range(9)]
-
-
-def test_keyboard_interrupt_cancels_the_work(workers):
-    begun, stopped = Event(), Event()
-
-    def work(number):
-        if number:
-            begun.set()
-            while True:
-                try:
-                    check_cancelled()
-                except CancelledError:
-                    stopped.set()
-                    raise
-                time.sleep(0.001)
-
-    def interrupted():
-        yield 0
-        yield 1
-        wait_for(begun)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(workers.map(work, interrupted()))
     assert stopped.is_set()
-    check_cancelled()
-
-
-def test_work_is_not_cancelled_by_default(workers):
-    check_cancelled()
-    assert list(workers.map(lambda _: check_cancelled(), range(20))) == [None] * 20
+    check_usable(workers)
 
 
 # -- threads -----------------------------------------------------------------------------------
@@ -244,32 +202,21 @@ def run_in_new_thread(function):
 
 
 def test_workers_do_not_change_thread_count_of_other_threads(workers):
-    assert set(workers.map(lambda _: torch.get_num_threads(), range(20))) == {1}
-    assert torch.get_num_threads() == 2
-    assert run_in_new_thread(torch.get_num_threads) == 2
-    list(workers.map(square, range(20)))
-    assert torch.get_num_threads() == 2
-    assert run_in_new_thread(torch.get_num_threads) == 2
-
-
-def test_workers_do_not_change_thread_count_of_their_caller(workers):
-    """A thread inherits its number when it first needs it, which may be after workers began."""
-
     def start():
         list(workers.map(square, range(20)))
         return torch.get_num_threads()
 
+    # A thread inherits its number when it first needs it, which may be after workers began.
     assert run_in_new_thread(start) == 2
+    assert set(workers.map(lambda _: torch.get_num_threads(), range(20))) == {1}
     assert torch.get_num_threads() == 2
     assert run_in_new_thread(torch.get_num_threads) == 2
-    assert set(workers.map(lambda _: torch.get_num_threads(), range(20))) == {1}
 
 
 @pytest.mark.parametrize(
     ("cores", "device", "quantize", "runtime", "expected"),
     [
         (1, "cpu", "none", "torch", (1, 1)),
-        (2, "cpu", "none", "torch", (2, 1)),
         (6, "cpu", "none", "torch", (6, 1)),
         (6, "cpu", "4bit", "torch", (1, 6)),
         (32, "cpu", "none", "torch", (8, 4)),
@@ -287,36 +234,42 @@ def test_workers_share_the_cores(cores, device, quantize, runtime, expected):
     assert (workers.concurrency.threads, threads) == expected
 
 
-def test_threads_share_the_workers(workers):
-    results, barrier = {}, threading.Barrier(5)
+def run_together(function, arguments):
+    """Call a function in one thread per argument, all at once, and return results by argument."""
+    results, barrier = {}, threading.Barrier(len(arguments))
 
-    def use(number):
+    def use(argument):
         barrier.wait(PATIENCE)
-        results[number] = list(workers.map(square, range(number, number + 40)))
+        results[argument] = function(argument)
 
-    users = [threading.Thread(target=use, args=(number,)) for number in range(5)]
+    users = [threading.Thread(target=use, args=(argument,)) for argument in arguments]
     for user in users:
         user.start()
     for user in users:
         user.join(PATIENCE)
+    return results
+
+
+def test_threads_share_the_workers(workers):
+    results = run_together(lambda n: list(workers.map(square, range(n, n + 40))), range(5))
     assert results == {n: [square(i) for i in range(n, n + 40)] for n in range(5)}
 
 
 # -- encoders on worker threads ----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def encoders(tiny_checkpoint):
-    """A bidirectional encoder and a causal one with shared prefixes, with three threads each."""
-    threads = torch.get_num_threads()
+def make_encoder(tiny_checkpoint, kind, **options):
+    """Load an encoder with three threads."""
     torch.set_num_threads(3)
-    options = {"dtype": "float32", "device": "cpu", "runtime": "torch"}
-    encoders_by_kind = {
-        "bert": load_encoder(str(tiny_checkpoint()), **options),
-        "mistral": load_encoder(str(tiny_checkpoint("mistral")), pooling="last", **options),
-    }
-    torch.set_num_threads(threads)
-    return encoders_by_kind
+    encoder = load_on_cpu(tiny_checkpoint(kind), **options)
+    torch.set_num_threads(2)
+    assert encoder.concurrency.threads == 3
+    return encoder
+
+
+@pytest.fixture
+def encoder(tiny_checkpoint):
+    return make_encoder(tiny_checkpoint, "bert")
 
 
 def random_inputs(seed, n_texts):
@@ -329,75 +282,50 @@ def random_inputs(seed, n_texts):
 
 
 @pytest.mark.processor
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_threads_that_encode_concurrently_get_correct_vectors(encoders, kind):
-    encoder = encoders[kind]
-    assert encoder.concurrency.threads == 3
+@pytest.mark.parametrize(("kind", "options"), [("bert", {}), ("mistral", {"pooling": "last"})])
+def test_threads_that_encode_concurrently_get_correct_vectors(tiny_checkpoint, kind, options):
+    encoder = make_encoder(tiny_checkpoint, kind, **options)
     # These are less than one thread takes at a time, exactly as much, and more than two take.
     batches = [random_inputs(seed, n) for seed, n in enumerate([3, UNIT, 2 * UNIT + 1])]
-    expected = [
-        np.concatenate(
-            [encoder.encode(items[start : start + 50]) for start in range(0, len(items), 50)]
-        )
-        for items in batches
-    ]
-    encoded, barrier = {}, threading.Barrier(len(batches))
-
-    def use(number):
-        barrier.wait(PATIENCE)
-        encoded[number] = encoder.encode_with_counts(batches[number])
-
-    users = [threading.Thread(target=use, args=(number,)) for number in range(len(batches))]
-    for user in users:
-        user.start()
-    for user in users:
-        user.join(PATIENCE)
+    encoded = run_together(lambda n: encoder.encode_with_counts(batches[n]), range(len(batches)))
     for number, items in enumerate(batches):
-        np.testing.assert_allclose(encoded[number].vectors, expected[number], rtol=0, atol=1e-5)
+        parts = [encoder.encode(items[start : start + 50]) for start in range(0, len(items), 50)]
+        vectors, expected = encoded[number].vectors, np.concatenate(parts)
+        np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
         lengths = [len(item.text.split()) + 2 for item in items]
         assert encoded[number].n_tokens.tolist() == lengths
         assert 0 < encoded[number].n_computed <= sum(lengths)
 
 
-def test_error_in_worker_is_raised_by_encode(encoders, monkeypatch):
-    encoder, items = encoders["bert"], random_inputs(10, 3 * UNIT)
+def test_error_in_worker_is_raised_by_encode(encoder):
+    items = random_inputs(10, 3 * UNIT)
 
     def fail(module, args, kwargs):
         raise RuntimeError("mat1 and mat2 shapes differ")
 
     hook = encoder.engine.model.network.register_forward_pre_hook(fail, with_kwargs=True)
-    try:
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            encoder.encode(items)
-    finally:
-        hook.remove()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        encoder.encode(items)
+    hook.remove()
     assert np.isfinite(encoder.encode_with_counts(items).vectors).all()
 
 
-def test_cancelled_extraction_stops_between_batches(encoders):
-    encoder, items = encoders["bert"], random_inputs(11, 3 * UNIT)
-    begun, released = Event(), Event()
-    forwards = []
+def test_cancelled_extraction_stops_between_batches(encoder):
+    items, released, forwards = random_inputs(11, 3 * UNIT), Event(), []
 
     def slow(module, args, kwargs):
         forwards.append(len(forwards))
-        begun.set()
         wait_for(released)
 
-    budget = encoder.engine.budget
     encoder.engine.budget = 64
     hook = encoder.engine.model.network.register_forward_pre_hook(slow, with_kwargs=True)
-    try:
-        workers = WorkerThreads(encoder.concurrency)
-        results = workers.map(encoder.encode_with_counts, [[items[0]], items, items])
-        timer = threading.Timer(0.2, released.set)
-        timer.start()
-        next(results)
-        results.close()
-    finally:
-        hook.remove()
-        encoder.engine.budget = budget
-    assert begun.is_set()
+    results = WorkerThreads(encoder.concurrency).map(
+        encoder.encode_with_counts, [[items[0]], items, items]
+    )
+    threading.Timer(0.2, released.set).start()
+    next(results)
+    results.close()
+    hook.remove()
     # Without cancellation there would be hundreds.
-    assert len(forwards) < 100
+    assert 0 < len(forwards) < 100
     assert encoder.encode_with_counts(items[:5]).vectors.shape == (5, encoder.dim)

@@ -70,6 +70,9 @@ class StoringHub:
         if parts == ["api", "validate-yaml"]:
             assert json.loads(body)["content"].startswith("---\n")
             return 200, {"errors": [], "warnings": []}, {}
+        return self._answer_repo(method, parts, body)
+
+    def _answer_repo(self, method: str, parts: list[str], body: bytes) -> Answer:
         is_file = parts[:2] != ["api", "models"]
         repo, rest = "/".join(parts[:2] if is_file else parts[2:4]), parts[2 if is_file else 4 :]
         if repo == "me/gated" or (repo == "me/asked" and is_file):
@@ -78,7 +81,7 @@ class StoringHub:
             return 404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
         if is_file:
             return self._read(repo, rest[1], "/".join(rest[2:]))
-        return self._answer_repo(method, repo, rest, body)
+        return self._answer_api(method, repo, rest, body)
 
     def _create(self, settings: dict[str, Any]) -> Answer:
         repo = f"{settings['organization']}/{settings['name']}"
@@ -90,7 +93,7 @@ class StoringHub:
         self.private[repo] = bool(private)
         return 200, url, {}
 
-    def _answer_repo(self, method: str, repo: str, rest: list[str], body: bytes) -> Answer:
+    def _answer_api(self, method: str, repo: str, rest: list[str], body: bytes) -> Answer:
         info = {"id": repo, "private": self.private[repo], "sha": self._head(), "siblings": []}
         if not rest:
             return 200, info, {}

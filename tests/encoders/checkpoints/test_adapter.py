@@ -454,7 +454,9 @@ def test_missing_base_is_reported(bert, tuned):
     assert f"Restore the base, or change base_model_name_or_path in {CONFIG}." in str(raised.value)
     for name in (None, "", 5):
         change_json(folder / CONFIG, base_model_name_or_path=name)
-        with pytest.raises(UserError, match=rf"its {CONFIG} does not name the encoder .* Set base_"):
+        with pytest.raises(
+            UserError, match=rf"its {CONFIG} does not name the encoder .* Set base_"
+        ):
             load_on_cpu(folder)
     for base in (tuned, folder):  # the second adapter names itself
         change_json(folder / CONFIG, base_model_name_or_path=str(base))
@@ -501,9 +503,7 @@ NAN = {"encoder.layer.0.attention.self.query.lora_A.weight": torch.full((4, 32),
     ],
 )
 @pytest.mark.usefixtures("native_16_bit")
-def test_invalid_adapters_are_rejected_before_download(
-    bert, monkeypatch, config, tensors, message
-):
+def test_invalid_adapters_are_rejected_before_download(bert, monkeypatch, config, tensors, message):
     _, folder = bert
     change_json(folder / CONFIG, **config)
     change_tensors(folder, **tensors)
@@ -658,7 +658,9 @@ def test_base_with_other_weights_than_in_training_is_rejected(bert, tiny_checkpo
     assert identify(folder).weights.endswith(f" on {trained_weights}")
     shutil.rmtree(base)
     shutil.copytree(tiny_checkpoint(seed=1), base)
-    expected = rf"trained on {base} with the weights {trained_weights}.* are {identify(base).weights}"
+    expected = (
+        rf"trained on {base} with the weights {trained_weights}.* are {identify(base).weights}"
+    )
     with pytest.raises(UserError, match=expected):
         load_on_cpu(folder)
 
@@ -753,12 +755,16 @@ def test_adapter_and_base_are_loaded_from_hub(cache, tmp_path):
 
 def test_invalid_repositories_are_reported(cache, tuned, tmp_path):
     change_json(tuned / CONFIG, base_model_name_or_path="me/base")
-    with pytest.raises(LlmcondError, match=rf"{tuned} is an adapter of me/base.*cannot be") as error:
+    with pytest.raises(
+        LlmcondError, match=rf"{tuned} is an adapter of me/base.*cannot be"
+    ) as error:
         load_on_cpu(tuned)
     assert type(error.value) is LlmcondError  # not an error of the user
     change_json(tuned / CONFIG, base_model_name_or_path="me/tuned")
     checkpoints.write_to_hub_cache(tuned, cache, "me/tuned")
-    with pytest.raises(UserError, match="me/tuned is an adapter, so it cannot be the base of me/tu"):
+    with pytest.raises(
+        UserError, match="me/tuned is an adapter, so it cannot be the base of me/tu"
+    ):
         load_on_cpu("me/tuned")
     checkpoints.write_json(tmp_path / "x" / "other.json", {})
     checkpoints.write_to_hub_cache(tmp_path / "x", cache, "me/x")

@@ -195,7 +195,7 @@ def test_invalid_dense_layers_are_rejected(folder):
             save_file({key: value for key, value in changed.items() if value is not None}, path)
         else:
             path.write_bytes(content)
-        with pytest.raises(LlmcondError, match="the dense layer 2_Dense of .* cannot be loaded"):
+        with pytest.raises(LlmcondError, match=r"the dense layer 2_Dense of .* cannot be loaded"):
             load_on_cpu(folder)
     path.unlink()
     with pytest.raises(LlmcondError, match=r"lacks 1 files .*2_Dense/model\.safetensors"):
@@ -283,7 +283,10 @@ def test_default_prompt_suits_instruction_format_and_pooling(
         ({"like": "BAAI/bge-m33"}, "like is 'BAAI/bge-m33', not a known model.*'BAAI/bge-m3'"),
         ({"like": "BAAI/bge-m3"}, "has the architecture 'bert', but .*not a copy of BAAI/bge-m3"),
         ({"like": "minilm", "pooling": "pooler"}, "'pooler', but .* only supports mean or cls or"),
-        ({"like": "minilm", "attention": "causal"}, "trained with bidirectional attention; .*noise"),
+        (
+            {"like": "minilm", "attention": "causal"},
+            "trained with bidirectional attention; .*noise",
+        ),
     ],
 )
 def test_unsupported_options_are_rejected(folder, options, message):
@@ -346,7 +349,11 @@ def test_lists_and_nulls_in_config_are_accepted(folder):
 
 @pytest.mark.parametrize(
     "change",
-    [{"num_attention_heads": 7}, {"hidden_act": "foo"}, {"model_type": "nvembed", "text_config": {}}],
+    [
+        {"num_attention_heads": 7},
+        {"hidden_act": "foo"},
+        {"model_type": "nvembed", "text_config": {}},
+    ],
 )
 def test_invalid_config_is_reported_in_one_line(folder, change):
     change_json(folder / "config.json", **change)
@@ -450,7 +457,7 @@ def test_copy_gets_settings_of_known_model_unless_options_differ(decoder):
 
 
 def test_known_model_accepts_only_itself_as_like():
-    with pytest.raises(UserError, match="minilm is a known model with .*, so like cannot be BAAI"):
+    with pytest.raises(UserError, match=r"minilm is a known model with .*, so like cannot be BAAI"):
         resolve("minilm", replace(CPU, like="BAAI/bge-m3"))
     with_like, plain = resolve("minilm", replace(CPU, like="minilm")), resolve("minilm", CPU)
     assert with_like == replace(plain, options=with_like.options)
@@ -460,7 +467,7 @@ def test_known_model_accepts_only_itself_as_like():
 def test_float16_is_rejected_for_model_that_collapses_in_it(decoder):
     change_json(decoder / "config.json", model_type="qwen2")
     for check in (resolve, check_model):
-        with pytest.raises(UserError, match="does not work in float16: .*vectors collapse"):
+        with pytest.raises(UserError, match=r"does not work in float16: .*vectors collapse"):
             check(str(decoder), replace(CPU, like=QWEN, dtype="float16"))
     assert identify(decoder, like=QWEN, dtype="auto").dtype == "bfloat16"
     (message,) = resolve_folder(decoder, like=QWEN, quantize="8bit").assumed
@@ -509,7 +516,11 @@ NESTED_CODE = {
     [
         {"model_type": "nvembed", "auto_map": {"AutoConfig": "evil.Config"}},
         # transformers builds such a part with AutoModel.from_config, which prompts and runs code.
-        {"model_type": "llava", "vision_config": NESTED_CODE, "text_config": {"model_type": "bert"}},
+        {
+            "model_type": "llava",
+            "vision_config": NESTED_CODE,
+            "text_config": {"model_type": "bert"},
+        },
         {"model_type": "bert", "parts": [{"deeper": NESTED_CODE}]},
     ],
     ids=["top level", "nested config", "nested list"],
