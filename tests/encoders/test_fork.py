@@ -17,21 +17,15 @@ import llmcond
 from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    # Tests with one thread lack the pool of PyTorch's threads.
+    pytest.mark.usefixtures("two_threads"),
+]
 TEXTS = [f"A man rides horse number {number}." for number in range(40)]
 #: Nothing in a child takes as long, even on a busy machine; a child that waits for threads that do
 #: not exist never ends.
 PATIENCE = 60
-
-
-@pytest.fixture(autouse=True)
-def _several_threads():
-    """Give the parent a pool of PyTorch's threads, which tests with one thread lack."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch.randn(300, 300) @ torch.randn(300, 300)
-    yield
-    torch.set_num_threads(threads)
 
 
 def in_child(work):
@@ -71,35 +65,27 @@ def result_in_child(work):
     return data.decode() if data.startswith(b"LlmcondError") else float(np.frombuffer(data)[0])
 
 
-@pytest.mark.parametrize("used", [True, False])
-@pytest.mark.parametrize("runtime", ["openvino", "torch"])
+@pytest.mark.parametrize(
+    ("runtime", "used"), [("openvino", True), ("torch", True), ("torch", False)]
+)
 def test_encoder_works_in_forked_process(runtime, used):
     if runtime == "openvino":
         pytest.importorskip("openvino")
     encoder = load_encoder("minilm", device="cpu", dtype="float32", runtime=runtime)
-    expected = encoder.encode(TEXTS) if used else None
+    texts = TEXTS[:8]
+    expected = encoder.encode(texts) if used else None
 
     def compare():
-        first = encoder.encode(TEXTS)
-        second = encoder.encode(TEXTS[::-1])[::-1]
+        first, second = encoder.encode(texts), encoder.encode(texts[::-1])[::-1]
         return np.abs(first - (second if expected is None else expected)).max()
 
-    for _ in range(2):
-        assert result_in_child(compare) < 1e-5
-    # The parent is not affected.
-    np.testing.assert_array_equal(encoder.encode(TEXTS), encoder.encode(TEXTS))
-
-
-def test_embedder_works_in_process_forked_from_forked_process():
-    embedder = llmcond.load_embedder(device="cpu")
-    expected = embedder.encode(TEXTS, "the animal")
-
-    def compare():
-        return np.abs(embedder.encode(TEXTS, "the animal") - expected).max()
-
+    # A process that is forked from the forked process works too.
     assert result_in_child(lambda: max(compare(), result_in_child(compare))) < 1e-5
+    # The parent is not affected.
+    np.testing.assert_array_equal(encoder.encode(texts), encoder.encode(texts))
 
 
+@pytest.mark.slow
 def test_process_that_does_not_use_encoder_ends_normally():
     code = (
         "import os, sys, llmcond\n"
@@ -150,28 +136,16 @@ def test_encoder_on_gpu_is_rejected_at_once(minilm):
     assert "get_context('spawn')" in message
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda index: index.search("cats", condition="the animal"),
-        lambda index: index.search("cats", condition="the animal", where="id != 'x'"),
-        lambda index: index.search("cats", condition="the colour"),
-        lambda index: index.add(["A new text."]),
-        lambda index: index.delete(["x"]),
-        lambda index: llmcond.Index.open(index.folder).search("cats", condition="the animal"),
-        lambda index: llmcond.extract(model="minilm", run=index.folder.parent / "run"),
-        lambda index: llmcond.embed(
-            texts=index.folder / "texts.lance", out=index.folder.parent / "v.lance", condition="c"
-        ),
-    ],
-)
-def test_lance_is_rejected_in_forked_process_at_once(index, use):
-    message = result_in_child(lambda: use(index))
-    assert "does not work after a fork. Start processes with" in message
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    index = llmcond.Index.build(tmp_path_factory.mktemp("fork") / "index", TEXTS, device="cpu")
+def test_lance_is_rejected_in_forked_process_at_once(tmp_path):
+    index = llmcond.Index.build(tmp_path / "index", TEXTS, device="cpu")
     index.search("dogs", condition="the animal")
-    return index
+    texts, out = index.folder / "texts.lance", tmp_path / "vectors.lance"
+    for use in (
+        lambda: index.search("cats", condition="the animal"),
+        lambda: index.add(["A new text."]),
+        lambda: index.delete(["x"]),
+        lambda: llmcond.Index.open(index.folder).search("cats", condition="the animal"),
+        lambda: llmcond.extract(model="minilm", run=tmp_path / "run"),
+        lambda: llmcond.embed(texts=texts, out=out, condition="c"),
+    ):
+        assert "does not work after a fork. Start processes with" in result_in_child(use)
