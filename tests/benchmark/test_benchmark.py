@@ -3,26 +3,17 @@
 import json
 import math
 import random
-import sys
 from dataclasses import replace
-from importlib import import_module
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from helpers.commands import run_json, run_rejected
+from helpers.commands import run_json
 from torch.nn import functional
 
 from llmcond.benchmark import checks, speeds
-from llmcond.benchmark.shapes import (
-    Shape,
-    branching_inputs,
-    csts_inputs,
-    long_inputs,
-    random_encoder,
-    shorten_input,
-)
+from llmcond.benchmark.shapes import Shape, csts_inputs, random_encoder
 from llmcond.benchmark.speeds import PlainLoop, sentence_transformers
 from llmcond.commands.encode import Bench
 from llmcond.encoders import EncoderOptions
@@ -75,18 +66,6 @@ def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
     assert "| nv-embed-v2: stored vectors" in page.read_text()
 
 
-def test_invalid_options_are_rejected_before_any_check(capsys):
-    for arguments, message in (
-        (("--model", "minlm"), "unknown model 'minlm'"),
-        (("--device", "cuda:99"), "PyTorch sees"),
-        (("--quantize", "3bit"), "Legal: none, 8bit, 4bit"),
-        (("--shape", "gpt"), "--shape is 'gpt'. Legal: nv-embed-v2, mistral-7b"),
-        (("--lengths", "64", "513"), "--lengths has 513; expected numbers from 16 to 512"),
-        (("--out", "page.html"), "name a .md file"),
-    ):
-        assert message in run_rejected(capsys, "bench", "--quick", *arguments)
-
-
 def test_failed_checks_are_named_after_output(capsys):
     bad = checks.Check("a = b", 0.5, 0.1, False)
     fine = checks.Check("c = d", 0.0, 0.1, True)
@@ -132,19 +111,6 @@ def test_packing_check_detects_wrong_attention_and_padding(environment):
         checks.packing_difference(encoder, inputs)
 
 
-def test_dequantised_weights_match_multiplied_weights(environment):
-    pytest.importorskip("bitsandbytes")
-    resolved = environment.resolve("minilm", "float32", "8bit")
-    config = load_config(resolved.checkpoint, resolved.identity.attention)
-    network = load_model(resolved, config).network
-    linear = network.encoder.layer[0].intermediate.dense
-    values = checks.dequantized(linear)
-    x = torch.randn(3, values.shape[1])
-    expected = torch.nn.functional.linear(x, values, linear.bias)
-    assert (linear(x) - expected).norm() < 0.02 * expected.norm()
-    assert checks.dequantized(network.embeddings.word_embeddings) is None
-
-
 def test_weights_and_heads_of_benchmark_are_deterministic(environment, mistral, tmp_path):
     np.testing.assert_array_equal(checks.fit_head("cpu"), checks.fit_head("cpu"))
     folder, inputs = mistral.resolved.checkpoint.folder, csts_inputs(3, instruct=True)
@@ -161,25 +127,6 @@ def test_weights_and_heads_of_benchmark_are_deterministic(environment, mistral, 
 # -- texts and peers ---------------------------------------------------------------------------
 
 
-def test_inputs_have_lengths_of_their_names(mistral):
-    counts = mistral.encode_with_counts(csts_inputs(100, instruct=True)).n_tokens
-    assert 30 < counts.mean() < 60
-    long = long_inputs(3, instruct=True)
-    assert mistral.encode_with_counts(long).n_tokens.min() > 512
-    shortened = [
-        shorten_input(item, 512, lambda candidate: mistral._tokenizer([candidate])[0].n_tokens)
-        for item in long
-    ]
-    tokens = mistral.encode_with_counts(shortened).n_tokens
-    assert 490 < tokens.min() <= tokens.max() <= 512
-    inputs = branching_inputs(32, 8, instruct=True)
-    assert len({item.instruction for item in inputs}) == 4
-    assert len({item.text for item in inputs[:8]}) == 8
-    with checks.engine_settings(mistral.engine, shares=True):
-        shared = mistral.encode_with_counts(inputs).n_computed
-    assert mistral.encode_with_counts(inputs).n_tokens.sum() > 3 * shared
-
-
 def test_peers_compute_same_vectors(mistral):
     inputs = csts_inputs(40, instruct=True)
     loop = PlainLoop(mistral, mistral.engine.model.network)
@@ -187,41 +134,6 @@ def test_peers_compute_same_vectors(mistral):
     np.testing.assert_allclose(loop.encode(inputs), vectors, atol=1e-5)
     np.testing.assert_allclose(sentence_transformers(loop, mistral)(inputs), vectors, atol=1e-5)
     assert loop.computed(inputs) > loop.computed(inputs, by_length=True)
-
-
-def test_causal_encoder_is_timed_with_shared_prefixes(environment):
-    scale = speeds.Scale(0.0, 1, 64, 64)
-    results = list(speeds.run_encoder(environment.resolve("mistral-7b"), scale, must_pack=True))
-    rows = [result for result in results if isinstance(result, speeds.Speed)]
-    branching = [row for row in rows if row.inputs == "8 conditions a sentence"]
-    assert [row.way for row in branching] == ["packed", "packed, shared prefixes"]
-    assert branching[1].difference < 1e-5
-    assert set(branching[1].ratios) == {"packed"}
-    verdicts = [result.passed for result in results if isinstance(result, checks.Check)]
-    assert verdicts == [True] * 3
-
-
-def test_failing_way_does_not_stop_others(environment):
-    loaded = speeds._load(environment.resolve("minilm"))
-
-    def broken(inputs):
-        raise RuntimeError("out of memory")
-
-    first = next(speeds._list_ways(loaded))
-    ways = [replace(first, name="broken", encode=broken), first]
-    inputs = csts_inputs(8, instruct=False)
-    results = list(speeds._measure(loaded, "C-STS", inputs, ways, speeds.Scale(0, 1, 64, 8)))
-    assert [type(result) for result in results] == [speeds.Skipped, speeds.Speed]
-    assert results[0].why == "RuntimeError: out of memory"
-    assert results[1].ratios == {}
-
-
-def test_memory_is_measured_without_resource_module(monkeypatch):
-    """Windows has no ``resource`` module."""
-    assert 0.01 < speeds.peak_memory("cpu") < 100
-    monkeypatch.setitem(sys.modules, "resource", None)
-    monkeypatch.delitem(sys.modules, "llmcond.benchmark.speeds")
-    assert 0.01 < import_module("llmcond.benchmark.speeds").peak_memory("cpu") < 100
 
 
 # -- stored vectors ----------------------------------------------------------------------------

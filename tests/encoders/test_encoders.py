@@ -79,6 +79,16 @@ def test_vectors_match_hidden_states_of_transformers(tiny_checkpoint, kind, pool
         np.testing.assert_allclose(encoder.encode(plain_inputs(texts)), expected, atol=1e-5)
 
 
+@pytest.mark.processor
+@pytest.mark.usefixtures("native_16_bit")
+def test_bfloat16_is_close_to_float32(minilm):
+    items = plain_inputs(TEXTS[:4])
+    vectors, expected = load_on_cpu("minilm", dtype="bfloat16").encode(items), minilm.encode(items)
+    assert vectors.dtype == np.float32
+    assert cosines(vectors, expected).min() >= 0.999
+    assert np.abs(vectors - expected).max() > 1e-4  # it was in fact computed in bfloat16
+
+
 def test_mean_is_summed_in_float32():
     # bfloat16 cannot represent 257, the sum of these ones.
     hidden = torch.ones(1, 257, 1, dtype=torch.bfloat16)

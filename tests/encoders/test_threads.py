@@ -112,30 +112,6 @@ def test_running_items_finish_when_one_fails(workers, failing):
     assert len(begun) == n_begun
 
 
-def test_waiting_items_do_not_begin_when_one_fails(workers):
-    occupied, release, begun = threading.Barrier(3), Event(), []
-
-    def occupy(_):
-        occupied.wait(PATIENCE)
-        wait_for(release)
-
-    def fail_first(number):
-        begun.append(number)
-        if number == 0:
-            raise ValueError("item 0")
-        time.sleep(0.1)
-
-    other = threading.Thread(target=lambda: list(workers.map(occupy, range(2))))
-    other.start()
-    occupied.wait(PATIENCE)
-    with pytest.raises(ValueError, match="item 0"):
-        list(workers.map(fail_first, range(1_000)))
-    release.set()
-    other.join(PATIENCE)
-    check_usable(workers)
-    assert set(begun) <= {0, 1}
-
-
 def test_error_in_items_ends_the_work(workers):
     finished = []
 
@@ -295,19 +271,6 @@ def test_threads_that_encode_concurrently_get_correct_vectors(tiny_checkpoint, k
         lengths = [len(item.text.split()) + 2 for item in items]
         assert encoded[number].n_tokens.tolist() == lengths
         assert 0 < encoded[number].n_computed <= sum(lengths)
-
-
-def test_error_in_worker_is_raised_by_encode(encoder):
-    items = random_inputs(10, 3 * UNIT)
-
-    def fail(module, args, kwargs):
-        raise RuntimeError("mat1 and mat2 shapes differ")
-
-    hook = encoder.engine.model.network.register_forward_pre_hook(fail, with_kwargs=True)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        encoder.encode(items)
-    hook.remove()
-    assert np.isfinite(encoder.encode_with_counts(items).vectors).all()
 
 
 def test_cancelled_extraction_stops_between_batches(encoder):

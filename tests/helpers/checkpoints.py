@@ -360,8 +360,6 @@ def _mistral_settings(tokenizer_class: str, end: bool) -> dict[str, Any]:
         "eos_token": "</s>",
         "unk_token": "<unk>",
         "pad_token": "</s>",
-        "legacy": True,
-        "clean_up_tokenization_spaces": False,
         "model_max_length": 10**30,
         "tokenizer_class": tokenizer_class,
     }
@@ -382,8 +380,6 @@ def _build_qwen(
         "eos_token": "<|im_end|>" if family == "Qwen3" else "<|endoftext|>",
         "pad_token": "<|endoftext|>",
         "unk_token": None,
-        "errors": "replace",
-        "split_special_tokens": False,
         "model_max_length": POSITIONS,
         "tokenizer_class": "Qwen2Tokenizer",
     }
@@ -401,7 +397,6 @@ def _build_gte_qwen2(
         auto_map={
             "AutoModel": "modeling_qwen.Qwen2Model",
             "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM",
-            "AutoModelForSequenceClassification": "modeling_qwen.Qwen2ForSequenceClassification",
         },
     )
     change_json(
@@ -583,9 +578,6 @@ def _build_nv_embed(
     write_json(
         folder / "config.json",
         {
-            "_name_or_path": "nvidia/NV-Embed-v2",
-            "add_eos": True,
-            "add_pad_token": True,
             "architectures": ["NVEmbedModel"],
             "auto_map": {
                 "AutoConfig": "configuration_nvembed.NVEmbedConfig",
@@ -601,12 +593,9 @@ def _build_nv_embed(
                 "num_cross_heads": cross_heads,
                 "num_latents_value": latents,
             },
-            "mask_type": "b",
             "model_type": "nvembed",
-            "padding_side": "right",
             "text_config": {
                 **backbone,
-                "_name_or_path": "nvidia/NV-Embed-v2",
                 "architectures": ["MistralModel"],
                 "bos_token_id": 1,
                 "eos_token_id": 2,
@@ -614,12 +603,8 @@ def _build_nv_embed(
                 "model_type": "bidir_mistral",
                 "rope_theta": 10_000.0,
                 "sliding_window": 4096,
-                "tie_word_embeddings": False,
-                "torch_dtype": None,
-                "use_cache": True,
             },
             "torch_dtype": "float16",
-            "transformers_version": "4.42.4",
         },
     )
     tokenizer.save(str(folder / "tokenizer.json"))

