@@ -1,21 +1,16 @@
 """Runs that store their features in another folder, or in a bucket."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import lance
 import numpy as np
 import pytest
-from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy
+from helpers.buckets import ACCESS_KEY, SECRET_KEY
 from helpers.commands import run_json, run_rejected
-from helpers.processes import Command
-from helpers.waiting import wait_until
 
 from llmcond.cli import run
-from llmcond.features import extract as extraction
 from llmcond.runs import open_run
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
@@ -80,33 +75,6 @@ def test_every_command_reads_and_writes_features_in_bucket(capsys, extract, buck
     assert bucket.encode() not in read_all_files("out")
     secrets = (ACCESS_KEY.encode(), SECRET_KEY.encode())
     assert not any(secret in read_all_files(".") for secret in secrets)
-
-
-def use_small_chunks():
-    extraction.Chunking.__init__.__defaults__ = (8, extraction.WINDOW, False)
-
-
-@pytest.mark.slow
-def test_killed_extraction_into_bucket_is_resumed(extract, model, data, bucket, s3_server):
-    """The process is killed at its first commits, and again at a later one behind a slow proxy."""
-    for count in (1, 60):
-        proxy = Proxy(s3_server.port)
-        environment = {name: value for name, value in os.environ.items() if name[:4] == "AWS_"}
-        environment["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{proxy.port}"
-        arguments = extract_arguments(model, data, "r", "--store", bucket)
-        command = Command(Path("killed"), arguments, environment, use_small_chunks)
-        wait_until(lambda count=count, proxy=proxy: proxy.passed["PUT"] >= count)
-        os.kill(command.process.pid, signal.SIGKILL)
-        assert command.finish()[0] == -signal.SIGKILL
-        proxy.close()
-    n_stored = len(read_vectors("r"))
-    summary = extract("r")["prompts"]["concat-sent-cond"]
-    assert 0 < summary["n_computed"] == summary["n_inputs"] - n_stored
-    extract("plain")
-    plain, killed = read_vectors("plain"), read_vectors("r")
-    assert plain.keys() == killed.keys()
-    for key, vector in plain.items():
-        np.testing.assert_allclose(killed[key], vector, atol=2e-3)
 
 
 def test_runs_can_share_a_folder_of_features(extract):

@@ -18,6 +18,8 @@ from llmcond.runs import open_run
 from llmcond.runs.examples import RowFeatures
 from llmcond.runs.rated import DevFit
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SETTINGS = {"dim": 4, "epochs": 3, "batch_size": 16}
 
 

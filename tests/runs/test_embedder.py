@@ -1,6 +1,5 @@
 """Embedders: the default head, embeddings and their options, and the training data of a head."""
 
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -25,6 +24,8 @@ from llmcond.runs.embedder import Embedder, EmbeddingModel, base_encoder
 from llmcond.runs.examples import predict, zero_shot_heads
 from llmcond.runs.familiarity import find_unfamiliar_conditions
 from llmcond.runs.rated import RatedExamples
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SENTENCES = ["two men play in the park", "three women sit at the beach", "children in the rain"]
 PLACE = "the place"
@@ -68,23 +69,6 @@ def test_default_head_is_best_on_dev_unless_user_sets_it(fitted, tmp_path, capsy
     assert llmcond.load_embedder(folder).name == "later"
     message = run_rejected(capsys, "heads", "--run", folder, "--default", "bst")
     assert "no head 'bst'. Did you mean 'best'" in message
-
-
-@pytest.mark.parametrize("command", ["sweep", "compare-prompts"])
-def test_best_trial_is_saved_as_head(run_copy, command, model):
-    options = ["--set", "epochs=2", "--seeds", "2", "--workers", "1", "--keep"]
-    arguments = ["sweep", "--head", "linear", "--vary", "dim=2,4"]
-    if command == "compare-prompts":
-        prompts = ["concat-sent-cond", "control-no-condition", "control-shuffled"]
-        arguments = ["compare-prompts", "--model", model, "--heads", "linear"]
-        arguments += ["--pooling", "mean", "--dtype", "float32", "--prompts", *prompts]
-    assert run([*arguments, *options, "--run", str(run_copy)]) == 0
-    assert llmcond.load_embedder(run_copy).name == "linear@concat-sent-cond"
-    folder = run_copy / ("sweep" if command == "sweep" else "comparisons")
-    fits = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    scores = [f["dev_score"] for f in fits if f["scores"][0]["prompt"] == "concat-sent-cond"]
-    record = open_run(run_copy).head_record("linear@concat-sent-cond")
-    assert record["dev_spearman"] == pytest.approx(max(scores))
 
 
 # -- embeddings and similarities ---------------------------------------------------------------
@@ -209,16 +193,6 @@ def test_batch_size_and_progress_are_options(fitted, monkeypatch, caplog):
             embedder.encode(SENTENCES, PLACE, **options)
 
 
-def test_similarity_matrix_holds_similarities_of_all_pairs(embedder):
-    matrix = embedder.similarity_matrix(SENTENCES, SENTENCES[:2], PLACE)
-    assert matrix.shape == (3, 2)
-    for column, sentence in enumerate(SENTENCES[:2]):
-        rows = embedder.similarity_pairwise(SENTENCES, [sentence] * 3, PLACE)
-        np.testing.assert_allclose(matrix[:, column], rows, atol=1e-6)
-    with pytest.raises(UserError, match="All entries of the matrix have the same condition"):
-        embedder.similarity_matrix(SENTENCES, SENTENCES, [PLACE] * 3)
-
-
 @pytest.mark.parametrize(
     ("head", "settings", "dims"),
     [("pca", {}, [3, 2, 1]), ("linear", {"epochs": "1", "matryoshka": "4,2,3"}, [3, 2])],
@@ -233,18 +207,9 @@ def test_matryoshka_dims_depend_on_head(run_copy, head, settings, dims):
 def test_texts_can_be_any_sequence_but_not_a_table(embedder):
     conditions = ["place", "mood", "time"]
     expected = embedder.encode(SENTENCES, conditions)
-    cosines = embedder.similarity(SENTENCES, SENTENCES[::-1], conditions)
-    for kind in (
-        tuple,
-        iter,
-        np.array,
-        pa.array,
-        lambda texts: pa.chunked_array([texts]),
-        pd.Series,
-    ):
-        np.testing.assert_array_equal(embedder.encode(kind(SENTENCES), kind(conditions)), expected)
-        columns = (kind(SENTENCES), kind(SENTENCES[::-1]), kind(conditions))
-        np.testing.assert_array_equal(embedder.similarity(*columns), cosines)
+    for kind in (tuple, iter, np.array, pa.array, pd.Series):
+        vectors = embedder.encode(kind(SENTENCES), kind(conditions))
+        np.testing.assert_array_equal(vectors, expected)
     columns = {"sentence": SENTENCES}
     for table in (columns, pa.table(columns), pd.DataFrame(columns)):
         with pytest.raises(UserError, match=f"a whole {type(table).__name__} was given as a list"):

@@ -140,23 +140,3 @@ def test_unseen_sentences_are_scored_separately(splits, capsys, caplog, model, s
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     assert "1 sentence pair of dev is also in train" in warning
     assert "remove their rows from one of the splits" in warning
-
-
-def test_compare_prompts_scores_unseen_sentences_separately(splits, capsys, model):
-    compare = ["compare-prompts", "--model", model, "--data", "data", "--pooling", "mean"]
-    compare += ["--prompts", "concat-sent-cond", "concat-cond-sent", "--heads", "linear"]
-    compare += ["--seeds", "1", "--set", "epochs=1", "dim=4", "--run", "r"]
-    results = run_json(capsys, *compare, "--report", "page.html")["results"]
-    scored = run_json(capsys, "evaluate", "--run", "r", "--head", "none")["results"]
-    by_name = {row["name"]: row for row in results}
-    for row in scored:
-        assert by_name[row["name"]]["n_unseen_sentences"] == 32
-        assert by_name[row["name"]]["unseen_sentences"] == row["unseen_sentences"]
-    note = "8 rows share a sentence with training, 32 do not"
-    assert note in Path("page.html").read_text()
-    assert run(compare) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert note in shown
-    assert "Spearman, unseen sentences" in shown
-    scores = [row["unseen_sentences"]["spearman"] for row in results]
-    assert all(f"{100 * score:.1f} [" in shown for score in scores)

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -178,17 +177,6 @@ def test_encoder_embeds_as_a_run_of_it_does(capsys, encoder, tiny_run):
     command = ("similarity", "a dog", "a cat", "--condition", "the animal")
     assert run_json(capsys, *command, "--run", "encoder")["head"] == "none"
     assert run_json(capsys, *command, "--model", "minilm")["head"] == "none"
-
-
-def test_index_of_an_encoder_is_opened_again_in_another_process(capsys, encoder):
-    run_json(capsys, "index", "texts.csv", "--out", "idx", "--model", "encoder")
-    record = json.loads(Path("idx/index.json").read_text())
-    assert record["made_by"]["model"] == str(encoder)
-    command = ["-m", "llmcond", "search", "idx", "dogs", "--condition", "the animal", "--json"]
-    process = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    assert len(json.loads(process.stdout)["results"]) == 3
-    temporary = Path(tempfile.gettempdir()).glob("llmcond-*/run.json")
-    assert not [path for path in temporary if path.stat().st_mtime > Path("idx").stat().st_mtime]
 
 
 # -- kinds of task of packages -----------------------------------------------------------------

@@ -6,17 +6,15 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import lance
 import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from helpers.dialogues import write_dialogues
 from helpers.processes import Command
 from helpers.waiting import PATIENCE, wait_until
 from safetensors.torch import load_file, save_file
@@ -144,13 +142,6 @@ def test_extraction_resumes_with_or_without_workers(
         np.testing.assert_allclose(vector, expected[key], rtol=0, atol=1e-3)
 
 
-def test_dialogues_are_extracted_by_workers(model, two_threads, tmp_path):
-    options = {"model": model, "data": str(write_dialogues(tmp_path / "data")), "task": "dialogue"}
-    for name, workers in (("alone", {}), ("shared", {"workers": 1})):
-        extract(**options, **vars(OPTIONS), run=tmp_path / name, **workers)
-    assert_same_vectors(tmp_path / "shared", tmp_path / "alone")
-
-
 @contextmanager
 def block_commits_until(folder, ready):
     """Keep every process from storing vectors until a condition holds."""
@@ -188,47 +179,6 @@ def test_killed_worker_is_replaced(caplog, extract_into, local_run, two_threads,
     assert result.prompts[SECOND].n_computed == 4_000
     assert "a worker died and is replaced" in caplog.text
     assert read_vectors(tmp_path).keys() == read_vectors(local_run).keys()
-
-
-def find_child_actors():
-    """Return the process ids of the actors of this process, not those of parallel tests."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    descendants = {os.getpid()}
-    while (
-        children := {pid for pid, parent in parents.items() if parent in descendants} - descendants
-    ):
-        descendants |= children
-    actors = set()
-    for pid in descendants:
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Worker"):
-                actors.add(pid)
-    return actors
-
-
-@pytest.mark.slow
-def test_killed_actors_lose_no_vectors(ray, caplog, extract_into, local_run, tmp_path):
-    stopped, killed = threading.Event(), set()
-
-    def kill_actors():
-        while not stopped.wait(0.05) and len(killed) < 3:
-            for pid in find_child_actors() - killed:
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-                break
-
-    thread = threading.Thread(target=kill_actors)
-    thread.start()
-    try:
-        extract_into(tmp_path, **ON_RAY)
-    finally:
-        stopped.set()
-        thread.join()
-    assert "a worker died and is replaced" in caplog.text
-    assert_same_vectors(tmp_path, local_run)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +244,9 @@ def test_invalid_options_are_reported_in_one_line(capsys, two_threads, model, da
         (("--workers", "0"), "workers is 0; it must be at least 1"),
         (("--workers", "3"), "workers is 3, but each worker needs one of the 2 cores"),
         (("--actors", "2"), "--actors needs --scale ray"),
-        (("--address", "auto"), "--address needs --scale ray"),
         ((*on_ray, "--workers", "2"), "--workers cannot be given with --scale"),
         ((*on_ray, "--actors", "0"), "actors is 0; it must be at least 1"),
         ((*on_ray, "--gpus-per-actor", "1"), "Add --dtype"),
-        ((*on_ray, "--device", "cuda"), "Leave out --device"),
         (("--run", "a\x1b[31mred"), "x1b[31mred' contains a control character"),
     ):
         arguments = ("extract", "--model", model, "--pooling", "mean", "--data", str(data))

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers.commands import run_json, run_rejected
+from helpers.commands import run_rejected
 
 import llmcond
 from llmcond.arrays import as_matrix
@@ -24,15 +24,6 @@ NONE, LINEAR = "none@concat-sent-cond", "linear@concat-sent-cond"
 def read_csv(path):
     with path.open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
-
-
-def test_top_limits_listed_examples(fitted, tmp_path):
-    for top in (0, 1):
-        report = llmcond.analyse(run=fitted, what=["examples"], out=tmp_path, top=top).to_json()
-        (head,) = report["examples"]
-        for direction in ("better", "worse"):
-            assert len(head[direction]) == min(top, head[f"n_{direction}"])
-        assert head["n_better"] + head["n_worse"] > 1
 
 
 def test_histograms_of_cosines_are_written_with_their_data(fitted, tmp_path):
@@ -134,41 +125,12 @@ def test_similarities_equal_those_of_embedder(fitted):
         assert values[0] == pytest.approx(float(similarity), abs=1e-5)
 
 
-def test_heads_that_take_conditions_have_no_similarity_without(run_copy, model):
-    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
-    llmcond.extract(model=model, **options, run=run_copy, prompt=["separate"])
-    changes = {"epochs": "1", "rank": "4"}
-    llmcond.fit_head(run=run_copy, head="hypernet", prompt="separate", set=changes, device="cpu")
-    head = analyse_answers(run_copy, [{key: ROWS[0][key] for key in list(ROWS[0])[:3]}])
-    assert texts_of(head) == COMPARISONS[:2]
-    alone, under_condition = head["rows"]
-    assert alone["after"] is None
-    assert -1 <= under_condition["after"] <= 1
-    assert -1 <= alone["before"] < 1
-
-
-def test_file_of_answers_gives_table(capsys, fitted, tmp_path):
-    path = tmp_path / "answers.csv"
-    path.write_text("\n".join([",".join(ROWS[0]), *(",".join(row.values()) for row in ROWS), ""]))
-    command = ["analyse", "--run", str(fitted), "--what", "answers", "--answers", str(path)]
-    assert run([*command, "--format", "markdown"]) == 0
-    table = capsys.readouterr().out
-    assert f"Similarity before ({NONE}) and after ({LINEAR})" in table
-    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|")]
-    (head,) = run_json(capsys, *command)["answers"]
-    shown = [[cell.strip() for cell in row] for row in rows[2:]]
-    assert [tuple(row[:3]) for row in shown] == [(a, b, c or "–") for a, b, c in COMPARISONS]
-    assert [row[3] for row in shown] == [f"{row['before']:.4f}" for row in head["rows"]]
-
-
 def test_invalid_request_is_rejected(capsys, fitted, tmp_path):
     for options, message in (
         ({"what": ["answers"]}, "the analysis answers needs the texts to compare"),
         ({"what": ["isotropy"], "answers": ROWS}, "--answers is only for the analysis answers"),
         ({"answers": [{**ROWS[0], "condition": " "}]}, "condition is empty"),
-        ({"answers": [{"sentence1": "a", "sentence2": "b"}]}, "has no column 'condition'"),
         ({"what": ["examples"], "top": -1}, "--top is -1; it must be at least 0"),
-        ({"what": ["isotropy"], "figure_format": "gif"}, "figure-format"),
     ):
         with pytest.raises(UserError, match=message):
             llmcond.analyse(run=fitted, **options)

@@ -15,12 +15,10 @@ from helpers.commands import read_page_data, run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
-from llmcond.data.datasets import sample_folder
 from llmcond.evaluation.paired import PairedDifference, holm
 from llmcond.evaluation.results import Result, RowCounts
 from llmcond.metrics import Estimate
-from llmcond.report.tables import comparison_table, summary
-from llmcond.runs import open_run
+from llmcond.report.tables import summary
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.workflows.compare import _parse_reference
 
@@ -135,17 +133,6 @@ def test_finished_fits_are_reused_when_prompt_is_added(call, monkeypatch):
     assert 0 < int(match[1]) < int(match[2])
 
 
-def test_all_usable_prompts_are_compared_by_default(capsys, model, run_copy):
-    command = ("compare-prompts", "--model", model, "--run", run_copy, "--heads", "none", *FLAGS)
-    report = run_json(capsys, *command)
-    prompts = {row["prompt"] for row in report["results"]}
-    assert len(prompts) >= 8
-    assert {SENT_COND, COND_SENT, PAIR_COND, SHUFFLED, LEFT_OUT} <= prompts
-    assert report["baseline"] == "routed"
-    assert "takes none" in report["left_out"]["cond"]
-    assert "separate features" in report["left_out"]["separate"]
-
-
 def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows, monkeypatch):
     monkeypatch.setattr(LazyEncoder, "__call__", forbid)
     shutil.copy(llmcond.bundled.bundled_folder("prompts") / f"{SENT_COND}.toml", "copy.toml")
@@ -157,37 +144,16 @@ def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows,
     rows = [("red hat", "blue hat", "on", 3), ("red", "blue", "hat on", 2), *small_rows]
     data = write_rows(rows)
     for options, expected in (
-        ([SENT_COND, SENT_COND], "was given 2 times"),
         ([SENT_COND, "copy.toml"], f"the prompts {SENT_COND} and copy are the same template"),
         ([SENT_COND, "--baseline", COND_SENT], f"{COND_SENT} is not among the prompts"),
-        ([SENT_COND, "--set", "dmi=3"], "Did you mean 'dim'"),
         (["cond"], "none of the prompts can be used with"),
         (["glued.toml"], "the prompt glued gives the same input for"),
-        ([SENT_COND, "--report", "folder.html"], "is a folder"),
         ([SENT_COND, COND_SENT, "--figures", "taken"], "taken"),
     ):
         line = call(*options, "--data", data, folder="fresh", code=2).err.splitlines()[-1]
         assert line.startswith("llmcond: error: ")
         assert expected in line
     assert not Path("fresh").exists()
-
-
-def test_controls_are_at_chance_on_real_texts(capsys):
-    """Ratings of the bundled sample depend on the condition, so other conditions do not help."""
-    Path("rows").mkdir()
-    lines = (sample_folder() / "test.csv").read_text().splitlines(keepends=True)
-    Path("rows/dev.csv").write_text("".join(lines[:161]))
-    # The training split may be tiny, because nothing is fitted.
-    Path("rows/train.csv").write_text("".join([lines[0], *lines[-20:]]))
-    options = ("--prompts", SENT_COND, SHUFFLED, LEFT_OUT, "--heads", "none", "--data", "rows")
-    command = ("compare-prompts", "--model", "minilm", "--device", "cpu", *options)
-    controls = [row for row in run_json(capsys, *command)["results"] if row["control"]]
-    assert len(controls) == 3
-    for row in controls:
-        low, high = row["accuracy_ci"]
-        assert low <= 0.5 <= high
-    (left_out,) = (row for row in controls if row["prompt"] == LEFT_OUT)
-    assert left_out["accuracy"] == 0.5
 
 
 def read_csv(path):
@@ -204,8 +170,7 @@ def test_page_and_figures_have_the_numbers_of_the_comparison(call):
     assert re.search(r"warning: \d+ sentence pairs are few", captured.err)
     assert [path.name for path in Path("pages").iterdir()] == ["page.html"]
     text = Path("pages/page.html").read_text(encoding="utf-8")
-    for words in (LEFT_OUT, "the number of people", "quick", "digest", "no evidence"):
-        assert words in text
+    assert all(words in text for words in (LEFT_OUT, "the number of people", "no evidence"))
     # A prompt without subtraction is compared with the subtracted baseline of its head.
     results = report["results"]
     (bare,) = (row for row in results if (row["prompt"], row["head"]) == (LEFT_OUT, "quick"))
@@ -228,18 +193,6 @@ def test_page_and_figures_have_the_numbers_of_the_comparison(call):
     values = [float(row["value"]) for row in read_csv("figures/differences-data.csv")]
     compared = [row["difference"]["spearman"]["value"] for row in results if row["difference"]]
     assert values == pytest.approx([100 * value for value in compared if value is not None])
-    fitted = {row["name"] for row in results if row["head"] == "quick"}
-    assert {row["series"] for row in read_csv("figures/steps-data.csv")} == fitted
-
-
-def test_page_of_evaluation_escapes_texts(capsys, run_copy, write_rows):
-    markup = "<script>alert(1)</script>"
-    rows = [(f"{markup} {i}", f"dogs {i}", c, 1 + i % 5) for i in range(8) for c in ("a", "b")]
-    options = ("--run", run_copy, "--data", write_rows(rows, name="other.csv"))
-    run_json(capsys, "evaluate", *options, "--report", "page.html")
-    text = Path("page.html").read_text(encoding="utf-8")
-    assert "alert(1)" in text
-    assert markup not in text
 
 
 # -- summaries and tables ----------------------------------------------------------------------
@@ -308,10 +261,6 @@ def test_first_sentence_claims_no_more_than_evidence():
     for results, expected in (
         ([SAME, BASE, BAD], f"{none_better} same, Spearman 41.0 [31.0, 51.0]."),
         (
-            [replace(CONTROL, difference=GOOD.difference), BASE, BAD],
-            f"{none_better} base, Spearman 40.0 [30.0, 50.0].",
-        ),
-        (
             RESULTS,
             "Highest: mlp on good, Spearman 60.0 [50.0, 70.0], better than base by +20.0 "
             "[15.0, 25.0].",
@@ -320,30 +269,9 @@ def test_first_sentence_claims_no_more_than_evidence():
             [SAME, BASE, other_head],
             "Highest: mlp on same, Spearman 41.0 [31.0, 51.0], not shown to be better than base.",
         ),
-        (
-            [BASE, SAME, other_head],
-            "Highest: mlp on base, Spearman 40.0 [30.0, 50.0], the baseline.",
-        ),
         ([BASE], "Highest: mlp on base, Spearman 40.0 [30.0, 50.0]."),
     ):
         assert summary(results, "base")[0] == expected
-
-
-def test_table_shows_evidence_and_intervals(capsys):
-    comparison_table(RESULTS, "base", "runs/[/x]").print()
-    out = capsys.readouterr().out
-    assert "runs/[/x]" in out
-    lines = {line.split()[1]: line for line in out.splitlines() if "mlp" in line}
-    for name, texts in (
-        ("good", ("+20.0 [15.0, 25.0]", "< 0.001", "better")),
-        ("base", ("baseline",)),
-        ("bad", ("worse",)),
-        ("same", ("0.800",)),
-    ):
-        assert all(text in lines[name] for text in texts)
-    # All rows share one scale, so better prompts lie further right.
-    bad, base, good = (lines[name].index("●") for name in ("bad", "base", "good"))
-    assert bad < base < good
 
 
 # -- heads and runs ----------------------------------------------------------------------------
@@ -404,32 +332,12 @@ def test_seeds_of_a_system_may_be_in_several_runs(seeded):
     expected = [[seed1, (str(seeded), "seed2")], [seed1, (str(other), "seed2")]]
     assert sorted(heads) == sorted(expected)
     table = comparison.to_pandas()
-    assert set(zip(table["system"], table["seeds"], table["metric"], strict=True)) == {
-        (name, seeds, metric)
-        for name, seeds in (
-            (comparison.baseline, 0),
-            (f"{first}, 2 seeds", 2),
-            (f"{second}, 2 seeds", 2),
-        )
-        for metric in ("spearman", "accuracy")
-    }
+    systems = set(zip(table["system"], table["seeds"], strict=True))
+    names = (f"{first}, 2 seeds", f"{second}, 2 seeds")
+    assert systems == {(comparison.baseline, 0), *((name, 2) for name in names)}
     (row,) = table[(table["system"] == one.name) & (table["metric"] == "spearman")].iloc
     difference = one.difference["spearman"].value
     assert (row["value"], row["difference_value"]) == (one.main.value, difference)
-
-
-def test_default_heads_on_the_same_rows_in_another_order_are_matched(seeded, tiny_run, data, model):
-    default, _ = open_run(seeded).default_head()
-    lines = data.read_text().splitlines()
-    order = np.random.default_rng(0).permutation(len(lines) - 1)
-    Path("shuffled.csv").write_text("\n".join([lines[0], *(lines[1 + i] for i in order), ""]))
-    llmcond.extract(model=model, data="shuffled.csv", run="run", prompt=[SENT_COND], **ENCODER)
-    systems = [str(tiny_run), "run", str(seeded)]
-    results = {r.name: r for r in llmcond.compare(systems=systems, split="train").results}
-    none, other = f"{tiny_run}:none@{SENT_COND}", f"run:none@{SENT_COND}"
-    assert set(results) == {none, other, f"{seeded}:{default}"}
-    for difference in results[other].difference.values():
-        assert difference.value == pytest.approx(0, abs=1e-6)
 
 
 def test_differences_on_subsets_of_rows_are_reported(capsys, small_rows, write_rows, model):
@@ -463,8 +371,7 @@ def test_other_kinds_of_models_are_compared(capsys, seeded, dialogue_run, model,
     assert any(name.startswith("after 2 turns") for name in row["subsets"])
     llmcond.train_cross(model=model, data=data, run="cross", epochs=1, device="cpu")
     report = run_json(capsys, "compare", "cross", f"{seeded}:linear", "--split", "dev")
-    assert report["baseline"] == "cross"
-    assert {row["n"] for row in report["results"]} == {12}
+    assert (report["baseline"], report["results"][0]["n"]) == ("cross", 12)
     message = run_rejected(capsys, "compare", "cross:mlp", f"{seeded}:linear", "--split", "dev")
     assert "holds a cross-encoder, which has no head 'mlp'" in message
 
@@ -492,14 +399,8 @@ def test_invalid_systems_are_rejected(capsys, seeded, dialogue_run, write_rows, 
     llmcond.fit_head(run=folder, head="linear", set=changed, seed=3, name="new", device="cpu")
     none = f"{seeded}:none"
     for systems, message in (
-        ([none], "1 system is named"),
-        ([none, f"{seeded}:mpl"], "has no fitted head 'mpl'"),
-        ([none, f"{seeded}:"], "is not a system"),
         ([none, "data/missing"], "there is no run at"),
-        ([none, none], "is named twice"),
-        ([none, f"{seeded}:none@concat-sent-con"], "Did you mean"),
         ([none, f"{dialogue_run}:none"], "have different tasks"),
-        ([none, f"{seeded}:linear", "--baseline", "x"], "is not among the systems"),
         ([none, f"{seeded}:seed1,seed1"], "were not fitted with different seeds"),
         ([none, "other:none", "--split", "dev"], "have different rows in dev"),
         ([none, "changed:linear"], "differ in dropout (0.2 or 0.5), epochs (2 or 1). Name"),

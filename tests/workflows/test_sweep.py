@@ -3,12 +3,7 @@
 import json
 import os
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
-import xml.etree.ElementTree as ET
-from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from math import nan
@@ -19,9 +14,10 @@ import numpy as np
 import pytest
 from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
-from helpers.waiting import PATIENCE, wait_until
+from helpers.waiting import wait_until
 
-from llmcond import compare_prompts, extract, sweep
+import llmcond
+from llmcond import extract, sweep
 from llmcond.bundled import bundled_folder
 from llmcond.cli import run
 from llmcond.errors import LlmcondError, UserError
@@ -191,64 +187,30 @@ def test_fits_are_keyed_by_all_that_affects_results(capsys, monkeypatch, folder,
     assert len(fits) - before == 4
 
 
-def test_recipes_keep_their_names_and_settings(capsys, folder):
-    Path("other").mkdir()
-    text = Path("small.toml").read_text()
-    Path("other/small.toml").write_text(text.replace("hidden = 8", "hidden = 16"))
-    Path("copy.toml").write_text(text)
-    heads = ("--head", "small.toml", "other/small.toml", "copy.toml", "small.toml", "--seeds", 2)
-    rows, messages = run_sweep(capsys, folder, *heads)
-    assert "6 fits" in messages
-    assert [row["seeds"] for row in rows] == [[0, 1]] * 3
-    assert sorted(row["head"] for row in rows) == ["copy", "small", "small"]
-
-
-def test_required_prompt_of_head_is_default(capsys, folder):
-    options = ("--run", folder, "--workers", 1, "--seeds", 1, "--set", "epochs=1", "dim=4")
-    report = run_json(capsys, "sweep", "--head", "hypernet", "--vary", "rank=1,0", *options)
-    assert {row["name"] for row in report["results"]} == {"hypernet@separate"}
-    assert {row["settings"]["rank"] for row in report["results"]} == {0, 1}
-
-
 # -- results -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("head", "prompt", "settings", "vary"),
-    [
-        ("small.toml", BOTH, (), "dim=2,4"),
-        ("hypernet", SEPARATE, ("--set", "epochs=2", "dim=4"), "rank=2,0"),
-    ],
-)
-def test_results_match_single_fits(capsys, folder, head, prompt, settings, vary):
-    options = ("--vary", vary, "--seeds", 2, *settings)
-    rows, _ = run_sweep(capsys, folder, "--head", head, *options, prompt=prompt)
-    key, _, texts = vary.partition("=")
+def test_results_match_single_fits(capsys, folder):
+    options = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", 2)
+    rows, _ = run_sweep(capsys, folder, *options, prompt=BOTH)
     records = list(load_fits(folder).values())
     assert len(records) == 4
-    for text in texts.split(","):
+    for dim in (2, 4):
         singles = []
         for seed in (0, 1):
-            fit = ("fit-head", "--run", folder, "--head", head, "--prompt", prompt, "--seed", seed)
-            changes = (*(settings or ("--set",)), f"{key}={text}", "--name", "single")
-            fitted = run_json(capsys, *fit, *changes)
+            settings = {"seed": seed, "dim": dim, "name": "single"}
+            llmcond.fit_head(run=folder, head="small.toml", prompt=BOTH, **settings)
             evaluate = ("evaluate", "--run", folder, "--head", "single")
             single = run_json(capsys, *evaluate)["results"][-1]
             record = json.loads((folder / "heads/single/head.json").read_text())
-            (match,) = (
-                result
-                for result in records
-                if result["seed"] == seed and str(result["recipe"]["settings"][key]) == text
-            )
+            (match,) = (r for r in records if (r["seed"], r["dim"]) == (seed, dim))
             # Intervals of a sweep are computed over all seeds.
             single |= {"name": match["name"], **{key: match[key] for key in single if "_ci" in key}}
             assert {key: match[key] for key in single} == single
             assert match["spearman_ci"] == [None, None]
-            assert match["fit"] == record["fit"]
-            assert match["recipe"] == record["recipe"]
+            assert (match["fit"], match["recipe"]) == (record["fit"], record["recipe"])
             singles.append(single)
-        (row,) = (row for row in rows if str(row["settings"][key]) == text)
-        assert row["dim"] == fitted["dim"]
+        (row,) = (row for row in rows if row["dim"] == dim)
         for score in ("spearman", "accuracy"):
             values = [single[score] for single in singles]
             mean = None if None in values else pytest.approx(statistics.fmean(values))
@@ -262,74 +224,44 @@ def test_several_processes_give_equal_results(capsys, two_prompts, folder, tmp_p
     single, _ = run_sweep(capsys, folder, *arguments)
     run_copy = shutil.copytree(two_prompts, tmp_path / "other")
     threads = os.environ.get("OMP_NUM_THREADS")
-    parallel, messages = run_sweep(capsys, run_copy, *arguments, workers=2)
+    parallel, _ = run_sweep(capsys, run_copy, *arguments, workers=2)
     assert os.environ.get("OMP_NUM_THREADS") == threads
-    assert "4 fits, 0 of them already done" in messages
-    others = {path.name: result for path, result in load_fits(run_copy).items()}
-    assert others.keys() == {path.name for path in load_fits(folder)}
-    for path, result in load_fits(folder).items():
-        other = others[path.name]
-        assert other["spearman"] == pytest.approx(result["spearman"], abs=1e-6, nan_ok=True)
-        assert other["fit"]["best_epoch"] == result["fit"]["best_epoch"]
-        losses, other_losses = (
-            [epoch["loss"] for epoch in record["fit"]["curve"]] for record in (result, other)
-        )
-        assert other_losses == pytest.approx(losses, rel=1e-5)
-    keys = ("name", "settings", "seeds", "best_epochs", "dim", "size", "size_sd", "size_ci")
-    by_name = sorted(str([row[key] for key in keys]) for row in single)
-    assert sorted(str([row[key] for key in keys]) for row in parallel) == by_name
-    assert {row["size"] for row in parallel} == {12}
-
-
-def test_scores_match_those_of_comparison(capsys, folder):
-    """Scores are means over seeds, with intervals over sentence pairs and seeds."""
-    ((row,), _) = run_sweep(capsys, folder, "--head", "small.toml", "--seeds", 3)
-    options = {"run": folder, "prompts": [JOINT], "heads": ["small.toml"], "seeds": 3, "workers": 1}
-    model = json.loads((folder / "run.json").read_text())["encoder"]["model"]
-    compared = compare_prompts(model=model, **options, **ENCODER).to_json()
-    (other,) = (row for row in compared["results"] if row["head"] == "small")
-    for metric in ("spearman", "pearson", "accuracy"):
-        for key in (metric, f"{metric}_ci", f"{metric}_sd"):
+    assert {path.name for path in load_fits(run_copy)} == {path.name for path in load_fits(folder)}
+    for rows in (single, parallel):
+        rows.sort(key=lambda row: row["dim"])
+    for row, other in zip(single, parallel, strict=True):
+        for key in ("name", "settings", "seeds", "best_epochs", "size", "size_sd", "size_ci"):
             assert row[key] == other[key]
-    low, high = row["spearman_ci"]
-    assert low < row["spearman"] < high
+        assert row["size"] == 12
+        losses = [[epoch["loss"] for curve in r["curves"] for epoch in curve] for r in (row, other)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_table_explains_its_intervals(capsys, folder):
-    assert run(sweep_arguments(folder, "--no-subtract", *DIMS)) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "own, test: 12 rated rows of 6 sentence pairs." in text
-    assert "intervals over sentence pairs and, with several fits, over seeds." in text
-    assert "Epochs were chosen on dev." in text
-    # Two seeds have a standard deviation, but no interval.
-    start = f"{JOINT} no dim=2 2 2 "
-    (line,) = (part for part in text.split("small ")[1:] if part.startswith(start))
-    assert line.split()[7] == "–"
+def test_killed_process_reports_one_line(capsys, monkeypatch, folder):
+    def lose_process(futures, *_):
+        raise BrokenProcessPool("A process was terminated abruptly")
+
+    monkeypatch.setattr(TRIALS, "iterate_completed", lose_process)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run(sweep_arguments(folder, *DIMS, workers=2)) == 1
+    err = capsys.readouterr().err
+    assert err.count("llmcond: error: ") == 1
+    assert "Completed fits are saved" in err
+    assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 # -- invalid sweeps ----------------------------------------------------------------------------
 
 INVALID = [
-    ("--seeds 1", "there is nothing to vary"),
     ("--seeds 1 --vary dim=4,4 dropout=0.1", "there is nothing to vary"),
-    ("--seeds 1 --head small.toml small.toml", "there is nothing to vary"),
     ("--vary dim=2 --vary dim=4", "--vary repeats dim. Give all of its values together."),
     ("--vary dmi=2,4", "Did you mean 'dim'"),
-    ("--vary rank=2,4", "has no setting 'rank'"),
     ("--set dmi=2 --plot new/x.png", "Did you mean 'dim'"),
-    ("--vary dim=2,4 --set dim=4", "dim is both varied and set"),
-    ("--vary dim=2,", "dim is '', not int"),
     ("--vary dim=0,2", "at least 1"),
     ("--vary dim", "NAME=VALUE"),
-    ("--workers 0", "workers is 0"),
     ("--vary dim=2,4 --seeds 0", "--seeds is 0; it must be at least 1 and at most 4,294,967,296."),
-    ("--prompt cond", "no features of the prompt 'cond'"),
     (f"--prompt {JOINT} {SEPARATE} --no-subtract", "the condition would be ignored"),
     (f"--head hypernet --prompt {JOINT}", "--prompt separate"),
-    ("--head mpl", "Did you mean 'mlp'"),
-    ("--split tset", "Did you mean 'test'"),
-    ("--vary dim=2,4 --plot x.JPG", "name a .png or .svg or .pdf file"),
-    ("--vary dim=2,4 --plot small.toml/x.png", "cannot write"),
     ("--vary dim=2,4 --plot folder.png", "is a folder"),
     ("--plot x.png --plot-steps x.png", "--plot-steps and --plot both name x.png. Name two files."),
 ]
@@ -447,74 +379,7 @@ def test_killed_sweep_keeps_complete_fits_and_resumes(capsys, folder, fits):
     assert [len(row["seeds"]) for row in rows] == [8, 8]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="processes are read from /proc")
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
-def test_ended_sweep_stops_its_processes(folder, signal_number):
-    """Processes in the middle of a long fit stop, too."""
-    epochs = ("--vary", "epochs=1,1000000", "--set", "patience=1000000", "dim=4", "--seeds", "2")
-    arguments = sweep_arguments(folder, "--head", "small.toml", *epochs, workers=2)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmcond", *arguments],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        wait_until(lambda: len(load_fits(folder)) == 2)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        assert len(children) >= 2
-        process.send_signal(signal_number)
-        _, messages = process.communicate(timeout=PATIENCE)
-        wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
-    finally:
-        process.kill()
-    assert len(load_fits(folder)) == 2
-    if signal_number == signal.SIGINT:
-        assert process.returncode == 130
-        assert "results are kept" in messages
-        assert "Traceback" not in messages
-
-
-class BrokenExecutor:
-    """An executor whose processes were killed, as happens if memory runs out."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def submit(self, *_):
-        future = Future()
-        future.set_exception(BrokenProcessPool("A process was terminated abruptly"))
-        return future
-
-    def shutdown(self, **_):
-        pass
-
-
-def test_killed_process_reports_one_line(capsys, monkeypatch, folder):
-    monkeypatch.setattr(TRIALS, "ProcessPoolExecutor", BrokenExecutor)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert run(sweep_arguments(folder, *DIMS, workers=2)) == 1
-    err = capsys.readouterr().err
-    assert err.count("llmcond: error: ") == 1
-    assert "Completed fits are saved" in err
-    assert os.environ["OMP_NUM_THREADS"] == "3"
-
-
 # -- plots -------------------------------------------------------------------------------------
-
-
-def test_plots_are_complete_files(capsys, folder):
-    plots = ("--plot", "pictures/dim.png", "--plot-steps", "steps.SVG")
-    _, messages = run_sweep(capsys, folder, *DIMS, *plots)
-    assert messages.count("picture -> ") == 2
-    assert ET.parse("steps.SVG").getroot().tag.endswith("svg")
-    from PIL import Image
-
-    with Image.open("pictures/dim.png") as image:
-        picture = np.asarray(image)
-    assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 2
-    assert {path.name for path in Path("pictures").iterdir()} == {"dim.png", "dim-data.csv"}
 
 
 @pytest.fixture
@@ -533,7 +398,7 @@ def recorded_plots(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     return plots
 
 
-def make_row(settings, spearman, interval=(nan, nan), dim=32, fits=(), seeds=(0, 1, 2)):
+def make_row(settings, spearman, interval=(nan, nan), dim=32):
     return Result(
         name="mlp@p",
         head="mlp",
@@ -543,13 +408,12 @@ def make_row(settings, spearman, interval=(nan, nan), dim=32, fits=(), seeds=(0,
         counts=RowCounts(n=12),
         metrics={"spearman": Estimate(spearman, *interval)},
         dim=dim,
-        fits=tuple(fits),
         about={"settings": settings},
-        seeds=seeds,
+        seeds=(0, 1, 2),
     )
 
 
-def test_plot_shows_scores_with_intervals_by_setting(recorded_plots):
+def test_plot_shows_scores_with_intervals_by_setting(capsys, recorded_plots):
     rows = [
         make_row({"rank": 16, "bias": True}, 0.5, (0.4, 0.6)),
         make_row({"rank": 4, "bias": True}, 0.4, (0.3, 0.45)),
@@ -570,64 +434,18 @@ def test_plot_shows_scores_with_intervals_by_setting(recorded_plots):
     assert picture.lines.keys() == lines.keys()
     for name, columns in lines.items():
         np.testing.assert_array_equal(picture.lines[name], columns)
-    one_seed = [make_row({"rank": rank}, 0.5, (0.4, 0.6), seeds=(0,)) for rank in (4, 8)]
-    no_interval = [make_row({"rank": rank}, 0.5, seeds=(0, 1)) for rank in (4, 8)]
-    for changed_rows, caption in (
-        (one_seed, "line: one seed; band: 95 % confidence interval over rows"),
-        (no_interval, "line: mean over seeds; no band, because two seeds or few rows give no"),
-    ):
-        figures.plot_settings(changed_rows, Path("x.png"))
-        assert recorded_plots[-1].band.startswith(caption)
-
-
-def test_wide_range_of_sizes_has_logarithmic_scale(recorded_plots):
+    # Sizes are capped at that of the embeddings, and a wide range has a logarithmic scale.
     sizes = [make_row({"dim": dim}, 0.5, dim=min(dim, 1_000)) for dim in (64, 512, 1_024)]
-    margins = [make_row({"margin": margin}, 0.5) for margin in (0, 1, 100)]
-    for rows in (sizes, sizes[:2], margins):
-        figures.plot_settings(rows, Path("x.png"))
-    # Sizes are capped at that of the embeddings.
-    assert recorded_plots[0].lines["mlp@p"][0] == [64, 512, 1_000]
-    assert [picture.log for picture in recorded_plots] == [True, False, False]
-
-
-def test_impossible_plot_is_reported(capsys, recorded_plots):
+    figures.plot_settings(sizes, Path("x.png"))
+    assert recorded_plots[1].lines["mlp@p"][0] == [64, 512, 1_000]
+    assert recorded_plots[1].log
     for values, score, reason in (
-        ((True, False), 0.5, "no numeric setting was varied"),
         (("drop", "keep"), 0.5, "no numeric setting was varied"),
-        ((4,), 0.5, "no numeric setting was varied"),
         ((4, 8), nan, "no score is defined"),
     ):
-        figures.plot_settings([make_row({"x": value}, score) for value in values], Path("x.png"))
-        assert f"x.png was not written: {reason}" in capsys.readouterr().err
-    assert not recorded_plots
-
-
-def make_fit(*scores):
-    epochs = [{"epoch": i, "loss": 1.0, "dev_spearman": score} for i, score in enumerate(scores, 1)]
-    return {"curve": epochs, "steps_per_epoch": 7}
-
-
-def test_learning_curves_end_at_shortest_seed(capsys, recorded_plots):
-    fits = [make_fit(0.1, 0.2, 0.5), make_fit(0.3, 0.2), make_fit(0.2, 0.5, 0.6)]
-    without_curve = make_row({"dim": 2}, 0.5, fits=[{}, {}])
-    rows = [
-        make_row({"dim": 4}, 0.5, fits=fits),
-        make_row({"dim": 8}, 0.5, fits=[make_fit(None, 0.4)]),
-        make_row({"dim": 3}, 0.5, fits=[make_fit(None)]),
-        without_curve,
-    ]
-    figures.plot_steps(rows, Path("x.png"))
-    (picture,) = recorded_plots
-    assert (picture.x, picture.y, picture.log) == ("steps", "Spearman on dev x 100", False)
-    assert picture.band == "line: mean over seeds; band: range over seeds"
-    assert picture.lines.keys() == {"mlp@p dim=4", "mlp@p dim=8"}
-    expected = [[7, 14], [20, 30], [10, 20], [30, 50]]
-    np.testing.assert_allclose(picture.lines["mlp@p dim=4"], expected)
-    assert picture.lines["mlp@p dim=8"] == [[14], [40], [40], [40]]
-    figures.plot_steps([without_curve], Path("y.png"))
-    assert len(recorded_plots) == 1
-    message = "y.png was not written: no head is trained in steps, or there is no dev split"
-    assert message in capsys.readouterr().err
+        figures.plot_settings([make_row({"x": value}, score) for value in values], Path("y.png"))
+        assert f"y.png was not written: {reason}" in capsys.readouterr().err
+    assert len(recorded_plots) == 2
 
 
 def test_plots_show_results_of_sweep(capsys, folder, fits, recorded_plots):

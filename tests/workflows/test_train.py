@@ -14,8 +14,6 @@ from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.errors import UserError
 from llmcond.files import digest_file
-from llmcond.finetune.loop import STATE
-from llmcond.progress import FitBar
 from llmcond.runs.embedder import Embedder
 from llmcond.workflows import train as teachers
 from llmcond.workflows.train import find_teacher, sample_unrated_rows
@@ -106,37 +104,6 @@ def test_ensemble_is_run_with_record_and_card(ensemble, command, capsys, tmp_pat
     assert run([*command, "--seed", "5", *ENSEMBLE[4:], "--run", str(folder)]) == 0
     name = "adapter_model.safetensors"
     assert digest_file(folder / name) == digest_file(ensemble / "adapter-1" / name)
-
-
-class SimulatedKill(Exception):  # noqa: N818 - it stands for a kill, not an error
-    pass
-
-
-def test_interrupted_ensemble_resumes_within_member(
-    command, ensemble, tmp_path, monkeypatch, capsys
-):
-    folder, step_numbers = tmp_path / "run", []
-    on_step = FitBar.on_step
-
-    def stop_at_tenth_step(self, progress, steps, loss):
-        on_step(self, progress, steps, loss)
-        step_numbers.append(progress.step)
-        if len(step_numbers) == 10:
-            raise SimulatedKill
-
-    monkeypatch.setattr(FitBar, "on_step", stop_at_tenth_step)
-    arguments = [*command, *ENSEMBLE, "--run", str(folder)]
-    with pytest.raises(SimulatedKill):
-        run(arguments)
-    assert (folder / "adapter-0" / "training.json").is_file()
-    assert (folder / "adapter-1" / "training" / STATE).is_file()
-    assert run(arguments) == 0
-    assert load_encoder(folder).identity.weights == load_encoder(ensemble).identity.weights
-    n_steps = len(step_numbers)
-    assert run(arguments) == 0
-    assert len(step_numbers) == n_steps
-    message = run_rejected(capsys, *command, "--ensemble", 3, "--seed", 4, "--run", folder)
-    assert "ensemble: 3, not 2" in message
 
 
 # -- teachers ----------------------------------------------------------------------------------
@@ -231,24 +198,11 @@ def test_dev_is_not_scored_if_teacher_was_fitted_on_it(train, tmp_path, capsys):
     assert "so folds of dev would measure nothing" in message
 
 
-def test_cross_encoder_can_be_teacher(workspace, train, model, tmp_path):
-    options = {"pooling": "mean", "dtype": "float32", "rank": 2, "epochs": 1, "device": "cpu"}
-    data = workspace / "rows.csv"
-    llmcond.train_cross(model=model, data=data, run=tmp_path / "cross", **options)
-    summary = train("student", tmp_path / "cross", "--teacher-rows", 6)
-    assert (summary["teacher"]["head"], summary["teacher"]["base"]) == ("cross", model)
-    card = " ".join((tmp_path / "student" / "README.md").read_text().split())
-    assert f"an adapter of `{Path(model).name}` with the head `cross`, rated" in card
-
-
 def test_invalid_options_report_one_line(command, workspace, train, tmp_path, capsys):
     for options, message in (
         ("--ensemble 2 --head mlp", "Give --head none"),
-        ("--ensemble 2 --merge", "Leave out --merge"),
-        ("--ensemble 2 --rank full", "give --rank a number"),
         ("--ensemble 2 --no-normalize", "Add --normalize"),
         ("--ensemble 2 --prompt routed", "does not support routers"),
-        ("--ensemble 2 --task kgc", "is for rated pairs"),
     ):
         changed = change_flags(command, *options.split())
         assert message in run_rejected(capsys, *changed, "--run", tmp_path / "bad")
@@ -259,7 +213,6 @@ def test_invalid_options_report_one_line(command, workspace, train, tmp_path, ca
     llmcond.fit_head(run=other_scale, head="linear", set=changes)
     for teacher, options, message in (
         ("frozen", "--teacher-rows 15", "at most half of them, 14"),
-        ("nowhere", "", "there is no run at"),
         ("frozen", "--task kgc", "--teacher is for rated pairs"),
         (bare, "", "has no fitted head"),
         (other_scale, "", "on another scale"),
