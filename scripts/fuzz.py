@@ -53,7 +53,6 @@ from fuzz_services import (
     make_services,
     peak_memory,
     preloading_context,
-    serve,
 )
 from fuzz_texts import TEXT_INPUTS
 
@@ -262,24 +261,16 @@ def try_input(kind: str, seed: int, base: Base) -> str:
             os.chdir(before)
 
 
-def run_worker(pipe: Connection, folder: Path, log: Path) -> None:
-    """Try the inputs from a pipe; answer each with its failure and the peak memory so far.
-
-    Requests go to a server in another process, whose log is ``log``.
-    """
+def run_worker(pipe: Connection, folder: Path) -> None:
+    """Try the inputs from a pipe; answer each with its failure and the peak memory so far."""
     import torch
 
     limit_process()
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    server = None
     while True:
         kind, seed = pipe.recv()
-        if kind == "request" and server is None:
-            server = preloading_context().Process(target=serve, args=(folder, log))
-            server.start()
-        address = (int(server.pid or 0), log) if server else None
-        failure = try_input(kind, seed, Base(folder, address))
+        failure = try_input(kind, seed, Base(folder))
         pipe.send((failure, peak_memory()))
 
 
@@ -293,9 +284,7 @@ class Worker:
     def _start(self) -> None:
         context = preloading_context()
         self.pipe, worker_end = context.Pipe()
-        log = self._folder / f"server-{time.monotonic_ns()}.log"
-        arguments = (worker_end, self._folder, log)
-        self._process = context.Process(target=run_worker, args=arguments)
+        self._process = context.Process(target=run_worker, args=(worker_end, self._folder))
         self._process.start()
         worker_end.close()
         self._memory: list[int] = []

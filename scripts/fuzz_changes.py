@@ -132,15 +132,9 @@ def change_below(chance: Random, folder: Path, pattern: str = "*") -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """The folder from which inputs are copied: ``run``, ``model``, ``rows.csv`` and others.
-
-    Attributes:
-        folder: the folder.
-        server: process id and log of a server that searches ``texts.index``.
-    """
+    """The folder from which inputs are copied: ``run``, ``model``, ``rows.csv`` and others."""
 
     folder: Path
-    server: tuple[int, Path] | None = None
 
     def copy(self, name: str, into: Path) -> Path:
         """Copy a file or folder into another folder, and return the path of the copy."""

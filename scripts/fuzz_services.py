@@ -272,17 +272,20 @@ def serve(folder: Path, log: Path) -> None:
 
 
 class ServerProcess:
-    """The ``llmcond serve`` that a worker sends its requests to."""
+    """A ``llmcond serve`` in another process, which ends with this one.
 
-    def __init__(self, base: Base) -> None:
-        assert base.server
-        self._pid, self._log = base.server
-        while not (match := re.search(r"http://127\.0\.0\.1:(\d+)", self._log_text())):
+    Args:
+        folder: folder of the inputs, whose index the server searches.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / f"server-{os.getpid()}.log"
+        self._log.touch()
+        self._process = preloading_context().Process(target=serve, args=(folder, self._log))
+        self._process.start()
+        while not (match := re.search(r"http://127\.0\.0\.1:(\d+)", self._log.read_text())):
             time.sleep(0.1)
-        self._port, self._memory = int(match[1]), peak_memory(self._pid)
-
-    def _log_text(self) -> str:
-        return self._log.read_text() if self._log.is_file() else ""
+        self._port, self._memory = int(match[1]), peak_memory(self._process.pid)
 
     def send(self, content: bytes, whole: bool) -> tuple[int, bytes]:
         """Send a request over a new connection; return status and body, status 0 for no answer.
@@ -312,10 +315,9 @@ class ServerProcess:
 
     def failure(self) -> str:
         """Return how the last request damaged the server; empty if it did not."""
-        try:
-            growth = peak_memory(self._pid) - self._memory
-        except FileNotFoundError:
-            return f"the server ended: {self._log_text()[-300:]}"
+        if not self._process.is_alive():
+            return f"the server ended: {self._log.read_text()[-300:]}"
+        growth = peak_memory(self._process.pid) - self._memory
         return f"the server grew by {growth / 2**20:,.0f} MiB" if growth > SERVER_GROWTH else ""
 
 
@@ -334,7 +336,7 @@ class Request:
     """A request as an input.
 
     Attributes:
-        base: folder of the inputs, and the server.
+        base: folder of the inputs.
         content: bytes of the request.
         whole: whether the server must answer; False if a part that determines the length of the
             request was changed.
@@ -348,7 +350,7 @@ class Request:
 
     def failure(self) -> str:
         """Send the request; return what is wrong with the answer, or with the server afterwards."""
-        server = get_server(self.base)
+        server = get_server(self.base.folder)
         try:
             wrong = self.check_answer(*server.send(self.content, self.whole))
         except (TimeoutError, ConnectionRefusedError) as error:

@@ -320,7 +320,8 @@ def score_untrained(work: Work, encoder: Encoder, system: System) -> Figures:
     prompt = system.prompt or joint_prompt(encoder.instructs)
     run = folder_of(encoder, "untrained") / (system.key if system.router else "unrouted")
     # Train is not needed, but a dataset must have it.
-    splits = {"train": take_first_pair(work), "dev": work.dataset.splits[work.split]}
+    train = work.dataset.splits["train"]
+    splits = {"train": take_pairs(train, len(train)), "dev": work.dataset.splits[work.split]}
     options = encoder_options(work, encoder, system.router)
     try:
         extract(run=run, prompt=[prompt], **in_memory(splits), **options)
@@ -331,12 +332,6 @@ def score_untrained(work: Work, encoder: Encoder, system: System) -> Figures:
     return result_figures(
         next(result for result in results if result.prompt == prompt and not result.subtract)
     )
-
-
-def take_first_pair(work: Work) -> Rows:
-    """Return the rows of the first sentence pair of train."""
-    train = work.dataset.splits["train"]
-    return take_pairs(train, len(train))
 
 
 # -- tables of C-STS ---------------------------------------------------------------------------

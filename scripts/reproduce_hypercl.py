@@ -163,6 +163,19 @@ class Spec:
     changes: Mapping[str, str]
 
 
+#: Kind of head -> recipe with the contrastive objective and without, and the sizes that it takes.
+HEADS = {
+    "tri": ("hadamard", "hadamard", ()),
+    "g1": ("hadamard-paper", "hadamard-paper", ()),
+    "concat": ("concat", "concat", ("dim",)),
+    "g2": ("concat-paper", "concat-paper", ("dim",)),
+    "low": ("hypernet", "hypernet-mse", ("dim", "rank")),
+    "released": ("hypernet-released", "hypernet-released", ("dim", "rank")),
+    "matched": ("hypernet-ablation", "hypernet-ablation", ("rank",)),
+    "full": ("hypernet-full", "hypernet-full-mse", ("dim",)),
+}
+
+
 def rank_of(dim: int, divisor: int = DIVISOR) -> int:
     """Return K for H dimensions."""
     return max(1, dim // divisor)
@@ -200,30 +213,15 @@ def spec_of(work: Work, encoder: Encoder, key: str, rank: int | None = None) -> 
     else:
         # Hypernetworks are best within a few epochs; an epoch of a full one takes 10 to 20 s.
         epochs, patience = (8, 2) if kind == "full" else (10, 3)
-    settings: dict[str, Any] = {
-        "tri": {},
-        "g1": {},
-        "concat": {"dim": dim},
-        "g2": {"dim": dim},
-        "low": {"dim": dim, "rank": rank},
-        "released": {"dim": dim, "rank": rank},
-        "matched": {"rank": rank},
-        "full": {"dim": dim},
-    }[kind]
-    heads = {
-        "tri": "hadamard",
-        "g1": "hadamard-paper",
-        "g2": "concat-paper",
-        "low": "hypernet" if contrast else "hypernet-mse",
-        "released": "hypernet-released",
-        "matched": "hypernet-ablation",
-        "full": "hypernet-full" if contrast else "hypernet-full-mse",
-    }
+    with_contrast, without, names = HEADS[kind]
+    sizes = {"dim": dim, "rank": rank}
+    settings: dict[str, Any] = {name: sizes[name] for name in names}
     if contrast:
         row = TABLE_7.get((work.paper_name(encoder), key), (TEMPERATURE,))
         settings = {**settings, "info_nce": "1.0", "temperature": row[-1]}
     changes = work.training_settings(epochs, patience, **settings)
-    return Spec(key if rank == rank_of(dim) else f"{key}{rank}", heads.get(kind, kind), changes)
+    head = with_contrast if contrast else without
+    return Spec(key if rank == rank_of(dim) else f"{key}{rank}", head, changes)
 
 
 def score_by_sweep(work: Work, encoder: Encoder, spec: Spec) -> Figures:
@@ -335,15 +333,7 @@ def table_1(work: Work) -> Section:
             printed = printed_figures(TABLE_1, measures, work.paper_name(encoder), key)
             ours = score_saved(work, encoder, spec)
             rows.append(head_row(work, encoder, [name], spec, ours, printed, *notes))
-        rows += [
-            trained_row(
-                work,
-                encoder,
-                training,
-                printed_figures(TABLE_1, measures, work.paper_name(encoder), training.key),
-            )
-            for training in TRAININGS
-        ]
+        rows += [trained_row(work, encoder, key) for key in TRAININGS]
         rows.append(frozen_bi_encoder(work, encoder))
     about = [
         "K is H / 12, the paper's choice for base and large encoders.",
@@ -355,67 +345,42 @@ def table_1(work: Work) -> Section:
     return Section("Table 1", "tri-encoders on C-STS", about, ["architecture"], measures, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """An architecture whose encoder is trained too.
-
-    Attributes:
-        key: key of the architecture in the paper's tables.
-        name: name in the table; ``{rank}`` is K.
-        run: end of the name of the run.
-        options: options of ``llmcond train-lora``; ``{dim}`` and ``{rank}`` are H and K.
-    """
-
-    key: str
-    name: str
-    run: str
-    options: str
-
-
-#: The rows of table 1 with trained encoders, with the settings of the paper where it has any.
-TRAININGS = (
-    Training("bi", "bi-encoder", "bi", "--head none --prompt concat-cond-sent"),
-    Training(
-        "tri",
-        "tri-encoder, Hadamard product",
-        "hadamard",
-        "--head hadamard --prompt separate",
-    ),
-    Training(
-        "low-cl",
+#: Key of a trained encoder in the paper's tables -> name of its row in table 1, end of the name of
+#: its run, and options of ``llmcond train-lora``, with the settings of the paper where it has any.
+#: ``{dim}`` and ``{rank}`` are H and K.
+TRAININGS = {
+    "bi": ("bi-encoder", "bi", "--head none --prompt concat-cond-sent"),
+    "tri": ("tri-encoder, Hadamard product", "hadamard", "--head hadamard --prompt separate"),
+    "low-cl": (
         "hyper{rank}-cl",
         "low",
         "--head hypercl-simcse-base-64 --prompt separate --set dim={dim} rank={rank}",
     ),
-    Training(
-        "full-cl",
+    "full-cl": (
         "hyper-cl",
         "full",
         "--head hypercl-simcse-base-full --prompt separate --set dim={dim}",
     ),
-)
+}
 
 
-def trained_row(
-    work: Work,
-    encoder: Encoder,
-    training: Training,
-    printed: Printed,
-) -> Row:
+def trained_row(work: Work, encoder: Encoder, key: str) -> Row:
     """Return the row of a trained encoder, whose figures are read from its run if there is one."""
+    name, run_name, options = TRAININGS[key]
+    printed = printed_figures(TABLE_1, (SPEARMAN, PEARSON), work.paper_name(encoder), key)
     sizes = {"dim": encoder.dim, "rank": rank_of(encoder.dim)}
-    label = training.name.format(**sizes) + ", encoder trained"
-    folder = encoder.run.with_name(f"{encoder.run.name}-{training.run}")
+    label = name.format(**sizes) + ", encoder trained"
+    folder = encoder.run.with_name(f"{encoder.run.name}-{run_name}")
     command = (
         f"llmcond train-lora --model {encoder.name} --data DATA "
-        f"{training.options.format(**sizes)} --run FOLDER/{folder.name}"
+        f"{options.format(**sizes)} --run FOLDER/{folder.name}"
     )
     if encoder.reason or not folder.is_dir():
         reason = encoder.missing_reason("separate") or f"not done: run `{command}` first"
         return Row(encoder.name, [label], reason, [], *printed)
     run = open_run(folder)
     # `train-lora --head none` trains without subtraction.
-    zero_shot = "--head none" in training.options
+    zero_shot = "--head none" in options
     (result,) = (
         result
         for result in evaluate(run=folder, split=work.split)

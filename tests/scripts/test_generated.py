@@ -49,8 +49,7 @@ def test_credits_and_memory_table_are_current(monkeypatch, capsys):
         runpy.run_path(str(ROOT / "scripts" / "make_credits.py"), run_name="__main__")
     assert stopped.value.code == 0, capsys.readouterr().out
     assert memory_table.table() in memory_table.PAGE.read_text(encoding="utf-8")
-    sizes = (15 * 2**30, 10 * 2**30, 2 * 2**30)
-    assert memory_table.smallest_card(*sizes) == 16
+    assert memory_table.smallest_card(15 * 2**30, 10 * 2**30, 2 * 2**30) == 16
 
 
 def test_wording_is_counted_and_limited(tmp_path, monkeypatch, capsys):
