@@ -105,6 +105,15 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
     )
 
 
+def test_default_run_of_user_data_is_used(capsys, write_rows, small_rows):
+    """The data may be a folder with the name that records use for the bundled sample."""
+    write_rows(small_rows, "sample/train.csv")
+    extract("sample", "runs/default")
+    capsys.readouterr()
+    zero_shot = "encoder minilm, zero-shot (no head is fitted), prompt concat-cond-sent"
+    assert compare_texts(capsys)[1] == [f"model: runs/default, {zero_shot}"]
+
+
 def test_named_run_or_model_is_resolved(tmp_path, capsys):
     assert resolve_run(None) == resolve_run(DEFAULT_MODEL) == resolve_run(None, DEFAULT_MODEL)
     (tmp_path / DEFAULT_MODEL).mkdir()

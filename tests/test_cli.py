@@ -147,6 +147,15 @@ def test_splits_without_scores(capsys, tiny, write_rows, small_rows):
     assert len(Path("p.csv").read_text().splitlines()) == 7
 
 
+def test_unrated_empty_applies_to_further_data(capsys, tiny, write_rows, small_rows):
+    rows = [(*row[:3], "" if i % 5 == 4 else row[3]) for i, row in enumerate(small_rows)]
+    data = str(write_rows(rows))
+    llmcond.extract(model=tiny, data=data, unrated="empty")
+    scored = run_json(capsys, "evaluate", "--data", data)["results"][0]
+    assert scored["n_dropped"] == len(small_rows) // 5
+    assert "--unrated empty" in run_rejected(capsys, "evaluate", "--data", data, "--unrated", "-1")
+
+
 def test_head_of_changed_prompt_is_left_out(capsys, run_copy, tiny):
     run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
     record = json.loads((run_copy / "heads/pca@concat-sent-cond/head.json").read_text())
@@ -169,12 +178,25 @@ def test_head_of_changed_prompt_is_left_out(capsys, run_copy, tiny):
 
 def test_package_runs_as_module_and_in_a_closed_pipe():
     python = f"{sys.executable} -m llmcond"
-    for command in ("--version --verbose", "models --json", "prompts | head -1"):
+    for command, expected in (
+        ("--version --verbose", "\nextra lora: installed\n"),
+        ("models --json", '"bundled": ["minilm-conditions", "minilm-csts"]'),
+        ("prompts | head -1", "\n"),
+        ("--print-completion bash", "_shtab_llmcond"),
+    ):
         process = subprocess.run(
             ["bash", "-c", f"{python} {command}"], check=True, capture_output=True, text=True
         )
-        assert process.stdout
+        assert expected in process.stdout
         assert process.stderr == ""
+
+
+def test_heads_of_every_task_are_listed(capsys):
+    rows = run_json(capsys, "heads")["heads"]
+    assert {"csts", "kgc", "dialogue"} <= {row["task"] for row in rows}
+    assert run(["heads"]) == 0
+    out = capsys.readouterr().out
+    assert [row["name"] for row in rows if row["name"] not in out] == []
 
 
 # -- invalid input -----------------------------------------------------------------------------
@@ -190,7 +212,10 @@ INVALID = {
     "extract --model minilm --rating-range 5 1": "low must be below high",
     "extract --model minilm --instruction-format {text}": "{instruction}",
     "fit-head --head mlp": "llmcond extract --model",
+    "extract --model minilm --unrated none": "expected a number, or empty",
     "fit-head --head mlp --seeds 3": "It is an option of sweep, sweep-lora",
+    "sweep --head mlp --seeds 0 1": "takes one value, not 0 1: number of",
+    "embed x.csv y.csv --out v.npy": "unrecognized arguments: y.csv",
 }
 #: Mistakes in options of a run with the head p, of the kind PCA.
 INVALID_FOR_RUN = {
@@ -276,6 +301,13 @@ def test_damaged_or_newer_files_of_run_are_reported(capsys, run_copy):
     manifest.write_text('{"format": 1}')
     assert run(["evaluate", "--run", str(run_copy)]) == 1
     assert capsys.readouterr().err.startswith("llmcond: error: ")
+
+
+def test_checkpoint_without_tokenizer_leaves_no_run(capsys, tiny):
+    broken = Path(shutil.copytree(tiny, "broken"))
+    (broken / "tokenizer.json").unlink()
+    assert "no tokenizer" in run_rejected(capsys, "extract", "--model", "broken")
+    assert not Path("runs/default").exists()
 
 
 def test_row_that_cannot_be_encoded_is_named(capsys, tiny_checkpoint, write_rows, small_rows):

@@ -167,7 +167,18 @@ def test_tracker_that_fails_does_not_stop_the_fit(path, tensorboard, monkeypatch
 
 
 @pytest.mark.usefixtures("tensorboard")
-def test_fit_sends_its_curve(run_copy):
+def test_tracker_that_cannot_start_is_reported(path):
+    path.parent.mkdir(parents=True)
+    path.with_suffix(".tensorboard").write_text("a file", encoding="utf-8")
+    with (
+        pytest.raises(UserError, match=r"--log tensorboard cannot start: .*leave out --log"),
+        RunLog(path, "run", CONFIG, ["tensorboard"]),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_fit_and_sweep_send_their_curves(run_copy):
     fitted = llmcond.fit_head(
         run=run_copy, head="linear", dim=4, set={"epochs": 2}, log="tensorboard"
     )
@@ -177,3 +188,11 @@ def test_fit_sends_its_curve(run_copy):
         (entry["step"], pytest.approx(entry["loss"])) for entry in curve
     ]
     assert scalars["end/best_epoch"] == [(curve[-1]["step"], fitted.record["best_epoch"])]
+    swept = llmcond.sweep(
+        run=run_copy, head="linear", vary={"dim": [4, 8]}, seeds=1, set={"epochs": 1}, workers=1,
+        log="tensorboard",
+    )  # fmt: skip
+    folders = [*(run_copy / "logs/sweep").glob("*.tensorboard")]
+    losses = sorted(read_scalars(folder)["evaluation/loss"][0][1] for folder in folders)
+    expected = sorted(row.fits[0]["curve"][0]["loss"] for row in swept.results)
+    assert losses == pytest.approx(expected)

@@ -111,6 +111,12 @@ def test_cluster_names_are_distinctive_words():
             id="French",
         ),
         pytest.param(
+            ("快递太慢了，包裹没到", "我的快递丢了，请查包裹"),
+            ("手机电池坏了", "电池充不进电，手机很热"),
+            ("包裹, 快递", "电池, 手机"),
+            id="Chinese",
+        ),
+        pytest.param(
             ("Late<br>parcel&nbsp;&amp;", "parcel <b class='x'>late</b> &lt;br&gt;"),
             ("<p>dead battery</p>", "battery <style>p {color: red}</style> dead"),
             ("late, parcel", "battery, dead"),
@@ -193,5 +199,5 @@ def test_map_is_aligned_with_previous_map():
         assert np.linalg.norm(centred[0]) == pytest.approx(np.linalg.norm(centred[1]))
     assert min(points.min() for points in maps) == pytest.approx(0)
     assert max(points.max() for points in maps) == pytest.approx(1)
-    for few in (np.eye(3, 4, dtype=np.float32), np.ones((8, 3), np.float32)):
+    for few in (np.eye(3, 4, dtype=np.float32), np.ones((8, 1), np.float32)):
         assert np.isfinite(compute_maps([few], 0)[0]).all()

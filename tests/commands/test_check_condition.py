@@ -58,6 +58,7 @@ def test_verdict_is_printed_with_its_calibration(captions, tiny_run, capsys):
     (check,) = result.checks
     assert check.expected.low <= check.expected.value <= check.expected.high
     assert result.to_json()["calibration"]["of_this_model"] is False
+    assert "checks=<1 row>" in repr(result)
     texts = CAPTIONS[:10] * 5
     (check,) = llmcond.check_condition(texts=texts, condition="the place", run=tiny_run).checks
     assert (check.verdict, check.expected, check.n_texts) == ("too few texts to tell", None, 10)
@@ -84,3 +85,13 @@ def test_cluster_and_search_print_condition_check(captions, calibrated_run, tmp_
     assert run(["search", str(tmp_path / "index"), "A dog", "--condition", "the place"]) == 0
     sentence = Index.open(tmp_path / "index", device="cpu").check("the place").sentence()
     assert f"the place: {sentence}" in capsys.readouterr().err
+
+
+def test_calibration_at_chance_level_is_not_trusted(captions, calibrated_run, capsys):
+    path = calibrated_run / "conditions.json"
+    path.write_text(path.read_text().replace('"low": 0.4', '"low": -0.1'))
+    common = [str(captions), "--run", str(calibrated_run), "--condition", "the place"]
+    assert run(["check-condition", *common]) == 0
+    assert "do not rely on the verdicts" in capsys.readouterr().err
+    assert run(["cluster", *common, "--clusters", "3"]) == 0
+    assert "predicted accuracy" not in capsys.readouterr().err

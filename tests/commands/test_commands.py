@@ -50,6 +50,22 @@ def test_outputs_do_not_overwrite_inputs(capsys, run_copy, write_rows, small_row
         run_json(capsys, *evaluate, "--data", data, "--predictions", "run_copy/p.csv")
 
 
+def test_leftovers_of_interrupted_commands_are_removed_after_an_hour(capsys, run_copy):
+    recent, old = run_copy / ".run.json.0123abcd", run_copy / ".run.json.4567abcd"
+    user_file, folder = run_copy / ".run.json.backups", run_copy.parent / ".new.89abcdef"
+    folder.mkdir()
+    for path in (recent, old, user_file, folder / "rows.parquet"):
+        path.touch()
+    for path in (old, user_file, folder):
+        os.utime(path, (0, 0))
+    encoder = json.loads((run_copy / "run.json").read_text())["encoder"]["model"]
+    extract = ("extract", "--model", encoder, "--prompt", "concat-cond-sent", "--dtype", "float32")
+    for run_folder in (run_copy, run_copy.parent / "new"):
+        run_json(capsys, *extract, "--run", run_folder)
+    assert [path.exists() for path in (recent, user_file, old)] == [True, True, False]
+    assert not folder.exists()
+
+
 # -- read-only runs ----------------------------------------------------------------------------
 
 
@@ -100,8 +116,9 @@ def test_read_only_run_can_be_used_but_not_fitted(read_only, tmp_path, write_row
 
 def test_control_characters_are_not_printed(capsys, tiny_run, tmp_path):
     run_copy = str(shutil.copytree(tiny_run, tmp_path / "a\u202eb[/x]"))
-    for format_flags in ([], ["--format", "markdown"], ["--format", "latex"], ["--json"]):
-        assert run(["evaluate", "--run", run_copy, *format_flags]) == 0
+    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", run_copy]) == 0
+    for command in ("evaluate", "evaluate --format latex", "evaluate --json", "analyse"):
+        assert run([*command.split(), "--run", run_copy]) == 0
         captured = capsys.readouterr()
         for text in (captured.out, captured.err):
             assert [c for c in text if not c.isprintable() and c != "\n"] == []

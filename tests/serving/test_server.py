@@ -1,5 +1,6 @@
 """Requests over HTTP: responses, error messages, keys, limits and shutdown."""
 
+import asyncio
 import base64
 import json
 import logging
@@ -187,6 +188,8 @@ INVALID_FIELDS = [
         {"condition": ["a", "b", "c"], "values": [["a"], ["b"]]},
         *("values", "values for 2 conditions, but condition has 3"),
     ),
+    ("rerank", {"condition": None, "values": ["a"]}, "values", "there is no condition"),
+    ("embeddings", {"condition": None, "values": ["a"]}, "values", "there is no condition"),
     ("similarity", {"condition": "two men " * 200}, "condition", "with its values, is too long"),
     ("similarity", {"sentence2": TEXTS[:2]}, "sentence2", "3 in sentence1, 2 in"),
     ("rerank", {"documents": [{"text": 7}]}, "documents", 'it should be a text or {"text": ...}'),
@@ -231,6 +234,24 @@ def test_body_with_two_lengths_is_rejected_and_connection_closed(client, body):
     assert response.startswith(b"HTTP/1.1 400")
     assert response.count(b"HTTP/1.1") == 1
     assert b"connection: close" in response.lower()
+
+
+def test_two_lengths_are_rejected_if_parser_accepts_them(embedder):
+    headers = [(b"host", b"localhost"), (b"content-length", b"2"), (b"transfer-encoding", b"x")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": headers}
+    messages = []
+
+    async def send(message):
+        messages.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    with serve(ServedModel(embedder)) as (_, server):
+        asyncio.run(server.gate(scope, receive, send))
+    assert messages[0]["status"] == 400
+    assert (b"connection", b"close") in messages[0]["headers"]
+    assert b"both Transfer-Encoding and Content-Length" in messages[1]["body"]
 
 
 # -- keys, hosts and origins ---------------------------------------------------------------------
