@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -92,8 +91,3 @@ def resume_training(make: Callable[[], Trainer], step: int) -> Trainer:
     stop_after(make(), step)
     torch.rand(step)  # a new process has a different random state
     return make()
-
-
-def compute_alone(n: int, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Compute all rows in one process."""
-    return compute(np.arange(n))
