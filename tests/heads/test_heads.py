@@ -22,7 +22,7 @@ from llmcond.heads import (
     load_recipe,
     save_head,
 )
-from llmcond.heads.numpy_heads import NumpyHead
+from llmcond.heads.numpy_heads import DenseLayer, NumpyHead, apply_layers
 from llmcond.heads.storage import load_embedding_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -288,9 +288,9 @@ def test_heads_of_other_kinds_have_layers_under_one_condition(tmp_path):
         layers = head.dense_layers(condition)
         assert (layers is not None) == linear
         for weight, bias, activation, _ in layers or []:
-            values = pairs.first @ weight.numpy().T + (0 if bias is None else bias.numpy())
-            values = {"relu": lambda v: np.maximum(v, 0), "tanh": np.tanh}[activation](values)
+            layer = DenseLayer(weight.numpy(), None if bias is None else bias.numpy(), activation)
             transformed = head.transform(pairs.first, condition)
+            values = apply_layers([layer], pairs.first)
             np.testing.assert_allclose(values, transformed, rtol=1e-3, atol=1e-4)
     save_head(head, tmp_path / "towers", {})
     assert isinstance(load_embedding_head(tmp_path / "towers")[0], FittedHead)

@@ -307,6 +307,7 @@ def test_invalid_settings_are_rejected():
         ({"temperature": 0.0}, "'temperature' is 0.0: .*at least 1e-06"),
         ({"scale": 0.0}, "'scale' is 0.0: .*at least 1e-06"),
         ({"mse": 0.0}, "mse, cosent, ranking, info_nce, quadruplet are all 0.*set at least one"),
+        ({"mse": 0.0, "objective": "a.py:b", "objective_weight": 0.0}, "are all 0"),
         ({"info_nce_form": "v2"}, "'info_nce_form' is 'v2': .*'acl', 'v1' or 'self-negatives'"),
         ({"ties": "skip"}, "'ties' is 'skip': .*'drop', 'keep' or 'gap'"),
         ({"tie": "drop"}, "unknown key 'tie'"),
