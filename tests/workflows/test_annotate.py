@@ -4,9 +4,7 @@ import csv
 import json
 import os
 import signal
-import sys
 import time
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -306,22 +304,6 @@ def test_invalid_input_reports_one_line(pairs, capsys):
         assert "secret" not in line
     with ChatServer(models=("rater-7b",)) as server:
         assert "Did you mean 'rater-7b'?" in run_rejected(capsys, *make_command(pairs, server))
-
-
-def test_many_questions_need_confirmation(write_many, capsys, monkeypatch):
-    path = write_many(10)
-    monkeypatch.setattr("llmcond.workflows.annotate._MAX_UNCONFIRMED", 5)
-    with ChatServer() as server:
-        command = make_command(path, server)
-        assert "7 questions remain" in run_rejected(capsys, *command)
-        terminal = StringIO("n\ny\n")
-        terminal.isatty = sys.stderr.isatty = lambda: True
-        monkeypatch.setattr("sys.stdin", terminal)
-        assert run(command) == 2
-        assert "Continue? [y/N] llmcond: error: not confirmed" in capsys.readouterr().err
-        assert len(server.bodies) == 3
-        assert run_json(capsys, *command)["questions"] == 7
-        assert run_json(capsys, *command, "--seed", 1, "--yes")["questions"] == 10
 
 
 def test_stored_answers_are_locked_and_checked(pairs, capsys):

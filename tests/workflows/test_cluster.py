@@ -137,32 +137,6 @@ def test_result_is_table(call, run_copy, tmp_path):
     assert "table" not in single.to_json()
 
 
-def test_messages_tell_doubts_and_unusual_texts(capsys, run_copy, texts, write_rows):
-    random, words = np.random.default_rng(0), " ".join([*PEOPLE, *PLACES, "play"]).split()
-    mixed = [(" ".join(random.permutation(words)[:6]), str(i % 3)) for i in range(80)]
-    Path("lines.txt").write_text("two men\n\nthree women\ntwo men\n" + "the park " * 200 + "\n")
-    command = ("cluster", "--run", run_copy, "--out", "out.csv", *PLACE)
-    for options, expected in (
-        (
-            (write_rows(mixed, "mixed.csv", "text,kind"), "--clusters", "3", "--labels", "kind"),
-            ("so not clearly separated;", "little agreement with the labels kind", "--guide FILE"),
-        ),
-        (
-            ("lines.txt", "--clusters", "3", "--skip-empty"),
-            (
-                "1 of 4 texts repeat an earlier one, and are kept",
-                "1 input is longer than 64 tokens",
-            ),
-        ),
-        ((texts, "--method", "hdbscan", "--min-cluster-size", 3), ("48 texts are in no cluster",)),
-    ):
-        assert run([str(part) for part in (*command, *options)]) == 0
-        text = " ".join(capsys.readouterr().err.split())
-        for part in expected:
-            assert part in text
-    assert all((row["name"] == "") == (row["cluster"] == "-1") for row in read_csv("out.csv"))
-
-
 def test_guide_replaces_condition(call, guide, capsys, run_copy, texts):
     result = call("--guide", guide, "--labels", "place", "--out", "out.csv")
     (clustering,) = result["clusterings"]

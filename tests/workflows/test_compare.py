@@ -230,7 +230,7 @@ RESULTS = [
     make_result("bad", "mlp", 0.2, (-0.2, 0.01)),
     make_result("shuffled", "none", 0.0, (-0.1, 0.3), control="shuffled"),
 ]
-GOOD, BASE, SAME, BAD, CONTROL = RESULTS
+GOOD, *_, CONTROL = RESULTS
 
 
 def test_summary_describes_comparison():
@@ -253,25 +253,6 @@ def test_summary_describes_comparison():
         (few, "12 sentence pairs are few"),
     ):
         assert expected in " ".join(summary(results, "base"))
-
-
-def test_first_sentence_claims_no_more_than_evidence():
-    none_better = "No prompt is shown to be better than base. Highest: mlp on"
-    other_head = replace(GOOD, head="linear")
-    for results, expected in (
-        ([SAME, BASE, BAD], f"{none_better} same, Spearman 41.0 [31.0, 51.0]."),
-        (
-            RESULTS,
-            "Highest: mlp on good, Spearman 60.0 [50.0, 70.0], better than base by +20.0 "
-            "[15.0, 25.0].",
-        ),
-        (
-            [SAME, BASE, other_head],
-            "Highest: mlp on same, Spearman 41.0 [31.0, 51.0], not shown to be better than base.",
-        ),
-        ([BASE], "Highest: mlp on base, Spearman 40.0 [30.0, 50.0]."),
-    ):
-        assert summary(results, "base")[0] == expected
 
 
 # -- heads and runs ----------------------------------------------------------------------------

@@ -420,28 +420,3 @@ def test_invalid_arguments_report_one_line(capsys, source, fitted):
         line = run_rejected(capsys, "embed", "src", "--run", fitted, *arguments.split())
         assert expected in line
     assert not Path("out").exists()
-
-
-def test_unreadable_sources_report_one_line(capsys, embed):
-    rows = text_table(0, 3)
-    for name in ("empty", "none", "cut.lance", "taken", "mixed"):
-        Path(name).mkdir()
-    for path, table in (
-        ("none/x", rows.slice(0, 0)),
-        ("taken/x", rows.append_column("embedding", [[1, 2, 3]])),
-        ("mixed/x", rows),
-        ("mixed/y", rows.drop(["url"])),
-    ):
-        pq.write_table(table, f"{path}.parquet")
-    for name, expected in (
-        ("empty", "is a folder without .parquet files"),
-        ("none", "is empty: it has no rows"),
-        ("cut.lance", "cut.lance cannot be read"),
-        ("taken", "x.parquet has a column 'embedding'"),
-        ("mixed", "y.parquet and previous parts have different columns: 'url'"),
-    ):
-        assert embed("out", source=name, command=run_failed) in (1, 2)
-        err = capsys.readouterr().err
-        assert expected in err.splitlines()[-1]
-        assert "Traceback" not in err
-    assert not Path("out").exists()

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 
 import pandas as pd
 import pytest
@@ -16,7 +15,6 @@ from llmcond.workflows.options.texts import IndexOptions
 ROWS = [("a", "two men play in the park", "2019"), ("b", "children sit at the beach", "2024")]
 ROWS += [("c", "three women walk in the rain", "2025"), ("d", "two dogs play at the beach", "2020")]
 CONDITION = ("--condition", "the place")
-SECOND_CONDITION = ("--condition", "the number of people")
 
 
 @pytest.fixture
@@ -78,58 +76,6 @@ def test_index_is_created_searched_and_updated(index, search, texts, capsys, tmp
     result = run_json(capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year")
     assert [result[name] for name in ("added", "replaced", "unchanged")] == [2, 0, 2]
     assert result["conditions"] == []  # a search prepares none
-
-
-TYPED = """id,text,year,price,flag,zip,key,day,note,big,gap
-a,one,2019,1.50,true,01234,7,2024-01-31,,1234567890123456789,1
-b,two,2024,-2e-3,False,99999,x,2024-02-01,,1,
-"""
-
-
-def test_csv_column_types_are_inferred(create, tmp_path, capsys):
-    path, out, header = tmp_path / "typed.csv", tmp_path / "typed", TYPED.splitlines()[0]
-    path.write_text(TYPED)
-    names = header.split(",")[2:]
-    options = ("--id", "id", "--keep", *names)
-
-    def search(where):
-        command = ("search", out, "one", *CONDITION, "--where", where)
-        return sorted(run_json(capsys, *command)["results"], key=lambda row: row["id"])
-
-    create(path, out, *options)
-    first, second = search("true")
-    expected = [2019, 1.5, True, "01234", "7", "2024-01-31", "", "1234567890123456789", 1]
-    assert [first[name] for name in names] == expected
-    assert (second["price"], second["flag"], second["gap"]) == (-0.002, False, None)
-    where = "year > 2020 AND price < 0 AND NOT flag AND zip = '99999' AND day > '2024-01-31'"
-    assert [row["id"] for row in search(where)] == ["b"]
-    assert [row["id"] for row in search("gap IS NULL AND note = ''")] == ["b"]
-    # Later files are read with the column types of the index.
-    later = f"{header}\nc,three,2025,3,true,7,8,9,10,11,\n"
-    path.write_text(later)
-    create(path, out, *options)
-    (third,) = search("id = 'c'")
-    assert [third[name] for name in names] == [2025, 3.0, True, "7", "8", "9", "10", "11", None]
-    path.write_text(later.replace("c,three,2025", "d,four,unknown"))
-    message = create(path, out, *options, command=run_rejected)
-    assert "the column 'year' has the type int64 in the index" in message
-    assert "'unknown'" in message
-    assert len(search("true")) == 3
-
-
-def test_hits_are_printed_as_table(show, monkeypatch, create, texts, tmp_path):
-    weights = ("--weight", "1", "--weight", "0.5", "--explain")
-    captured = show(*CONDITION, *SECOND_CONDITION, *weights)
-    assert re.search(r"^without: bert\d+, no condition$", captured.err, re.MULTILINE)
-    for text in ("rank", "score", "id", "year", "under the place", "without", "rank without"):
-        assert text in in_one_line(captured.out)
-    monkeypatch.setenv("COLUMNS", "52")
-    captured = show(*CONDITION)
-    assert re.search("^ +rank +score +text +year *$", captured.out, re.MULTILINE)
-    assert "columns left out, because a line has only 52 characters: id (" in captured.err
-    create(texts, tmp_path / "joint", *CONDITION, head="linear")
-    captured = show(*CONDITION, "--explain", folder=tmp_path / "joint")
-    assert "no condition; no ranks, because they need every text encoded" in captured.err
 
 
 def test_invalid_search_reports_one_line(index, tmp_path, capsys):

@@ -332,26 +332,6 @@ def test_pushed_model_is_loaded_by_its_name(hub, merged, monkeypatch):
     np.testing.assert_array_equal(cached.encode(TEXTS, "the place"), expected)
 
 
-def test_commands_take_model_of_hub(hub, merged, capsys, monkeypatch, tmp_path):
-    push(run=merged, repo=REPO, revision="v1")
-    named = ["--model", REPO, "--revision", "v1"]
-    arguments = ["similarity", "two men play", "three women read", "--condition", "the place"]
-    result = run_json(capsys, *arguments, *named)
-    expected = run_json(capsys, *arguments, "--run", merged)
-    assert (result["model"], result["similarities"]) == (REPO, expected["similarities"])
-    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
-    index = tmp_path / "index"
-    run_json(capsys, "index", tmp_path / "texts.txt", "--out", index, *named)
-    model = json.loads((index / "index.json").read_text())["made_by"]
-    assert (model["model"], model["revision"]) == (REPO, result["revision"])
-    # The index names the commit, so that neither the branch nor the hub is needed any more.
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    search = ("search", index, "three women read", "--condition", "the place", "-k", "1")
-    assert run_json(capsys, *search)["results"][0]["text"] == "three women read"
-    message = run_rejected(capsys, *arguments, "--run", REPO, "--revision", "v1")
-    assert "needs --model" in message
-
-
 def test_downloaded_record_does_not_decide_where_features_are_written(
     hub, frozen, capsys, tmp_path
 ):

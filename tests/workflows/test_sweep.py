@@ -6,7 +6,6 @@ import shutil
 import statistics
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
-from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +20,6 @@ from llmcond import extract, sweep
 from llmcond.bundled import bundled_folder
 from llmcond.cli import run
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.results import Result, RowCounts
-from llmcond.metrics import Estimate
 from llmcond.report import figures
 from llmcond.run_log import read_log
 
@@ -396,56 +393,6 @@ def recorded_plots(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
 
     monkeypatch.setattr(figures, "plot_curve", plot_curve)
     return plots
-
-
-def make_row(settings, spearman, interval=(nan, nan), dim=32):
-    return Result(
-        name="mlp@p",
-        head="mlp",
-        prompts=("p",),
-        subtract=True,
-        split="dev",
-        counts=RowCounts(n=12),
-        metrics={"spearman": Estimate(spearman, *interval)},
-        dim=dim,
-        about={"settings": settings},
-        seeds=(0, 1, 2),
-    )
-
-
-def test_plot_shows_scores_with_intervals_by_setting(capsys, recorded_plots):
-    rows = [
-        make_row({"rank": 16, "bias": True}, 0.5, (0.4, 0.6)),
-        make_row({"rank": 4, "bias": True}, 0.4, (0.3, 0.45)),
-        make_row({"rank": 4, "bias": False}, 0.2),
-        make_row({"rank": 16, "bias": False}, nan),
-    ]
-    figures.plot_settings(rows, Path("x.png"))
-    (picture,) = recorded_plots
-    assert (picture.x, picture.y, picture.log) == ("rank", "Spearman x 100", False)
-    assert picture.band == (
-        "line: mean over seeds; band: 95 % confidence interval over rows and seeds; "
-        "no band: two seeds or few rows give no interval"
-    )
-    lines = {
-        "mlp@p bias=True": [[4, 16], [40, 50], [30, 40], [45, 60]],
-        "mlp@p bias=False": [[4], [20], [nan], [nan]],
-    }
-    assert picture.lines.keys() == lines.keys()
-    for name, columns in lines.items():
-        np.testing.assert_array_equal(picture.lines[name], columns)
-    # Sizes are capped at that of the embeddings, and a wide range has a logarithmic scale.
-    sizes = [make_row({"dim": dim}, 0.5, dim=min(dim, 1_000)) for dim in (64, 512, 1_024)]
-    figures.plot_settings(sizes, Path("x.png"))
-    assert recorded_plots[1].lines["mlp@p"][0] == [64, 512, 1_000]
-    assert recorded_plots[1].log
-    for values, score, reason in (
-        (("drop", "keep"), 0.5, "no numeric setting was varied"),
-        ((4, 8), nan, "no score is defined"),
-    ):
-        figures.plot_settings([make_row({"x": value}, score) for value in values], Path("y.png"))
-        assert f"y.png was not written: {reason}" in capsys.readouterr().err
-    assert len(recorded_plots) == 2
 
 
 def test_plots_show_results_of_sweep(capsys, folder, fits, recorded_plots):

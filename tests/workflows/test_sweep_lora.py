@@ -176,14 +176,6 @@ def test_repeated_sweep_trains_only_what_is_missing(complete, folder, trainings,
     assert find_weights(folder) == ["best"]
 
 
-@pytest.mark.slow
-def test_two_workers_equal_one(complete, swept, tmp_path, capsys):
-    result = run_json(capsys, *complete(tmp_path, *VARIED, "--workers", "2"))
-    report = read_report(swept)
-    assert without_times(result) == without_times({key: report[key] for key in result})
-    assert find_weights(tmp_path) == ["best"]
-
-
 # -- failed trainings --------------------------------------------------------------------------
 
 
