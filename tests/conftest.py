@@ -16,7 +16,6 @@ from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 
@@ -65,35 +64,16 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that runs every test."""
-    parser.addoption(
-        "--all",
-        action="store_true",
-        help="run also tests marked slow, and every variant of those marked matrix",
-    )
+    parser.addoption("--all", action="store_true", help="run also tests marked slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that protect little at this commit, unless the command line requests them.
-
-    These are tests marked slow, and four fifths of the variants of large matrices. The names of the
-    test and the variant decide which fifth runs, so that all tests together still cover every
-    architecture and every setting.
-    """
+    """Deselect tests marked slow, unless the command line asks for all or names single tests."""
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
-    selected: list[pytest.Item] = []
-    deselected: list[pytest.Item] = []
-    seen: set[str] = set()
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        in_fifth = crc32(item.nodeid.encode()) % 5 == 0 or name not in seen
-        seen.add(name)
-        runs = in_fifth or not item.get_closest_marker("matrix")
-        runs = runs and not item.get_closest_marker("slow")
-        (selected if runs else deselected).append(item)
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = selected
+    deselected = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def pytest_collection_finish() -> None:
