@@ -270,8 +270,10 @@ def test_constant_predictions_of_many_rows_have_no_spearman():
     # The cube of this number of rows is not exact in float64.
     n = 208_585
     constant = np.zeros((1, n))
-    result = bootstrap_metrics([constant], np.arange(n) % 5.0, np.arange(n), resamples=0)
-    assert isnan(result.values[0, 0])
+    metrics = [METRICS["spearman"]]
+    result = bootstrap_metrics([constant], np.arange(n) % 5.0, np.arange(n), metrics, 2)
+    assert np.isnan(result.values).all()
+    assert np.isnan(result.sampled).all()
 
 
 @pytest.mark.filterwarnings("error")
