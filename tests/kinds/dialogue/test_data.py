@@ -133,6 +133,14 @@ def test_split_of_single_file_ignores_row_order(tmp_path: Path):
     assert read_dialogues(path, split_seed=4).digest != data.digest
 
 
+def test_missing_dev_split_is_taken_from_train(folder: Path):
+    (folder / "validation.txt").unlink()
+    (folder / "train.txt").write_text(to_lines(make_dialogues(20)))
+    data = read_dialogues(folder)
+    assert [len(turns) for turns in data.splits.values()] == [18, 2, 4]
+    assert "no dev file: 10% of the training dialogues are dev, chosen with seed 0" in data.notes
+
+
 LONG_UTTERANCE = "It rained for forty days and nights, {}."
 
 

@@ -215,6 +215,22 @@ def test_invalid_arguments_are_rejected(capsys, fitted, graph):
         assert message in run_rejected(capsys, *command)
 
 
+def test_compare_needs_equal_candidates_and_known_answers(capsys, fitted, graph, model, tmp_path):
+    systems = (f"{fitted}:none@separate", f"{fitted}:hypernet-full")
+    (row,) = (r for r in run_json(capsys, "compare", *systems)["results"] if r["difference"])
+    (*_, evaluated, _) = run_json(capsys, "evaluate", "--run", fitted)["results"]
+    assert evaluated["head"] == "hypernet-full"
+    assert row["mrr_ci"] == pytest.approx(evaluated["mrr_ci"])
+    assert set(row["difference"]) == {"mrr", "hits@1", "hits@10"}
+    other = shutil.copytree(graph, tmp_path / "other")
+    triples = (other / "train.tsv").read_text().splitlines()
+    (other / "train.tsv").write_text("\n".join(triples[1:]) + "\n")
+    extract = ("extract", "--task", "kgc", "--model", model, *ENCODER, "--data", other)
+    run_json(capsys, *extract, "--run", tmp_path / "run")
+    message = run_rejected(capsys, "compare", systems[0], f"{tmp_path / 'run'}:none")
+    assert "rank other candidates, or leave out other known answers" in message
+
+
 # -- completion ---------------------------------------------------------------------------------
 
 
@@ -254,3 +270,15 @@ def test_completer_ranks_like_evaluate(capsys, fitted, graph, head):
         assert (1 / ranks[:, column]).mean() == pytest.approx(row[side]["mrr"])
     best = completer.top(head=rows[0][0], relation=rows[0][1], k=24, filtered=False)
     assert best[0].score == max(match.score for match in best)
+
+
+def test_query_outside_all_splits_is_encoded(fitted):
+    completer = llmcond.load_completer(fitted, "linear", device="cpu")
+    # No split has the place of an activity.
+    assert len(completer.top(head="d0", relation="_is_at", k=3)) == 3
+    joint = llmcond.load_completer(fitted, "none", prompt="concat-sent-cond", device="cpu")
+    entity = joint.graph.entities.ids.index("p00")
+    vector = joint._encode_joint(np.array([[entity, 0]])).read()[0]
+    arrays = joint._examples.features(joint._predictor.view).arrays
+    position = arrays.joint_input_keys.tolist().index(entity * 6)
+    np.testing.assert_allclose(vector, arrays.joint[position], atol=2e-3)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from llmcond.config import build
 from llmcond.errors import UserError
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
-from llmcond.heads.module import members_of
+from llmcond.heads.module import members_of, seeded
 from llmcond.heads.pairs import DevScore
 from llmcond.kinds.ranking.graph import KnownTriples
 from llmcond.kinds.ranking.heads import (
@@ -283,6 +283,28 @@ def test_fitted_head_matches_equation(name, candidate, with_neighbours, score):
             map_candidate(head, add_neighbours(vectors[entity], entity), arrays)
         )
         np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["mlp", "hadamard", "hypernet-full"])
+def test_embeddings_equal_features_at_start(name):
+    """The first epochs are therefore not spent on what the encoder already knows."""
+    arrays = make_arrays(joint=True)
+    changes = {"dim": D} if "dim" in SIZES[name] else {}
+    changes |= {"hidden": 2 * D + 1} if name == "mlp" else {}
+    recipe = make_recipe(name, neighbours=True, **changes)
+    features, rows = QueryFeatures(arrays), arrays.queries()
+
+    def build():
+        module = recipe.family(recipe.settings, *arrays.dims)
+        module.initialise(features.relations)
+        return module
+
+    module = seeded(build, 0)[0].freeze()
+    x = features.heads(rows[:, 0], rows[:, 1], name in JOINT, True)
+    queries = module.query(x, features.relations, torch.from_numpy(rows[:, 1]))
+    torch.testing.assert_close(queries, x[:, :D], rtol=0, atol=1e-5)
+    x = features.entities(np.arange(N), True)
+    torch.testing.assert_close(module.candidate(x), x[:, :D], rtol=0, atol=1e-5)
 
 
 def test_neighbour_means_exclude_other_end():
