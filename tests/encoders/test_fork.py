@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 import llmcond
 from llmcond.encoders.encoder import load_encoder
@@ -81,33 +79,6 @@ def test_encoder_works_in_forked_process(runtime, used):
     assert result_in_child(lambda: max(compare(), result_in_child(compare))) < 1e-5
     # The parent is not affected.
     np.testing.assert_array_equal(encoder.encode(texts), encoder.encode(texts))
-
-
-class _Encoded(torch.utils.data.Dataset):
-    def __init__(self, encoder):
-        self.encoder = encoder
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return self.encoder.encode([TEXTS[index]])[0]
-
-
-def test_encoder_works_in_workers_of_data_loader(minilm, monkeypatch):
-    # PyTorch never removes its handler of SIGCHLD, with which Playwright's greenlets crash when the
-    # browser of a later test ends.
-    monkeypatch.setattr(
-        "torch.utils.data._utils.signal_handling._set_SIGCHLD_handler", lambda: None
-    )
-    expected = minilm.encode(TEXTS[:4])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loader = DataLoader(
-            _Encoded(minilm), num_workers=2, multiprocessing_context="fork", timeout=PATIENCE
-        )
-        vectors = np.concatenate([batch.numpy() for batch in loader])
-    np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
 def test_encoder_on_gpu_is_rejected_at_once(minilm):

@@ -112,24 +112,6 @@ def test_running_items_finish_when_one_fails(workers, failing):
     assert len(begun) == n_begun
 
 
-def test_error_in_items_ends_the_work(workers):
-    finished = []
-
-    def items():
-        yield from range(3)
-        raise OSError("cannot be read")
-
-    def slow(number):
-        time.sleep(0.05)
-        finished.append(number)
-
-    with pytest.raises(OSError, match="cannot be read"):
-        list(workers.map(slow, items()))
-    n_finished = len(finished)
-    check_usable(workers)
-    assert len(finished) == n_finished
-
-
 def test_keyboard_interrupt_cancels_the_work(workers):
     begun, stopped = Event(), Event()
 

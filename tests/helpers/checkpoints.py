@@ -61,9 +61,9 @@ class TinyCheckpoint:
     last_ids: list[int]
 
 
-def build_checkpoint(kind: str, folder: Path, seed: int = 0, **options: Any) -> TinyCheckpoint:
-    """Create a checkpoint of a kind in ``KINDS``."""
-    torch.manual_seed(seed)
+def build_checkpoint(kind: str, folder: Path, **options: Any) -> TinyCheckpoint:
+    """Create a checkpoint of a kind in ``BUILDERS``."""
+    torch.manual_seed(0)
     folder.mkdir(parents=True)
     return BUILDERS[kind](folder, **options)
 
@@ -342,17 +342,15 @@ def _save_decoder(
     return network, weights
 
 
-def _build_mistral(
-    folder: Path, head: bool = False, tokenizer_class: str = "LlamaTokenizer", end: bool = True
-) -> TinyCheckpoint:
+def _build_mistral(folder: Path, head: bool = False, end: bool = True) -> TinyCheckpoint:
     """Write a Mistral whose tokenizer.json adds only <s>; its config may add </s>."""
     tokenizer = _mistral_tokenizer()
     network, weights = _save_decoder(folder, "Mistral", tokenizer, head)
-    write_json(folder / "tokenizer_config.json", _mistral_settings(tokenizer_class, end))
+    write_json(folder / "tokenizer_config.json", _mistral_settings(end))
     return TinyCheckpoint(folder, network, tokenizer, weights, [1], [2])
 
 
-def _mistral_settings(tokenizer_class: str, end: bool) -> dict[str, Any]:
+def _mistral_settings(end: bool) -> dict[str, Any]:
     return {
         "add_bos_token": True,
         "add_eos_token": end,
@@ -361,7 +359,7 @@ def _mistral_settings(tokenizer_class: str, end: bool) -> dict[str, Any]:
         "unk_token": "<unk>",
         "pad_token": "</s>",
         "model_max_length": 10**30,
-        "tokenizer_class": tokenizer_class,
+        "tokenizer_class": "LlamaTokenizer",
     }
 
 
@@ -536,10 +534,6 @@ def _save_pickled(folder: Path, weights: dict[str, Tensor]) -> None:
 def _build_nv_embed(
     folder: Path,
     hidden: int = 64,
-    cross_heads: int = 2,
-    cross_head_dim: int = 48,
-    latents: int = 8,
-    tokenizer_class: str = "PreTrainedTokenizerFast",
 ) -> TinyCheckpoint:
     """Write the layout of NV-Embed-v2: nested configs, its weight names, Mistral's tokenizer."""
     from transformers import MistralConfig, MistralModel
@@ -552,6 +546,7 @@ def _build_nv_embed(
         "hidden_act": "silu",
     }
     network = _random_network(MistralModel, MistralConfig(**backbone, rope_theta=10_000.0))
+    cross_heads, cross_head_dim, latents = 2, 48, 8
     inner = cross_heads * cross_head_dim
     first, second = (f"latent_attention_model.cross_attend_blocks.{i}." for i in (0, 1))
     shapes = {
@@ -608,7 +603,7 @@ def _build_nv_embed(
         },
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = _mistral_settings(tokenizer_class, end=False)
+    settings = {**_mistral_settings(end=False), "tokenizer_class": "PreTrainedTokenizerFast"}
     del settings["pad_token"]
     write_json(folder / "tokenizer_config.json", settings)
     return TinyCheckpoint(folder, network, tokenizer, weights, [1], [2])

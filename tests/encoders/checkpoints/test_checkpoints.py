@@ -670,18 +670,6 @@ def test_packaged_weights_are_resolved_without_importing_package():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_package_of_llmcond_precedes_the_other_one(tmp_path, monkeypatch):
-    resolved = resolve("minilm", CPU)
-    shutil.copytree(resolved.checkpoint.folder, tmp_path / "llmcond_minilm")
-    metadata = tmp_path / "llmcond_minilm-1.0.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.4\nName: llmcond-minilm\nVersion: 1.0.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    packaged = resolve("minilm", CPU)
-    assert packaged.checkpoint.folder == tmp_path / "llmcond_minilm"
-    assert packaged.identity == resolved.identity
-
-
 def test_modified_packaged_weights_are_rejected(tmp_path, monkeypatch):
     distribution = importlib.metadata.distribution(PACKAGE)
     site = Path(str(distribution.locate_file("")))
