@@ -336,7 +336,10 @@ def test_fingerprint_depends_on_config_fields_that_affect_vectors(tuned):
         {"layers_to_transform": [1]},
     ):
         assert fingerprint(change) != expected, change
-    fingerprint({"lora_alpha": 0})
+    expected = fingerprint({"r": 8, "lora_alpha": 8})  # the defaults of peft
+    del original["r"], original["lora_alpha"]
+    assert fingerprint({}) == expected
+    fingerprint({"r": 4, "lora_alpha": 0})
     assert max_deviation(encode_texts(tuned), encode_texts("minilm")) < 1e-6
 
 
