@@ -313,15 +313,6 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def csts() -> Path:
-    """The folder of the re-annotated C-STS data, which is used for measuring and not committed."""
-    folder = os.environ.get("LLMCOND_DATA")
-    if not folder:
-        pytest.skip("LLMCOND_DATA, the folder that contains csts/, is not set")
-    return Path(folder) / "csts"
-
-
-@pytest.fixture(scope="session")
 def small_rows() -> list[tuple[str, str, str, int]]:
     """Forty sentence pairs under two conditions each, with opposite ratings."""
     people = ["two men", "three women", "children", "two dogs"]

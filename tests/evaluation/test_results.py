@@ -13,7 +13,6 @@ from llmcond.errors import UserError
 from llmcond.evaluation.paired import PairedDifference, bootstrap_metrics, paired_differences
 from llmcond.evaluation.results import (
     ComparedSystem,
-    CrossValidatedGain,
     RankedQueries,
     Result,
     Results,
@@ -24,7 +23,7 @@ from llmcond.evaluation.results import (
     score_results,
     take_scored,
 )
-from llmcond.metrics import DEFAULT_METRICS, METRICS, Estimate, Metric
+from llmcond.metrics import DEFAULT_METRICS, Estimate, Metric
 
 ABOUT = {"name": "mlp@a+b", "head": "mlp", "prompts": ("a", "b"), "subtract": True, "split": "dev"}
 FIGURES = {"spearman": Estimate(0.5, 0.4, 0.6), "accuracy": Estimate(nan)}
@@ -152,25 +151,6 @@ def test_systems_are_compared_with_baseline_of_their_head():
         assert compared == {metric: expected[i][metric] for metric in compared}
         assert by_name[name].metrics == resampled.estimates(i)
     assert by_name["mlp@a"].difference is None
-
-
-def test_gain_from_dev_is_measured_on_seen_and_unseen_conditions():
-    dev, rng = make_rows(20), np.random.default_rng(0)
-    train = replace(make_rows(5), condition=["a"] * 10)
-    without, trained = (dev.rating + error * rng.standard_normal(40) for error in (1.0, 0.2))
-    gain = CrossValidatedGain.of(4, without, trained, dev, train, METRICS["spearman"])
-    values = gain.to_json()
-    assert (values["folds"], values["n"], values["n_pairs"]) == (4, 40, 20)
-    assert {name: part["n"] for name, part in values["by_condition"].items()} == {
-        "seen": 20,
-        "unseen": 20,
-    }
-    scores = [METRICS["spearman"](x, dev.rating, dev.pair) for x in (without, trained)]
-    figures = [values[key]["spearman"] for key in ("without", "trained", "difference")]
-    assert figures == pytest.approx([*scores, scores[1] - scores[0]])
-    low, high = values["difference"]["spearman_ci"]
-    assert 0 < low < figures[2] < high
-    assert values["p"] == pytest.approx(gain.gain.difference.p)
 
 
 @pytest.mark.filterwarnings("error")
