@@ -102,7 +102,7 @@ def _as_device(device: Any) -> torch.device | None:
         return None
     device = torch.device("cuda", device) if type(device) is int else torch.device(device)
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", StandIn.current.index)
+        return torch.device("cuda", 0)
     return device
 
 
@@ -143,7 +143,7 @@ class StandIn:
     ) -> None:
         self.gpus, self.total, self.capability = gpus, int(gib * 2**30), capability
         self.built_for = list(built_for)
-        self.index, self.fraction = 0, 1.0
+        self.fraction = 1.0
         self.used, self.peak = [0] * gpus, [0] * gpus
         self.launches: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
@@ -303,12 +303,6 @@ class StandIn:
                 stand.events += 1
                 stand._finish(self._behind)
 
-            def query(self) -> bool:
-                return True
-
-            def wait(self, stream: Any = None) -> None:
-                pass
-
         def index(device: Any = "cuda") -> int:
             resolved = _as_device("cuda" if device is None else device)
             if resolved.type != "cuda" or (resolved.index or 0) >= self.gpus:
@@ -324,8 +318,6 @@ class StandIn:
                 total_memory=self.total,
                 multi_processor_count=132,
                 warp_size=32,
-                gcnArchName="",
-                is_integrated=False,
             )
 
         stream = SimpleNamespace(
@@ -344,61 +336,39 @@ class StandIn:
 
         replaced: dict[str, Callable[..., Any]] = {
             "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "init": lambda: None,
             "_lazy_init": lambda: None,
             "device_count": lambda: self.gpus,
-            "current_device": lambda: self.index,
-            "set_device": lambda device: setattr(self, "index", index(device)),
-            "device": lambda device: contextlib.nullcontext(),
             "get_device_properties": properties,
             "get_device_capability": lambda device=None: self.capability,
-            "get_device_name": lambda device=None: "Stand-in",
             "get_arch_list": lambda: self.built_for,
             "is_bf16_supported": lambda *args, **kwargs: self.capability[0] >= 8,
             "mem_get_info": lambda device=None: (self.total - used(device), self.total),
             "memory_allocated": used,
             "memory_reserved": used,
             "max_memory_allocated": peak,
-            "max_memory_reserved": peak,
-            "memory_stats": lambda device=None: {},
             "reset_peak_memory_stats": lambda device=None: self.peak.__setitem__(
                 index(device), used(device)
             ),
             "empty_cache": lambda: None,
-            "ipc_collect": lambda: None,
             "synchronize": lambda device=None: self.wait("synchronize"),
             "set_per_process_memory_fraction": lambda share, device=None: setattr(
                 self, "fraction", share
             ),
-            "manual_seed": lambda seed: None,
             "manual_seed_all": lambda seed: None,
-            "get_rng_state": lambda device=None: torch.get_rng_state(),
-            "set_rng_state": lambda state, device=None: None,
-            "get_rng_state_all": lambda: [torch.get_rng_state()],
-            "set_rng_state_all": lambda states: None,
             "Event": Event,
             "current_stream": lambda device=None: stream,
-            "default_stream": lambda device=None: stream,
             "is_current_stream_capturing": lambda: False,
         }
         for name, value in replaced.items():
             yield mock.patch.object(torch.cuda, name, value, create=True)
-        accelerator: dict[str, Callable[..., Any]] = {
-            "is_available": lambda *args: True,
-            "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),
-            "device_count": lambda: self.gpus,
-            "current_device_index": lambda: self.index,
-            "current_stream": lambda *args: stream,
-            "synchronize": lambda *args: self.wait("synchronize"),
-        }
-        for name, value in accelerator.items():
-            yield mock.patch.object(torch.accelerator, name, value)
-        for name, value in (
-            ("_cuda_init", None),
-            ("_accelerator_getAccelerator", torch.device("cuda")),
+        cuda = torch.device("cuda")
+        for module, name, value in (
+            (torch.accelerator, "current_accelerator", cuda),
+            (torch.accelerator, "current_stream", stream),
+            (torch._C, "_cuda_init", None),
+            (torch._C, "_accelerator_getAccelerator", cuda),
         ):
-            yield mock.patch.object(torch._C, name, mock.Mock(return_value=value), create=True)
+            yield mock.patch.object(module, name, mock.Mock(return_value=value), create=True)
 
     def _libraries(self) -> Iterator[Any]:
         real_generator, real_autocast = torch.Generator, torch.autocast.__init__
