@@ -28,7 +28,6 @@ class Fault:
         headers: additional HTTP headers.
         without_end: bytes sent every ``pause`` seconds, endlessly, instead of a body.
         pause: interval of ``without_end`` in seconds.
-        in_headers: whether ``without_end`` is sent within the headers.
     """
 
     status: int = 500
@@ -38,7 +37,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     without_end: bytes = b""
     pause: float = 0
-    in_headers: bool = False
 
 
 def question_texts(body: dict[str, Any]) -> dict[str, str]:
@@ -81,9 +79,8 @@ class ChatServer(ThreadingHTTPServer):
         answer: Callable[[dict[str, Any]], str] = answer,
         find_fault: FaultFunction = lambda body, number: None,
         models: Sequence[str] = ("rater",),
-        port: int = 0,
     ) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         self.answer, self.find_fault, self.models = answer, find_fault, models
         self.bodies: list[dict[str, Any]] = []
@@ -151,9 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_without_end(self, fault: Fault) -> None:
         self.close_connection = True
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nX-Long: ")
-        if not fault.in_headers:
-            self.wfile.write(b"no\r\n\r\n")
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
         while not self.server.ended.wait(fault.pause):
             self.wfile.write(fault.without_end)
 

@@ -69,10 +69,9 @@ def kill_at(point, count, threads=1):
     elif point == "written":
         kill_before(outputs.ParquetOutput, "add_unit")
         kill_before(outputs.LanceOutput, "add_unit")
-    elif point == "not committed":
-        kill_before(lance.LanceDataset, "commit")
     else:
-        kill_before(embed_stream.UnitEmbedder, "work")
+        assert point == "not committed"
+        kill_before(lance.LanceDataset, "commit")
 
 
 class KilledOnce(UnitEmbedder):
