@@ -151,6 +151,7 @@ def test_default_scale_depends_on_head_width():
 @pytest.mark.parametrize("causal", [True, False])
 def test_bfloat16_is_close_to_float32(causal, heads):
     batches = pack([*range(60, 70), *range(1, 20), 3, 3], 100_000)
+    batches += pack([20] * 11, 1_000)  # eight texts in 16 bit, and three in float32
     batches += pack_tree([[7] * 40 + [at] * at for at in range(1, 30)]) if causal else []
     for batch in batches:
         states = random_states(batch, heads, dtype=torch.bfloat16)
