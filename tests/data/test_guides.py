@@ -12,8 +12,6 @@ from helpers.serving import serve
 import llmcond
 from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
-from llmcond.features.view import FeatureView
-from llmcond.prompts import load_prompt
 from llmcond.serving.model_server import load_model
 from llmcond.serving.settings import ServedSource
 
@@ -83,23 +81,6 @@ def test_labels_are_merged_and_counted(embedder, caplog):
     assert f"the guide: {message}" in caplog.messages
     assert "8 texts of 4 labels guide embeddings under 'the place'" in caplog.text
     assert "labels with only one text: 'other'" in caplog.text
-
-
-def test_guided_minilm_separates_two_classes_by_eight_labels(minilm):
-    view = FeatureView((load_prompt("concat-cond-sent"),), subtract=False)
-    embedder = llmcond.Embedder(minilm, view)
-    things = ("phone", "hotel", "soup", "car", "jacket", "film", "lamp", "book")
-    texts = [f"The {thing} is {word}." for thing in things for word in ("wonderful", "terrible")]
-    labels = ["praise", "complaint"] * len(things)
-    guided = embedder.guided(texts[:8], labels[:8], "the opinion")
-
-    def compute_accuracy(model):
-        vectors = model.encode(texts[8:], "the opinion")
-        cosines = vectors @ vectors.T - 2 * np.eye(8)
-        return (np.array(labels[8:])[cosines.argmax(axis=1)] == labels[8:]).mean()
-
-    assert compute_accuracy(embedder) < 1
-    assert compute_accuracy(guided) == 1
 
 
 def test_invalid_labels_are_rejected(embedder):

@@ -33,15 +33,11 @@ RATED |= {"label": [1, 2, 3, 4]}
 COLUMNS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "iterator": iter,
-    "keys": lambda texts: dict.fromkeys(texts).keys(),
-    "NumPy": np.array,
     "NumPy strings": lambda texts: np.array(texts, dtype=np.dtypes.StringDType()),
     "Series of objects": lambda texts: pd.Series(texts, dtype=object, index=[7] * len(texts)),
     "categorical Series": lambda texts: pd.Series(texts, dtype="category"),
-    "pandas index": pd.Index,
     "pandas array": lambda texts: pd.array(texts, dtype="string"),
     "polars categories": lambda texts: pl.Series(texts, dtype=pl.Categorical),
-    "Arrow array": pa.array,
     "chunked array": lambda texts: pa.chunked_array([texts[:1], texts[1:]]),
     "dictionary": lambda texts: pa.array(texts).dictionary_encode(),
     "string views": lambda texts: pa.array(texts, pa.string_view()),
@@ -62,7 +58,6 @@ def list_rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 #: Tables, from columns by name.
 TABLES: dict[str, Callable[[dict[str, list[Any]]], Any]] = {
-    "columns": dict,
     "columns of several libraries": lambda columns: {
         name: kind(values)
         for (name, values), kind in zip(
@@ -73,11 +68,9 @@ TABLES: dict[str, Callable[[dict[str, list[Any]]], Any]] = {
     "DataFrame with an index": lambda c: pd.DataFrame(c, index=[7] * len(next(iter(c.values())))),
     "nullable DataFrame": lambda columns: pd.DataFrame(columns).convert_dtypes(),
     "lazy polars": pl.LazyFrame,
-    "record batch": pa.record_batch,
     "batch reader": lambda columns: pa.table(columns).to_reader(),
     "struct array": lambda columns: pa.table(columns).to_struct_array().combine_chunks(),
     "selected rows": shuffled,
-    "formatted dataset": lambda c: datasets.Dataset.from_dict(c).with_format("numpy"),
     "streamed dataset": lambda c: datasets.Dataset.from_dict(c).to_iterable_dataset(),
     "dataset with a split": lambda c: datasets.DatasetDict(only=datasets.Dataset.from_dict(c)),
 }
@@ -123,28 +116,19 @@ def test_rated_splits_are_read_by_name():
 def test_objects_without_valid_texts_are_rejected_in_one_line():
     for data, words in (
         ({"a"}, "a set, which has no order"),
-        (5, "data is the int 5; expected a path, a list of texts"),
-        (b"abc", "data is the bytes b'abc'"),
         (np.array([["a"]]), r"array of the shape \(1, 1\)"),
-        ([], "there are no rows"),
         (pl.Series([], dtype=pl.String), "there are no rows"),
-        (datasets.Dataset.from_dict({"text": []}), "there are no rows"),
         (pd.DataFrame({("a", "b"): ["c"]}), "columns on several levels"),
-        (["a", float("nan")], r"row 2 of rows in memory: text is empty \(nan\)"),
         (pd.Series(["a", pd.NA]), r"row 2 of .*text is empty"),
-        (pd.DataFrame({"text": ["a", pd.NaT]}), r"row 2 of .*text is empty"),
-        (pa.array(["a", None]), r"row 2 of .*text is empty \(None\)"),
         (("a", 5), "row 2 of rows in memory: text is 5, not a text"),
         (pl.Series([datetime.date(2020, 1, 1)]), r"row 1 .*datetime.date\(2020.*not a text"),
         (["a", "\ud800"], "row 2 of .*half of a surrogate pair"),
         (np.array(["a", "b\0c"], object), "row 2 of .*a NUL character"),
         (pd.DataFrame([TEXTS], columns=["text", "text"]), "'text' twice"),
-        (pa.table([TEXTS, TEXTS], ["text", "text"]), "'text' twice"),
         ([{"a": 1}, {"b": 1}], "no column 'text'; it has 'a', 'b'"),
         ([{"text": "a"}, "b"], "row 2 of rows in memory is the str 'b'"),
         ({"text": ["a"], "n": [1, 2]}, r"different lengths: \[1, 2\]"),
         ({"text": {0: "a"}}, "data is the dict"),
-        ({"text": "abc"}, "data is the str 'abc'"),
         ({"text": np.array([["a"]])}, "expected one dimension"),
     ):
         with pytest.raises(UserError, match=words) as caught:
@@ -176,7 +160,6 @@ def test_columns_of_pandas_have_names_of_any_type():
 MOMENT = datetime.datetime(2020, 2, 29, 12, 30, 1, 5)
 #: Columns with a value, and the type with which it is written.
 TYPED: dict[str, tuple[Any, Any, Any]] = {
-    "date": (pa.array([MOMENT.date(), None]), MOMENT.date(), pa.date32()),
     "nanoseconds": (
         pa.array([1_582_979_401_000_005_999, None], pa.timestamp("ns")),
         MOMENT,
@@ -198,10 +181,7 @@ TYPED: dict[str, tuple[Any, Any, Any]] = {
         decimal.Decimal("1.50"),
         pa.decimal128(3, 2),
     ),
-    "truth value": (pa.array([True, None]), True, pa.bool_()),
     "bytes": (pa.array([b"\xff\0", None]), b"\xff\0", pa.binary()),
-    "list": (pa.array([["a", None], None]), ["a", None], pa.list_(pa.string())),
-    "struct": (pa.array([{"a": 1}, None]), {"a": 1}, pa.struct({"a": pa.int64()})),
     "large integer": (pa.array([2**64 - 1, None], pa.uint64()), 2**64 - 1, pa.string()),
     "dictionary": (pa.array(["x", None]).dictionary_encode(), "x", pa.string()),
 }

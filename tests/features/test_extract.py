@@ -274,18 +274,6 @@ def test_stored_chunks_do_not_shift_other_chunks(store, encoder):
     assert recorder.batches == [chunks[0], chunks[2], chunks[4]]
 
 
-def test_partly_stored_chunks_are_completed_without_changes(tmp_path, checkpoint, encoder):
-    whole, partial = (open_store(tmp_path / name, checkpoint) for name in ("whole", "partial"))
-    extract(INPUTS[:200], whole, lambda: encoder, chunking=Chunking(CHUNK))
-    extract(INPUTS[:200:3], partial, lambda: encoder, chunking=Chunking(CHUNK))
-    stored = read_rows(partial)
-    extract(INPUTS[:200], partial, lambda: encoder, chunking=Chunking(CHUNK))
-    assert stored.items() <= read_rows(partial).items()
-    np.testing.assert_allclose(
-        partial.lookup(INPUTS[:200]).read(), whole.lookup(INPUTS[:200]).read(), atol=1e-6
-    )
-
-
 def test_killed_extractions_resume_bit_for_bit(tmp_path, checkpoint, store, uninterrupted_rows):
     rng, sizes = random.Random(7), []
     versions = store.folder / "vectors.lance" / "_versions"

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -17,8 +16,6 @@ import pytest
 from filelock import FileLock, Timeout
 from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy
 from helpers.identities import IDENTITY
-from helpers.processes import FORK_CONTEXT
-from helpers.waiting import PATIENCE
 
 from llmcond import lance_io, object_stores
 from llmcond.encoders import EncoderInput
@@ -393,55 +390,6 @@ def test_claims_exclude_other_handles_and_leave_no_files(tmp_path, store):
     with store.claim("part") as is_claimed:
         assert is_claimed
     assert list(claims.glob("*.lock")) == []
-
-
-def keep_adding(root, seed, connection):
-    """Add the inputs in a separate process, until it is killed.
-
-    With seed 0, it dies between writing a merged file and committing it.
-    """
-    merge_eagerly(setattr)
-    commit = lance_io.commit_rows
-
-    def commit_or_die(dataset, options, fragments, removed=()):
-        if removed and seed == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return commit(dataset, options, fragments, removed)
-
-    lance_io.commit_rows = commit_or_die
-    store = open_store(root)
-    order = np.random.default_rng(seed).permutation(N)
-    connection.recv()
-    for start in range(0, N, 3):
-        add_rows(store, order[start : start + 3])
-
-
-def test_killed_processes_leave_complete_rows(tmp_path):
-    processes, connections = [], []
-    for seed in range(3):
-        parent_end, child_end = FORK_CONTEXT.Pipe()
-        arguments = (tmp_path, seed, child_end)
-        processes.append(FORK_CONTEXT.Process(target=keep_adding, args=arguments, daemon=True))
-        processes[-1].start()
-        connections.append(parent_end)
-    connections[0].send("go")
-    processes[0].join(PATIENCE)
-    watcher = open_store(tmp_path)
-    assert len(watcher) == 3 * EAGER["_MERGED_FRAGMENTS"]
-    for process, connection in zip(processes[1:], connections[1:], strict=True):
-        connection.send("go")
-        n_expected = min(len(watcher) + 50, N)
-        while process.is_alive() and len(watcher) < n_expected:
-            watcher.refresh()
-        process.kill()
-        process.join()
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 3
-    watcher.refresh()
-    stored = set(range(N)) - set(watcher.missing(INPUTS))
-    for handle in (watcher, open_store(tmp_path)):
-        check_contents(handle, stored)
-    assert add_rows(watcher, range(N)) == N - len(stored)
-    check_contents(watcher, range(N))
 
 
 # -- object stores ---------------------------------------------------------------------------------

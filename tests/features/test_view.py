@@ -22,8 +22,7 @@ from llmcond.arrays import as_matrix
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
 from llmcond.errors import UserError
-from llmcond.features.view import FeatureView, recipe_view
-from llmcond.heads import load_recipe
+from llmcond.features.view import FeatureView
 from llmcond.prompts import InputTemplate, Prompt
 from llmcond.runs import head_name, open_run
 
@@ -166,26 +165,6 @@ def test_invalid_view_is_rejected_with_valid_advice():
             for suggestion in suggestions:
                 suggested = "".join(letters_by_name[name] for name in suggestion.split("+"))
                 make_view(features, suggested, subtract, conditioned)
-
-
-@pytest.mark.parametrize(
-    ("head", "features", "letters", "layout"),
-    [
-        ("mlp", None, "JS", "J-j S-s"),
-        ("hypernet", None, "S", "S | s"),
-        ("hypernet", "both", "JS", "J-j S | s"),
-        ("hypernet-joint", None, "JK", "J-j K-k | j"),
-        ("hadamard", "joint", "J", "J-j | j"),
-        ("concat", None, "S", "S | s"),
-        ("hypernet-ablation", "both", "SJ", "S J-j | s"),
-    ],
-)
-def test_recipe_selects_features_of_its_head(head, features, letters, layout):
-    recipe = load_recipe(head)
-    if features:
-        recipe = recipe.with_settings({"features": features}, "test")
-    view = recipe_view(recipe, [PROMPTS[letter] for letter in letters], True)
-    FeatureReader().check(view, layout)
 
 
 # -- through the command line ----------------------------------------------------------------------

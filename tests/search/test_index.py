@@ -284,16 +284,11 @@ def test_hits_convert_to_json_and_data_frame(build):
     assert result["conditions"] == {LOCATION: 1.0}
     assert list(hits.to_pandas()["id"]) == [row["id"] for row in hits.rows]
     for value, expected in (
-        ("a", "a"),
-        (True, True),
         (MOMENT.date(), "2020-02-29"),
         (MOMENT, "2020-02-29T12:30:00+00:00"),
-        (MOMENT.time(), "12:30:00"),
-        (datetime.timedelta(hours=1.5), "1:30:00"),
         (decimal.Decimal("1.50"), "1.50"),
         (b"\xff\0", "ff00"),
         ([MOMENT.date(), math.nan], ["2020-02-29", None]),
-        ({"a": {"b": MOMENT.date()}}, {"a": {"b": "2020-02-29"}}),
     ):
         hits = Hits("query", {"the topic": 1.0}, [{"rank": 1, "kept": value}], searched=1)
         result = json.loads(json.dumps(hits.to_json(), allow_nan=False))
