@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -146,42 +145,19 @@ def test_first_sheet_of_a_workbook_is_read(tmp_path: Path, monkeypatch):
         load_rows(str(path))
 
 
-def damage_workbook(whole: bytes) -> Iterator[bytes]:
-    yield HEADER
-    for size in range(100, len(whole), len(whole) // 9):
-        yield whole[:size]
-    archive = zipfile.ZipFile(io.BytesIO(whole))
-    for damaged_part in archive.namelist():
-        for content in (None, b"<a/>", archive.read(damaged_part)[:-9]):
-            changed = io.BytesIO()
-            with zipfile.ZipFile(changed, "w") as copy:
-                for part in archive.namelist():
-                    text = content if part == damaged_part else archive.read(part)
-                    if text is not None:
-                        copy.writestr(part, text)
-            yield changed.getvalue()
-
-
-def damage_parquet(whole: bytes) -> Iterator[bytes]:
-    for position in range(0, len(whole), 7):
-        yield whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "damage", "n_reported"),
-    [(".xlsx", damage_workbook, 20), (".parquet", damage_parquet, 40)],
-)
-def test_damaged_file_is_reported_in_one_line(tmp_path: Path, suffix: str, damage, n_reported):
+@pytest.mark.parametrize(("suffix", "step"), [(".xlsx", 97), (".parquet", 7)])
+def test_damaged_file_is_reported_in_one_line(tmp_path: Path, suffix: str, step: int):
     rows = [(f"sentence {i}", "the same", f"condition {i % 3}", 1) for i in range(50)]
     path = Path(write_table(tmp_path / f"rows{suffix}", rows))
-    messages = []
-    for content in damage(path.read_bytes()):
-        path.write_bytes(content)
-        try:
-            load_rows(str(path))
-        except LlmcondError as error:
-            messages.append(str(error))
-    assert len(messages) > n_reported
+    whole, messages = path.read_bytes(), []
+    for position in range(0, len(whole), step):
+        for rest in (b"", bytes([whole[position] ^ 0x55]) + whole[position + 1 :]):
+            path.write_bytes(whole[:position] + rest)
+            try:
+                load_rows(str(path))
+            except LlmcondError as error:
+                messages.append(str(error))
+    assert len(messages) > 60
     assert all(path.name in message and "\n" not in message for message in messages)
 
 
