@@ -108,6 +108,7 @@ def test_samples_are_random_with_equal_sampling_rates(store, monkeypatch):
         assert share == pytest.approx(1 / 41, abs=0.012)
         assert len(whole.sample) == pytest.approx(41_000 / whole.every, rel=0.1)
     monkeypatch.setattr(missing, "_SAMPLE_SIZE", 16)
+    assert len(count_missing(store, make_inputs(range(16)), 50).sample) == 16
     sample = count_missing(store, make_inputs(range(1000)), 50).sample
     numbers = [int(item.text.split()[1]) for item in sample]
     assert 8 <= len(numbers) <= 16

@@ -216,6 +216,19 @@ def test_only_new_texts_and_conditions_are_encoded(build, caplog):
     assert encoded() == ["30 of 30", "50 of 60"]
 
 
+def test_columns_change_without_encoding_texts_again(build, caplog):
+    index = build(TEXTS[:3], ids=["a", "b", "c"], columns={"year": [1, 2, 3]})
+    first = {row["id"]: row["score"] for row in index.search(QUERY, LOCATION).rows}
+    caplog.set_level("INFO")
+    caplog.clear()
+    written = index.add(TEXTS[:3], ids=["a", "b", "c"], columns={"year": [1, 5, 3]})
+    assert (written.replaced, written.unchanged) == (1, 2)
+    assert "encoded" not in caplog.text
+    second = {row["id"]: row for row in index.search(QUERY, LOCATION).rows}
+    assert [second[key]["year"] for key in "abc"] == [1, 5, 3]
+    assert {key: row["score"] for key, row in second.items()} == first
+
+
 def test_readers_use_version_they_opened_until_refresh(build, monkeypatch):
     writer = build(TEXTS[:20], conditions=[LOCATION], head="own")
     reader = reopen(writer)
@@ -702,8 +715,8 @@ MANY = [f"{text} for {hours} hours" for text in TEXTS for hours in (2, 3, 4)]
     ("precision", "max_error"), [("int8", 0.02), ("uint8", 0.02), ("binary", 0.6), ("ubinary", 0.6)]
 )
 def test_quantised_vectors_give_approximate_scores(build, precision, max_error):
-    index = build(MANY[:120], head="linear", precision=precision, conditions=[LOCATION])
-    index.add(MANY[120:])
+    index = build(MANY[:100], head="linear", precision=precision, conditions=[LOCATION])
+    index.add(MANY[100:])
     paths = [path for path in index.folder.glob("views/*/*.npy") if ".rows" not in path.name]
     dim = index.embedder.dim
     for codes in map(np.load, paths):
