@@ -4,6 +4,6 @@
 line starts quickly.
 """
 
-from llmcond.lazy import attach_stub
+from llmcond.base.package import attach_stub
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 
+from llmcond.base.errors import escape_control_characters
 from llmcond.cli import run
-from llmcond.errors import escape_control_characters
 
 
 def main() -> None:

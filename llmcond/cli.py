@@ -18,9 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from llmcond import commands
-from llmcond.commands import COMMANDS
-from llmcond.commands.base import Command, Parser, run_command
-from llmcond.errors import (
+from llmcond.base.errors import (
     DiskFullError,
     LlmcondError,
     UserError,
@@ -28,8 +26,10 @@ from llmcond.errors import (
     first_line,
     is_disk_full,
 )
-from llmcond.log import log_to_terminal
-from llmcond.version import __version__
+from llmcond.base.output import log_to_terminal
+from llmcond.base.package import __version__
+from llmcond.commands import COMMANDS
+from llmcond.commands.base import Command, Parser, run_command
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -131,7 +131,7 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
 
 
 def _print_installation() -> None:
-    from llmcond.benchmark.machine import describe_installation
+    from llmcond.base.system import describe_installation
 
     for name, value in describe_installation().items():
         sys.stdout.write(f"{name}: {value}\n")

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy.special import xlogy
 from scipy.stats import t as student
 
-from llmcond.data.aspects import AspectSample
+from llmcond.base.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite_or_none
+from llmcond.data.guides import AspectSample
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING, bootstrap_metrics
-from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite_or_none
 
 #: Minimum number of texts of a value that is clustered, and minimum and maximum number of such
 #: values of a condition.

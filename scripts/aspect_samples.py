@@ -14,7 +14,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal, get_args
 
-from llmcond.data.aspects import (
+from llmcond.base.errors import UserError, nearest
+from llmcond.base.files import read_json
+from llmcond.data.guides import (
     AspectSample,
     ConditionWordings,
     Triple,
@@ -22,8 +24,6 @@ from llmcond.data.aspects import (
     parse_sample,
     read_triples,
 )
-from llmcond.errors import UserError, nearest
-from llmcond.files import read_json
 
 Wording = Literal["text", "question", "para", "short"]
 WORDINGS: tuple[Wording, ...] = get_args(Wording)

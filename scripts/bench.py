@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from llmcond.benchmark.shapes import make_tokenizer
 from llmcond.benchmark.speeds import product_peak
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.known import KnownModel, find_model
-from llmcond.encoders.loading.loading import build_on_meta, load_config
+from llmcond.encoders.loading import build_on_meta, load_config
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
+from llmcond.encoders.settings import KnownModel, find_model
 from llmcond.encoders.spec import EncoderInput
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
 

@@ -35,13 +35,13 @@ from bench import BenchOptions
 from common import markdown_table, print_json
 
 from llmcond import Condition, Embedder, load_embedder, load_encoder
-from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
-from llmcond.data.aspects import AspectSample
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.metrics import Estimate, estimates_json, finite_or_none, format_number
+from llmcond.base.output import log, log_to_terminal
+from llmcond.base.package import DEFAULT_MODEL, pretrained_folder
+from llmcond.data.guides import AspectSample
 from llmcond.encoders.encoder import Encoder
-from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import FeatureView
-from llmcond.log import log, log_to_terminal
-from llmcond.metrics import Estimate, estimates_json, finite_or_none, format_number
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import base_encoder
 

@@ -28,14 +28,14 @@ from bench import (
 )
 from common import format_table, print_json
 
+from llmcond.base.system import choose_device
 from llmcond.benchmark.shapes import csts_inputs
 from llmcond.benchmark.speeds import PlainLoop, peak_memory
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.engine.engine import torch_engine
-from llmcond.encoders.known import find_model, known_names
+from llmcond.encoders.settings import find_model, known_names
 from llmcond.encoders.spec import EncoderInput
-from llmcond.system import choose_device
+from llmcond.encoders.torch.engine import torch_engine
 
 #: Texts in a batch of the plain loop.
 BATCH = 16

@@ -51,13 +51,12 @@ from llmcond.benchmark.speeds import (
 )
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.engine.batching import pack_shared
-from llmcond.encoders.engine.engine import torch_engine
-from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.loading.loading import load_config, load_tokenizer
-from llmcond.encoders.loading.memory import TORCH_DTYPES
+from llmcond.encoders.loading import TORCH_DTYPES, load_config, load_tokenizer
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.tokenizing import InputTokenizer
+from llmcond.encoders.torch.batching import pack_shared
+from llmcond.encoders.torch.engine import torch_engine
 
 Vectors = NDArray[np.float32]
 #: Ways by name: the kind of way, and its data type; None stands for --dtype.

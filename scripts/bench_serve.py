@@ -35,8 +35,7 @@ from llmcond.encoders.spec import Dtype, Encoded
 from llmcond.features.view import FeatureView
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import Embedder
-from llmcond.serving.batching import Row
-from llmcond.serving.model import ServedModel
+from llmcond.serving.model import Row, ServedModel
 from llmcond.serving.model_server import ModelServer
 from llmcond.serving.server import bind_socket
 from llmcond.serving.settings import ServerSettings

@@ -32,20 +32,20 @@ from bench import (
 )
 from common import format_table, print_json
 
+from llmcond.base.system import choose_device
 from llmcond.benchmark.speeds import linear_flops, peak_memory, synchronize
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.known import known_names
-from llmcond.encoders.loading.memory import TORCH_DTYPES
+from llmcond.encoders.loading import TORCH_DTYPES
+from llmcond.encoders.settings import known_names
 from llmcond.features.view import recipe_view
 from llmcond.finetune.encoder import load_trainable, prepare_accelerator
 from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
-from llmcond.heads.objectives import Objective
+from llmcond.heads.module import Objective
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.prompts import load_prompt
-from llmcond.system import choose_device
 
 
 class Training:

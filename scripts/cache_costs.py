@@ -38,23 +38,23 @@ from reproduce import (
     printed_figures,
 )
 
-from llmcond.arrays import Array, SharedRows, cosine
+from llmcond.base.arrays import Array, SharedRows, cosine
+from llmcond.base.files import read_json, write_json
+from llmcond.base.system import provenance
 from llmcond.benchmark.speeds import PlainLoop, sentence_transformers
 from llmcond.data.datasets import Dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.torch.engine import torch_engine
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
-from llmcond.files import read_json, write_json
 from llmcond.heads import FittedHead
 from llmcond.heads.fitted import ConditionCache
 from llmcond.kinds.ranking.graph import Graph
 from llmcond.prompts import load_prompt
 from llmcond.runs import open_any_run
-from llmcond.runs.extraction import LazyEncoder
-from llmcond.system import provenance
+from llmcond.runs.open import LazyEncoder
 
 #: Heads of the tri-encoders in the tables.
 HEADS = ("hadamard", "concat", "hypernet", "hypernet-full")

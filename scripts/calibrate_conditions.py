@@ -36,18 +36,13 @@ from scipy.stats import ConstantInputWarning, pearsonr, rankdata
 from scipy.stats import t as student
 
 from llmcond import load_embedder
-from llmcond.bundled import DEFAULT_MODEL
-from llmcond.data.aspects import AspectSample, read_aspect_datasets
-from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.condition_checks import (
-    CALIBRATION,
-    INDICATORS,
-    Calibration,
-    indicators,
-)
-from llmcond.files import write_json
-from llmcond.log import log, log_to_terminal
-from llmcond.metrics import Estimate
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import write_json
+from llmcond.base.metrics import Estimate
+from llmcond.base.output import log, log_to_terminal
+from llmcond.base.package import DEFAULT_MODEL
+from llmcond.data.guides import AspectSample, read_aspect_datasets
+from llmcond.evaluation.analyses import CALIBRATION, INDICATORS, Calibration, indicators
 from llmcond.runs.open import resolve_run
 
 #: Number of sampled texts of a condition, and minimum numbers of its texts, triples and anchors.

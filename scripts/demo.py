@@ -17,8 +17,8 @@ from pathlib import Path
 from common import Options
 
 import llmcond
+from llmcond.base.output import log_to_terminal
 from llmcond.cli import run
-from llmcond.log import log_to_terminal
 from llmcond.report.tables import results_table
 
 TICKETS = Path(__file__).resolve().parent.parent / "docs" / "tickets.csv"

@@ -56,7 +56,7 @@ from fuzz_services import (
 )
 from fuzz_texts import TEXT_INPUTS
 
-from llmcond.bundled import bundled_folder
+from llmcond.base.package import bundled_folder
 
 #: Seconds after which an input counts as hanging; an input takes some seconds at most.
 LIMIT_SECONDS: Final = 30

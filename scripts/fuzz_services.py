@@ -43,7 +43,7 @@ from fuzz_changes import (
     succeed,
 )
 
-from llmcond.system import process_context
+from llmcond.base.system import process_context
 
 #: Seconds in which a server must answer a request.
 ANSWER_SECONDS: Final = 30

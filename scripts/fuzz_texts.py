@@ -430,7 +430,7 @@ class Call:
 
     def failure(self) -> str:
         """Call the function; return what is wrong with the outcome, empty if nothing is."""
-        from llmcond.errors import UserError
+        from llmcond.base.errors import UserError
 
         out, err = io.StringIO(), io.StringIO()
         try:

@@ -17,10 +17,10 @@ from typing import Any
 
 from common import Options
 
-from llmcond.bundled import bundled_folder
-from llmcond.encoders.checkpoints.adapter import CARD, CREDITS
-from llmcond.files import read_json
-from llmcond.records import check_record
+from llmcond.base.files import read_json
+from llmcond.base.package import bundled_folder
+from llmcond.base.records import check_record
+from llmcond.encoders.adapter import CARD, CREDITS
 from llmcond.report.card import add_metadata, trained_metadata
 from llmcond.runs.portable import FORMAT, LICENCES, Credits, Work
 from llmcond.workflows.training_record import RECORD

@@ -20,8 +20,8 @@ from pathlib import Path
 from common import Options
 from make_credits import model_texts
 
-from llmcond.bundled import DEFAULT_MODEL, bundled_folder
-from llmcond.files import read_json, write_json
+from llmcond.base.files import read_json, write_json
+from llmcond.base.package import DEFAULT_MODEL, bundled_folder
 from llmcond.runs import open_any_run
 from llmcond.runs.portable import save_portable_run
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from tabulate import tabulate
 
+from llmcond.base.files import format_bytes
 from llmcond.encoders.inspect import describe_known
-from llmcond.encoders.known import MODELS
-from llmcond.encoders.loading.memory import default_token_budget
-from llmcond.files import format_bytes
+from llmcond.encoders.loading import default_token_budget
+from llmcond.encoders.settings import MODELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "encoders.md"
 #: Memory of common cards, and the memory that CUDA and its libraries occupy, roughly; in GiB.

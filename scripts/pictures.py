@@ -37,7 +37,7 @@ from common import Options
 from numpy.typing import NDArray
 
 import llmcond
-from llmcond.files import replace_atomically
+from llmcond.base.files import replace_atomically
 from llmcond.prompts import load_prompt
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -496,7 +496,7 @@ _TURNS: Final = 8
 
 def draw_clusters() -> Picture:
     """Draw maps of the same support tickets under two conditions."""
-    from llmcond.clustering.methods import compute_maps
+    from llmcond.clustering import compute_maps
 
     with TICKETS.open(encoding="utf-8", newline="") as file:
         tickets = list(csv.DictReader(file))

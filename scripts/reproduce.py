@@ -22,31 +22,30 @@ from typing import Any, TypeVar
 import numpy as np
 from common import Options, markdown_table, print_json
 
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import check_output, write_csv, write_json, write_text
+from llmcond.base.metrics import METRICS, Estimate, finite_or_none
+from llmcond.base.options import option
+from llmcond.base.output import log, log_to_terminal
+from llmcond.base.system import provenance
 from llmcond.commands.base import Command, add_arguments, create_command
-from llmcond.commands.encode import extract
-from llmcond.commands.fit import fit_head
 from llmcond.commands.score import evaluate
+from llmcond.commands.train import extract, fit_head
 from llmcond.data.datasets import Columns
 from llmcond.data.rows import Rows, split_by_pair
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.known import find_model
-from llmcond.errors import LlmcondError, UserError
+from llmcond.encoders.settings import find_model
 from llmcond.evaluation.paired import LEVEL, combine_errors
 from llmcond.evaluation.results import Result
-from llmcond.files import check_output, write_csv, write_json, write_text
 from llmcond.heads import load_recipe
-from llmcond.log import log, log_to_terminal
-from llmcond.metrics import METRICS, Estimate, finite_or_none
-from llmcond.options import option
+from llmcond.options.common import DATA, ColumnOptions, DeviceOption, Split
+from llmcond.options.training import FitHeadOptions, SweepOptions
 from llmcond.prompts import load_prompt
 from llmcond.runs import Run, open_any_run, open_run
 from llmcond.runs.examples import load_examples
 from llmcond.runs.rated import RatedExamples
 from llmcond.runs.trials import size_recipe
-from llmcond.system import provenance
-from llmcond.workflows.options.common import DATA, ColumnOptions, DeviceOption, Split
-from llmcond.workflows.options.fitting import FitHeadOptions, SweepOptions
-from llmcond.workflows.sweep import sweep
+from llmcond.workflows.fit import sweep
 
 T = TypeVar("T")
 #: Numbers of train and dev rows -> name and description of the data with these sizes.

@@ -44,14 +44,14 @@ from reproduce import (
 )
 from reproduce import RatedWork as Work
 
+from llmcond.base.errors import LlmcondError
+from llmcond.base.files import can_draw, data_path
 from llmcond.commands.score import analyse
-from llmcond.errors import LlmcondError
 from llmcond.evaluation.results import Result
-from llmcond.files import can_draw, data_path
-from llmcond.heads.pairs import score_key
+from llmcond.heads.numpy_heads import score_key
+from llmcond.options.training import SweepOptions
 from llmcond.report.figures import plot_steps
-from llmcond.workflows.options.fitting import SweepOptions
-from llmcond.workflows.sweep import sweep
+from llmcond.workflows.fit import sweep
 
 # -- the paper ---------------------------------------------------------------------------------
 

@@ -46,18 +46,17 @@ from reproduce import (
 )
 from reproduce import RatedWork as Work
 
-from llmcond.commands.encode import extract
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import can_draw, write_text
+from llmcond.base.output import log
 from llmcond.commands.score import evaluate
-from llmcond.commands.train import train_lora
+from llmcond.commands.train import extract, train_lora
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.settings import RELEASED_MODES
 from llmcond.encoders.spec import Router
-from llmcond.errors import LlmcondError, UserError
-from llmcond.files import can_draw, write_text
 from llmcond.kinds.ranking.graph import read_graph, sample_folder
-from llmcond.log import log
 from llmcond.report.figures import plot_curve
 
 # -- the paper ---------------------------------------------------------------------------------

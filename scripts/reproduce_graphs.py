@@ -34,13 +34,13 @@ from reproduce import (
     slug,
 )
 
-from llmcond.commands.encode import extract
+from llmcond.base.errors import LlmcondError
+from llmcond.base.output import log
 from llmcond.commands.score import evaluate
-from llmcond.errors import LlmcondError
+from llmcond.commands.train import extract
 from llmcond.kinds.ranking.graph import Graph, read_graph
-from llmcond.log import log
+from llmcond.options.common import Split
 from llmcond.runs.open import open_any_run
-from llmcond.workflows.options.common import Split
 
 # -- the paper ---------------------------------------------------------------------------------
 

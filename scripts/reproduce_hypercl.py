@@ -46,9 +46,9 @@ from reproduce import (
 )
 from reproduce import RatedWork as Work
 
-from llmcond.arrays import MatrixLike, as_matrix
+from llmcond.base.arrays import MatrixLike, as_matrix
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.commands.score import analyse, evaluate
-from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.analyses import frobenius_variance
 from llmcond.features.view import FeatureView
 from llmcond.heads import load_recipe

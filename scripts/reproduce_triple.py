@@ -37,13 +37,15 @@ from reproduce import (
     to_value,
 )
 
-from llmcond.commands.encode import extract
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import check_figure
+from llmcond.base.metrics import METRICS
+from llmcond.base.output import log
 from llmcond.commands.score import analyse, evaluate
+from llmcond.commands.train import extract
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.loading.loading import load_config, load_tokenizer
-from llmcond.errors import LlmcondError, UserError
-from llmcond.files import check_figure
+from llmcond.encoders.loading import load_config, load_tokenizer
+from llmcond.encoders.tokenizing import InputTokenizer
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import UtteranceInputs, read_dialogues
 from llmcond.kinds.dialogue.examples import (
@@ -55,8 +57,6 @@ from llmcond.kinds.dialogue.examples import (
     rank_next,
 )
 from llmcond.kinds.dialogue.task import DialogueTask
-from llmcond.log import log
-from llmcond.metrics import METRICS
 from llmcond.report.figures import Point, plot_curve
 from llmcond.runs import Run, open_any_run
 

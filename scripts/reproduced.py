@@ -18,8 +18,8 @@ from typing import Any
 
 from common import markdown_table
 
-from llmcond.errors import format_count
-from llmcond.files import read_json, write_text
+from llmcond.base.errors import format_count
+from llmcond.base.files import read_json, write_text
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reproduced"
 HEADINGS = ("in the paper", "subject", "command", "paper", "ours", "what differs")

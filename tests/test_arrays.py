@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.arrays import as_matrix
+from llmcond.base.arrays import as_matrix
 from llmcond.heads import ConcatenatedMatrix, Difference, PairArrays, SharedRows
 
 TYPES = [np.float16, np.float32, np.float64]

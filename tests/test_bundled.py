@@ -10,9 +10,9 @@ from helpers.commands import run_json, run_rejected
 from helpers.paths import ROOT
 
 import llmcond
-from llmcond.bundled import DEFAULT_MODEL, bundled_folder, pretrained_folder
+from llmcond.base.files import digest_file
+from llmcond.base.package import DEFAULT_MODEL, bundled_folder, pretrained_folder
 from llmcond.cli import run
-from llmcond.files import digest_file
 from llmcond.runs.open import resolve_run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")

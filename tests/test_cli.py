@@ -160,7 +160,7 @@ def test_head_of_changed_prompt_is_left_out(capsys, run_copy, tiny):
     run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
     record = json.loads((run_copy / "heads/pca@concat-sent-cond/head.json").read_text())
     prompt = Path("concat-sent-cond.toml")
-    bundled = (llmcond.bundled.bundled_folder("prompts") / prompt.name).read_text()
+    bundled = (llmcond.base.package.bundled_folder("prompts") / prompt.name).read_text()
     prompt.write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
     extract = ["extract", "--model", tiny, "--run", str(run_copy), "--dtype", "float32"]
     assert run([*extract, "--prompt", str(prompt)]) == 0

@@ -10,20 +10,24 @@ import pyarrow as pa
 import pytest
 
 import llmcond
-from llmcond.conditions import (
+from llmcond.base.errors import UserError
+from llmcond.base.text import (
     Condition,
     add_values,
     as_condition,
+    cell_text,
+    check_string,
     combine_values,
+    condition_cell,
     condition_flags,
     condition_json,
+    condition_key,
     condition_text,
+    shorten,
 )
 from llmcond.data.datasets import read_rows
 from llmcond.data.guides import read_guide
-from llmcond.errors import UserError
 from llmcond.runs.similarity import as_conditions, pair_with_conditions
-from llmcond.text import cell_text, check_string, condition_cell, condition_key, shorten
 
 CUISINE = Condition("the cuisine", values=["Italian", "Thai", "Indian"])
 CUISINE_TEXT = "the cuisine, such as Italian, Thai, Indian"

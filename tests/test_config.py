@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import pytest
 from helpers.paths import ROOT
 
-from llmcond.bundled import bundled_names
-from llmcond.config import STRICT, build, read_toml, resolve_toml
-from llmcond.decoding import check_encoding, read_text_file
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.package import bundled_names
+from llmcond.base.records import STRICT, build, read_toml, resolve_toml
+from llmcond.base.text import check_encoding, read_text_file
 from llmcond.heads.recipes import load_recipe
 
 

@@ -12,8 +12,8 @@ import pytest
 
 import llmcond
 from llmcond import AnalysisResult, PushResult
-from llmcond.clustering.page import Clustering
-from llmcond.display import Displayed
+from llmcond.base.output import Displayed
+from llmcond.clustering import Clustering
 from llmcond.heads import PairArrays
 from llmcond.search.query import Hits
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from llmcond.errors import UserError
-from llmcond.files import (
+from llmcond.base.errors import UserError
+from llmcond.base.files import (
     digest_file,
     digest_files,
     digest_text,
@@ -21,8 +21,8 @@ from llmcond.files import (
 WRITE_TOO_MUCH = """
 import resource, signal, sys
 from pathlib import Path
-from llmcond.errors import DiskFullError
-from llmcond.files import write_text
+from llmcond.base.errors import DiskFullError
+from llmcond.base.files import write_text
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:

@@ -8,16 +8,16 @@ import lance
 import pyarrow as pa
 import pytest
 
-from llmcond.errors import UserError
-from llmcond.lance_io import check_lance_column_names, commit_first, open_newest, write_rows
+from llmcond.base.errors import UserError
+from llmcond.base.stores import check_lance_column_names, commit_first, open_newest, write_rows
 
 ROWS = pa.table({"x": list(range(1000))})
 
 WRITE_WITH_SIZE_LIMIT = """
 import resource, signal, sys
 import pyarrow as pa
-from llmcond.errors import is_disk_full
-from llmcond.lance_io import open_newest, write_rows
+from llmcond.base.errors import is_disk_full
+from llmcond.base.stores import open_newest, write_rows
 uri, size = sys.argv[1], int(sys.argv[2])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

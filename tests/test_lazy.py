@@ -10,17 +10,17 @@ LARGE = ("torch", "transformers", "peft", "lance", "pyarrow", "pandas", "scipy",
 STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
 
 LIGHT_MODULES = """
-    llmcond.runs.cross llmcond.runs.embedder llmcond.runs.extraction llmcond.runs.familiarity
-    llmcond.commands.texts llmcond.workflows.embed llmcond.data.aspects llmcond.data.guides
+    llmcond.runs.cross llmcond.runs.embedder llmcond.runs.open llmcond.runs.embedder
+    llmcond.commands.texts llmcond.workflows.embed llmcond.data.guides llmcond.data.guides
     llmcond.kinds.rated llmcond.kinds.dialogue.task llmcond.kinds.ranking.task
-    llmcond.evaluation.condition_checks llmcond.evaluation.analyses llmcond.evaluation.results
+    llmcond.evaluation.analyses llmcond.evaluation.analyses llmcond.evaluation.results
     llmcond.features.extract llmcond.prompts llmcond.heads.guide llmcond.heads.numpy_heads
     llmcond.serving.app llmcond.serving.model_server llmcond.serving.server
 """.split()
 SEARCH_MODULES = "llmcond.search.index llmcond.search.query llmcond.workflows.cluster".split()
 
 OPEN_MODEL = """
-from llmcond.bundled import DEFAULT_MODEL, bundled_folder
+from llmcond.base.package import DEFAULT_MODEL, bundled_folder
 from llmcond.runs.embedder import EmbeddingModel
 model = EmbeddingModel.find(bundled_folder("models") / DEFAULT_MODEL)
 assert model.head.is_fitted and model.head.head.kind == "none"
@@ -102,7 +102,7 @@ def test_mistakes_are_reported_before_torch_is_imported(tmp_path):
     (tmp_path / "texts.csv").write_text("text\na man\na dog\n")
     lines = [
         "import contextlib, io, os, shlex, sys",
-        "from llmcond import system",
+        "from llmcond.base import system",
         "from llmcond.cli import run",
         f"os.chdir({str(tmp_path)!r})",
         "system.may_have_gpu = lambda: False",

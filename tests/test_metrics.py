@@ -5,9 +5,9 @@ from math import isnan, nan
 import numpy as np
 import pytest
 
-from llmcond import metrics
-from llmcond.errors import UserError
-from llmcond.metrics import (
+from llmcond.base import metrics
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import (
     DEFAULT_METRICS,
     Metric,
     accuracy,
@@ -70,7 +70,7 @@ NAMES = [metric.name for metric in DEFAULT_METRICS]
 
 METRICS_MODULE = """
 from scipy.stats import kendalltau
-from llmcond.metrics import Metric
+from llmcond.base.metrics import Metric
 
 def kendall(prediction, rating, group):
     return kendalltau(prediction, rating).statistic

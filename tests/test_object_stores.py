@@ -14,9 +14,9 @@ from helpers.commands import run_json
 from helpers.processes import Command
 from helpers.units import embed_command, kill_at, text_table
 
+from llmcond.base.stores import lance_options, open_filesystem
 from llmcond.cli import run
-from llmcond.object_stores import lance_options, open_filesystem
-from llmcond.scale import outputs
+from llmcond.features import outputs
 from llmcond.workflows import embed_stream
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 
+from llmcond.base.errors import UserError
+from llmcond.base.options import flag_of, options_of, plain_type
 from llmcond.cli import _command
 from llmcond.commands import COMMANDS
-from llmcond.errors import UserError
-from llmcond.options import flag_of, options_of, plain_type
 
 NAN, INF = float("nan"), float("inf")
 #: Values of other types than an option has, by its type.

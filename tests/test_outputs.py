@@ -6,10 +6,10 @@ import shlex
 import pytest
 from helpers.commands import run_rejected
 
+from llmcond.base.files import FIGURE_SUFFIXES, PAGE_SUFFIXES
+from llmcond.base.options import flag_of, options_of
 from llmcond.cli import _command, run
 from llmcond.commands import COMMANDS
-from llmcond.files import FIGURE_SUFFIXES, PAGE_SUFFIXES
-from llmcond.options import flag_of, options_of
 
 TABLES = (".parquet", ".csv")
 #: The outputs of all commands: the other arguments, the flag and the legal suffixes; () is a

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.commands import run_json, run_rejected
 
-from llmcond import plugins
+from llmcond.base import package as plugins
+from llmcond.base.errors import UserError
 from llmcond.cli import run
-from llmcond.errors import UserError
 from llmcond.heads import PairArrays, fit_recipe, load_head, load_recipe, save_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,8 +152,8 @@ def test_loading_head_does_not_run_unregistered_code(folder):
     save_head(fit(write_recipe(folder, kind="my_heads.py:GatedHead")), folder / "head", {})
     script = f"""
         import pathlib
-        from llmcond import plugins
-        from llmcond.errors import UserError
+        from llmcond.base import package as plugins
+        from llmcond.base.errors import UserError
         from llmcond.heads import load_head
 
         folder = pathlib.Path({str(folder)!r})

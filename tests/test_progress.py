@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from llmcond.metrics import METRICS
-from llmcond.progress import ExtractionBar, FitBar
+from llmcond.base.metrics import METRICS
+from llmcond.base.output import ExtractionBar, FitBar
 
 SPEARMAN = METRICS["spearman"]
 
@@ -92,7 +92,7 @@ def test_long_epoch_is_reported_while_it_runs(clock, lines):
 
 # -- visibility of messages --------------------------------------------------------------------
 
-NOTE = "from llmcond.log import log; log.info('a note'); log.warning('a problem')"
+NOTE = "from llmcond.base.output import log; log.info('a note'); log.warning('a problem')"
 SILENCE = "import logging; logging.getLogger('llmcond').setLevel('WARNING')"
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from llmcond.errors import UserError
-from llmcond.quantization import (
+from llmcond.base.arrays import (
     PRECISIONS,
     Quantizer,
     StoredCodes,
@@ -12,6 +11,7 @@ from llmcond.quantization import (
     measure_ranges,
     quantize_embeddings,
 )
+from llmcond.base.errors import UserError
 
 
 @pytest.fixture(scope="module")

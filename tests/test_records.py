@@ -9,8 +9,15 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from llmcond.errors import LlmcondError, UserError
-from llmcond.records import RECORD, as_json, check_record, fields_as_json, read_record, write_record
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.records import (
+    RECORD,
+    as_json,
+    check_record,
+    fields_as_json,
+    read_record,
+    write_record,
+)
 
 
 @dataclass(frozen=True)

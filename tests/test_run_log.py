@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import llmcond
-from llmcond.errors import UserError
-from llmcond.run_log import RunLog, check_trackers, log_path, read_log
+from llmcond.base.errors import UserError
+from llmcond.base.run_log import RunLog, check_trackers, log_path, read_log
 
 CONFIG = {"seed": 0, "settings": {"rank": 4, "target": ["auto"]}}
 

@@ -20,17 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from llmcond.base.errors import first_line
+from llmcond.base.files import digest_bytes
+from llmcond.base.system import is_installed, process_context
 from llmcond.benchmark.shapes import Shape, csts_inputs, long_inputs, random_encoder
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.engine.engine import Engine, create_engine, torch_engine
-from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
-from llmcond.encoders.loading.loading import load_config, load_model, load_tokenizer
+from llmcond.encoders.loading import load_config, load_model, load_tokenizer
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
-from llmcond.errors import first_line
-from llmcond.files import digest_bytes
-from llmcond.system import is_installed, process_context
+from llmcond.encoders.tokenizing import InputTokenizer, Tokens
+from llmcond.encoders.torch.engine import Engine, create_engine, torch_engine
 
 STORED = Path(__file__).with_name("nv_embed.json")
 
@@ -343,9 +343,9 @@ def _compare_head_fits(bench: CheckEnvironment) -> tuple[float, str]:
 
 def fit_head(device: str) -> Vectors:
     """Return the weights, (32, 128), of a linear head after three epochs on random features."""
-    from llmcond.heads.dense import Linear
+    from llmcond.heads.conditioned import Linear
     from llmcond.heads.fit import fit_by_gradient
-    from llmcond.heads.pairs import PairArrays
+    from llmcond.heads.numpy_heads import PairArrays
     from llmcond.heads.recipes import Recipe
 
     chance = np.random.default_rng(0)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmcond.encoders import EncoderOptions
-from llmcond.encoders.checkpoints.checkpoint import Checkpoint
-from llmcond.encoders.known import MODELS
+from llmcond.encoders.checkpoint import Checkpoint
 from llmcond.encoders.resolve import ResolvedEncoder, resolve_checkpoint
+from llmcond.encoders.settings import MODELS
 from llmcond.encoders.spec import EncoderInput
 
 Shape = Literal["nv-embed-v2", "mistral-7b", "qwen2-7b", "xlm-r-large", "minilm"]

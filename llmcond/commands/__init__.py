@@ -2,9 +2,9 @@
 
 #: The module and class of each command, in the order of ``llmcond --help``.
 COMMANDS = {
-    "extract": "encode:Extract",
-    "fit-head": "fit:FitHead",
-    "sweep": "fit:Sweep",
+    "extract": "train:Extract",
+    "fit-head": "train:FitHead",
+    "sweep": "train:Sweep",
     "train-lora": "train:TrainLora",
     "sweep-lora": "train:SweepLora",
     "train-cross": "train:TrainCross",
@@ -13,8 +13,8 @@ COMMANDS = {
     "compare": "score:Compare",
     "analyse": "score:Analyse",
     "compare-prompts": "score:ComparePrompts",
-    "complete": "rank:Complete",
-    "reply": "rank:Reply",
+    "complete": "score:Complete",
+    "reply": "score:Reply",
     "similarity": "texts:Similarity",
     "explain": "texts:Explain",
     "embed": "texts:Embed",
@@ -29,5 +29,5 @@ COMMANDS = {
     "prompts": "lists:Prompts",
     "prompts show": "lists:ShowPrompt",
     "heads": "lists:Heads",
-    "bench": "encode:Bench",
+    "bench": "train:Bench",
 }

@@ -26,9 +26,15 @@ from typing import (
     get_origin,
 )
 
-from llmcond import plugins
-from llmcond.errors import LlmcondError, UserError, did_you_mean, escaped_json, list_legal_values
-from llmcond.options import (
+from llmcond.base import package as plugins
+from llmcond.base.errors import (
+    LlmcondError,
+    UserError,
+    did_you_mean,
+    escaped_json,
+    list_legal_values,
+)
+from llmcond.base.options import (
     Option,
     Options,
     flag_of,
@@ -37,7 +43,7 @@ from llmcond.options import (
     plain_type,
     public_function,
 )
-from llmcond.system import local_rank
+from llmcond.base.system import local_rank
 
 FORMATS = ("table", "markdown", "latex")
 

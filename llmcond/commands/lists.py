@@ -7,15 +7,64 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from llmcond.bundled import bundled_names, pretrained_names
+from llmcond.base.errors import LlmcondError, UserError, escape_control_characters
+from llmcond.base.options import option
+from llmcond.base.output import log
+from llmcond.base.package import bundled_names, pretrained_names
+from llmcond.base.system import choose_device
 from llmcond.commands.base import Command
-from llmcond.encoders import EncoderOptions
-from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
+from llmcond.encoders import EncoderInput, EncoderOptions, find_model
+from llmcond.encoders.checkpoint import find_checkpoint
+from llmcond.encoders.resolve import resolve_checkpoint
+from llmcond.encoders.settings import MODELS, PADDING_SIDE, default_prompt
 from llmcond.encoders.spec import Dtype
-from llmcond.errors import LlmcondError, UserError, escape_control_characters
-from llmcond.log import log
-from llmcond.options import option
-from llmcond.workflows.options.common import DATA, ColumnOptions, EncoderFlags, Split
+from llmcond.options.common import DATA, ColumnOptions, EncoderFlags, Split
+from llmcond.prompts import load_prompt
+
+_SENTENCE = "Two people ride bicycles up a steep road."
+_CONDITION = "the number of people"
+
+
+def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], LlmcondError | None]:
+    """Describe a model, without downloading its weights.
+
+    The settings and the tokenizer of a model on the hub are downloaded. If they cannot be, a model
+    from the list of known models is described by its entry there.
+
+    Args:
+        name: the model's name on the hub, its folder, or the name of a known model.
+        options: the options to encode with.
+
+    Returns:
+        The description, and the error that left it incomplete; None if it is complete.
+
+    Raises:
+        LlmcondError: the model cannot be read and is not a known one.
+    """
+    known, device = find_model(name), choose_device(options.device)
+    try:
+        checkpoint = find_checkpoint(name, options.revision, options.like)
+    except LlmcondError as error:
+        if known is None:
+            raise
+        from llmcond.encoders.inspect import describe_known
+
+        report = describe_known(known, device)
+        return {**report, "prompt": None, "samples": [], "complete": False}, error
+    resolved = resolve_checkpoint(checkpoint, options, device, identify=False)
+    # PyTorch is imported after everything that may be wrong has been reported.
+    from llmcond.encoders.inspect import describe, tokenize_inputs
+
+    report = describe(resolved)
+    prompt = load_prompt(resolved.default_prompt)
+    inputs = [
+        ("conditional", prompt.conditional.render(_SENTENCE, _CONDITION)),
+        ("unconditional", prompt.unconditional.render(_SENTENCE, _CONDITION)),
+    ]
+    if resolved.identity.instruction_format:
+        inputs.append(("no instruction", EncoderInput("", _CONDITION)))
+    rendered = [asdict(sample) for sample in tokenize_inputs(resolved, inputs)]
+    return {**report, "prompt": prompt.name, "samples": rendered, "complete": True}, None
 
 
 @dataclass(frozen=True)
@@ -61,8 +110,6 @@ class ListModels(EncoderFlags, Command):
         """
         options = self.encoder_options()
         if self.check is not None:
-            from llmcond.workflows.check import check_model
-
             return Models(
                 report=(checked := check_model(self.check, options))[0], problem=checked[1]
             )
@@ -77,8 +124,7 @@ class ListModels(EncoderFlags, Command):
 
             show_checkup(result.report)
         else:
-            from llmcond.display import Table
-            from llmcond.log import log
+            from llmcond.base.output import Table, log
 
             Table.of_rows(models_in_brief()).print(form)
             log.info(
@@ -144,8 +190,8 @@ class Prompts(Command):
 
     def execute(self) -> dict[str, Any]:
         """Return the prompts of encoders and those of ``annotate``, one row each."""
-        from llmcond.annotation.template import bundled_templates
         from llmcond.prompts import load_prompt
+        from llmcond.prompts.questions import bundled_templates
 
         rows = []
         for prompt in map(load_prompt, bundled_names("prompts")):
@@ -161,7 +207,7 @@ class Prompts(Command):
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print two tables; in a terminal without the texts, which ``prompts show`` prints."""
-        from llmcond.display import Table
+        from llmcond.base.output import Table
 
         brief = ("name", "description") if form == "table" else ()
         Table.of_rows(result["prompts"], brief).print(form)
@@ -201,10 +247,10 @@ class ShowPrompt(ColumnOptions, EncoderFlags, Command):
         Raises:
             UserError: there is no such prompt, row or model, or encoder options lack a model.
         """
+        from llmcond.base.output import log
         from llmcond.encoders import resolve
-        from llmcond.log import log
         from llmcond.prompts import load_prompt
-        from llmcond.prompts.inputs import preview_prompt
+        from llmcond.prompts.template import preview_prompt
 
         prompt = load_prompt(self.prompt)
         options = self.encoder_options()
@@ -223,7 +269,7 @@ class ShowPrompt(ColumnOptions, EncoderFlags, Command):
         from rich.console import Console
         from rich.text import Text
 
-        from llmcond.display import line_width
+        from llmcond.base.output import line_width
 
         console = Console(highlight=False)
         for line, style in _lines(result, line_width()):
@@ -336,7 +382,7 @@ class Heads(Command):
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print a table; in a terminal without the recipes' settings, which ``--json`` prints."""
-        from llmcond.display import Table
+        from llmcond.base.output import Table
 
         brief = form == "table" and self.run is None
         keys = ("name", "task", "description") if brief else ()

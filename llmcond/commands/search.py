@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmcond.base.errors import UserError
+from llmcond.base.options import Positive, check_source, option
+from llmcond.base.output import log
+from llmcond.base.text import Condition, condition_text, condition_titles
 from llmcond.commands.base import RESUMES, Command, as_function
-from llmcond.conditions import Condition, condition_text, condition_titles
 from llmcond.data.readers import FILES
-from llmcond.errors import UserError
-from llmcond.log import log
-from llmcond.options import Positive, check_source, option
-from llmcond.serving.settings import ServedSource, ServerSettings
-from llmcond.workflows.options.common import (
+from llmcond.options.common import (
     CHECK_HELP,
     VALUES_HELP,
     ConditionOptions,
@@ -25,7 +24,8 @@ from llmcond.workflows.options.common import (
     TruncateOption,
     condition_option,
 )
-from llmcond.workflows.options.texts import IndexOptions
+from llmcond.options.texts import IndexOptions
+from llmcond.serving.settings import ServedSource, ServerSettings
 
 if TYPE_CHECKING:
     from llmcond.search import Hits, Index
@@ -123,7 +123,7 @@ class Search(ConditionOptions, DeviceOption, Command):
                 "a --condition is repeated. Give each condition once, with a larger --weight."
             )
         weights = self.weight or [1.0] * len(conditions)
-        from llmcond.runs.languages import report_foreign_texts
+        from llmcond.runs.similarity import report_foreign_texts
         from llmcond.search import Index
 
         index = Index.open(self.folder, device=self.device)
@@ -156,7 +156,7 @@ class Search(ConditionOptions, DeviceOption, Command):
 
     def show(self, result: Hits, form: str) -> None:
         """Print a table."""
-        from llmcond.display import Table
+        from llmcond.base.output import Table
 
         rows = []
         for hit in result.rows:

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmcond.base.errors import UserError
+from llmcond.base.files import PAGE_SUFFIXES, check_figure
+from llmcond.base.options import option
+from llmcond.base.text import condition_json
 from llmcond.commands.base import RESUMES, REUSES_VECTORS, Command, as_function
-from llmcond.conditions import condition_json
-from llmcond.errors import UserError
-from llmcond.files import PAGE_SUFFIXES, check_figure
-from llmcond.options import option
-from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions, condition_option
-from llmcond.workflows.options.texts import (
+from llmcond.options.common import ConditionOptions, EmbedderOptions, condition_option
+from llmcond.options.texts import (
     AnnotateOptions,
     CheckConditionOptions,
     ClusterOptions,
@@ -22,11 +22,11 @@ from llmcond.workflows.options.texts import (
 )
 
 if TYPE_CHECKING:
-    from llmcond.clustering.page import ClusterResult
+    from llmcond.clustering import ClusterResult
     from llmcond.runs.explanation import Explanation
     from llmcond.workflows.annotate import AnnotationResult
-    from llmcond.workflows.check_condition import ConditionChecks
     from llmcond.workflows.embed import EmbedResult
+    from llmcond.workflows.evaluate import ConditionChecks
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,10 @@ class Similarity(ConditionOptions, EmbedderOptions, Command):
 
     def execute(self) -> Similarities:
         """Encode both sentences under every condition, and compare them."""
-        from llmcond.log import log
+        from llmcond.base.output import log
         from llmcond.runs import cross, open_run
-        from llmcond.runs.embedder import describe
-        from llmcond.runs.familiarity import find_unfamiliar_conditions
-        from llmcond.runs.languages import report_foreign_texts
+        from llmcond.runs.embedder import describe, find_unfamiliar_conditions
+        from llmcond.runs.similarity import report_foreign_texts
 
         conditions, folder = self.conditions(), self.resolve_folder()
         n = len(conditions)
@@ -99,7 +98,7 @@ class Similarity(ConditionOptions, EmbedderOptions, Command):
 
     def show(self, result: Similarities, form: str) -> None:
         """Print a table."""
-        from llmcond.display import Table
+        from llmcond.base.output import Table
 
         rows = result.rows()
         columns = ["condition", "values", "similarity"]
@@ -160,7 +159,7 @@ class Explain(ConditionOptions, EmbedderOptions, Command):
             >>> max(explanation.rows(), key=lambda row: row["contribution"])["token"]
             'dog'
         """
-        from llmcond.report.explanations import write_explanation
+        from llmcond.report.analyses import write_explanation
         from llmcond.runs import cross
 
         model = cross.load_similarity_model(
@@ -173,7 +172,7 @@ class Explain(ConditionOptions, EmbedderOptions, Command):
 
     def show(self, result: Explanation, form: str) -> None:
         """Print a table of the tokens."""
-        from llmcond.report.explanations import show_explanation
+        from llmcond.report.analyses import show_explanation
 
         show_explanation(result, form)
 
@@ -267,7 +266,7 @@ class Cluster(ClusterOptions, Command):
 
     def show(self, result: ClusterResult, form: str) -> None:
         """Print the clusters, and their agreement with known labels."""
-        from llmcond.clustering.page import cluster_tables
+        from llmcond.clustering import cluster_tables
 
         for table in cluster_tables(result):
             table.print(form)
@@ -309,15 +308,15 @@ class CheckCondition(CheckConditionOptions, Command):
             >>> result.texts
             20
         """
-        from llmcond.workflows.check_condition import check_condition
+        from llmcond.workflows.evaluate import check_condition
 
         return check_condition(self)
 
     def show(self, result: ConditionChecks, form: str) -> None:
         """Print the expected accuracy of each condition, and the evidence."""
-        from llmcond.conditions import condition_titles
-        from llmcond.display import Table, print_sentences
-        from llmcond.evaluation.condition_checks import INDICATORS
+        from llmcond.base.output import Table, print_sentences
+        from llmcond.base.text import condition_titles
+        from llmcond.evaluation.analyses import INDICATORS
 
         titles = condition_titles([check.condition for check in result.checks])
         print_sentences(

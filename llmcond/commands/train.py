@@ -2,27 +2,233 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import check_new_folder
+from llmcond.base.options import option
 from llmcond.commands.base import RESUMES, Command, as_function
-from llmcond.files import check_new_folder
-from llmcond.options import option
-from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions, condition_option
-from llmcond.workflows.options.training import (
+from llmcond.options.common import ConditionOptions, EmbedderOptions, condition_option
+from llmcond.options.training import (
+    BenchOptions,
+    ExtractOptions,
+    FitHeadOptions,
     PushOptions,
     SweepLoraOptions,
+    SweepOptions,
     TrainCrossOptions,
     TrainLoraOptions,
 )
 
 if TYPE_CHECKING:
-    from llmcond.exporting.export import ExportResult
+    from llmcond.integrations.export import ExportResult
+    from llmcond.workflows.bench import Benchmark
+    from llmcond.workflows.extract import ExtractionPlan, ExtractResult
+    from llmcond.workflows.fit import FittedResult, SweepResult
     from llmcond.workflows.push import PushResult
     from llmcond.workflows.sweep_lora import LoraSweepResult
     from llmcond.workflows.training_record import TrainingResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extract(ExtractOptions, Command):
+    """Encode the texts of a dataset under prompts, and store their vectors in a run.
+
+    Vectors that the run has already stored are not computed again. If interrupted, the same command
+    resumes where it stopped.
+    """
+
+    example = "llmcond extract --model minilm --data my.csv --prompt concat-sent-cond"
+    if_interrupted = RESUMES
+
+    def execute(self) -> ExtractResult | ExtractionPlan:
+        """Extract the features, or plan the extraction.
+
+        Returns:
+            An ``ExtractResult``: the run's folder, the encoder and, for each prompt, the numbers of
+            inputs and tokens. With ``plan`` an ``ExtractionPlan``: the numbers of inputs and
+            tokens, bytes, hours and cost.
+
+        Raises:
+            UserError: an option is invalid, or the model, a prompt or the data cannot be read.
+            LlmcondError: the hub cannot be reached.
+
+        Examples:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.extract(model="minilm", data=rows)
+            >>> result.run, list(result.prompts)
+            (PosixPath('runs/default'), ['routed'])
+        """
+        if self.plan:
+            from llmcond.workflows.extract import plan
+
+            return plan(self)
+        from llmcond.workflows.extract import extract
+
+        return extract(self)
+
+    def show(self, result: ExtractResult | ExtractionPlan, form: str) -> None:
+        """Print a plan; progress messages have already reported an extraction."""
+        if self.plan:
+            from llmcond.base.output import Table
+
+            Table.of_rows(cast("ExtractionPlan", result).rows()).print(form)
+
+
+extract = as_function(Extract)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(BenchOptions, Command):
+    """Check and time encoders on this machine, in 16, 8 and 4 bit, against other libraries."""
+
+    example = "llmcond bench --shape nv-embed-v2 --out nv-embed.md"
+
+    def execute(self) -> Benchmark:
+        """Run the checks, then time the encoders.
+
+        Returns:
+            A ``Benchmark``: the machine, the checks, the speed of each encoder, and what was
+            skipped and why.
+
+        Raises:
+            UserError: a model is unknown, or a device, library or output folder is missing.
+            LlmcondError: the hub cannot be reached.
+
+        Examples:
+            >>> import llmcond
+            >>> result = llmcond.bench(quantize=["none"], checks="none", quick=True)
+            >>> result.failed
+            []
+        """
+        from llmcond.workflows.bench import bench
+
+        return bench(self)
+
+    def show(self, result: Benchmark, form: str) -> None:
+        """Print the report as Markdown."""
+        sys.stdout.write(result.to_markdown())
+
+    def failed(self, result: Benchmark) -> LlmcondError | None:
+        """Return an error that names the failed checks, or None if none failed."""
+        failed = result.failed
+        if not failed:
+            return None
+        return LlmcondError(
+            f"{len(failed)} of {len(result.checks)} checks failed: {'; '.join(failed)}."
+        )
+
+
+bench = as_function(Bench)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitHead(FitHeadOptions, Command):
+    """Fit a head on the training features of a run, and save it in the run."""
+
+    example = "llmcond fit-head --head mlp --dim 256 --set epochs=50"
+
+    def execute(self) -> FittedResult:
+        """Fit the head, and save it.
+
+        Returns:
+            A ``FittedResult``: the head's name and folder, its dimensions, the numbers of rows
+            used, and its scores on dev.
+
+        Raises:
+            UserError: there is no such run, recipe or prompt, or a setting is invalid.
+
+        Examples:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.extract(model="minilm", data=rows)
+            >>> head = llmcond.fit_head(head="linear", dim=64, set={"epochs": 5})
+            >>> head.name, head.dim
+            ('linear@routed', 64)
+        """
+        from llmcond.workflows.fit import fit_head
+
+        return fit_head(self)
+
+
+fit_head = as_function(FitHead)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(SweepOptions, Command):
+    """Fit heads for every combination of settings and seeds, and compare them in one table.
+
+    Fits with the same features and settings are not repeated. If interrupted, the same command
+    resumes.
+    """
+
+    example = "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png"
+    formats = True
+    if_interrupted = RESUMES
+
+    def execute(self) -> SweepResult:
+        """Fit and score all combinations.
+
+        Returns:
+            A ``SweepResult`` with one result for each combination: its settings and the means of
+            its scores over the seeds, with confidence intervals. The best comes first.
+
+        Raises:
+            UserError: there is no such run or recipe, a setting is invalid, or nothing varies.
+            LlmcondError: every fit failed, or a process was killed.
+
+        Examples:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.extract(model="minilm", data=rows)
+            >>> swept = llmcond.sweep(
+            ...     head=["linear"], vary={"dim": [8, 16]}, seeds=2, set={"epochs": 5}, workers=1
+            ... )
+            >>> len(swept.results)
+            2
+        """
+        from llmcond.report.figures import write_plots
+        from llmcond.workflows.fit import sweep
+
+        several = [self.head, self.prompt, *self.varied().values()]
+        if self.seeds == 1 and all(len(set(values)) <= 1 for values in several):
+            raise UserError(
+                "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, "
+                "prompts or --seeds."
+            )
+        swept = sweep(self)
+        split = self.curve_split() or "dev"
+        write_plots(swept.results, self.plot, self.plot_steps, split)
+        return swept
+
+    def show(self, result: SweepResult, form: str) -> None:
+        """Print a table, and the held-out score of the choice of the best row."""
+        from llmcond.base.output import print_sentences
+        from llmcond.report.tables import choice_sentence, sweep_table
+
+        sweep_table(result.results, self.run).print(form)
+        if result.choice is not None:
+            print_sentences([choice_sentence(result.choice)], form)
+
+
+sweep = as_function(Sweep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +448,7 @@ class Export(ConditionOptions, EmbedderOptions, Command):
         """
         run_folder = self.resolve_folder()
         # A wrong name is reported before the slow imports.
-        from llmcond.exporting.export import export_model
+        from llmcond.integrations.export import export_model
 
         return export_model(
             run_folder,
@@ -255,7 +461,7 @@ class Export(ConditionOptions, EmbedderOptions, Command):
 
     def show(self, result: ExportResult, form: str) -> None:
         """Report the modules, the result of the test load, and notes for users of the model."""
-        from llmcond.log import log
+        from llmcond.base.output import log
 
         descriptions = {
             "fixed": f"under {', '.join(map(repr, result.conditions))}",

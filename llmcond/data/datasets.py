@@ -13,6 +13,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from llmcond.base.errors import UserError, shortened_repr
+from llmcond.base.files import digest_text, replace_atomically
+from llmcond.base.output import ProgressBar, log
+from llmcond.base.text import EmptyTextError, cell_text, check_cell, check_text, condition_cell
 from llmcond.data.formats import TEXT_COLUMNS, TEXT_SUFFIXES, MissingColumnError, ReadOptions
 from llmcond.data.readers import (
     STDIN,
@@ -24,11 +28,6 @@ from llmcond.data.readers import (
     without_shard,
 )
 from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
-from llmcond.errors import UserError, shortened_repr
-from llmcond.files import digest_text, replace_atomically
-from llmcond.log import log
-from llmcond.progress import ProgressBar
-from llmcond.text import EmptyTextError, cell_text, check_cell, check_text, condition_cell
 
 SPLITS = ("train", "dev", "test")
 #: Share of sentence pairs that each split of a single file gets.

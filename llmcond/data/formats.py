@@ -23,8 +23,7 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from llmcond.decoding import open_text
-from llmcond.errors import (
+from llmcond.base.errors import (
     UserError,
     did_you_mean,
     first_line,
@@ -32,7 +31,8 @@ from llmcond.errors import (
     install_command,
     shortened_repr,
 )
-from llmcond.log import log
+from llmcond.base.output import log
+from llmcond.base.text import open_text
 
 #: Default names of the column of texts, in order of precedence.
 TEXT_COLUMNS = ("text", "sentence")

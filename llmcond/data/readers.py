@@ -19,6 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from llmcond.base.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
+from llmcond.base.output import log
+from llmcond.base.text import undecodable_error
 from llmcond.data.formats import (
     DELIMITED,
     DELIMITERS,
@@ -35,9 +38,6 @@ from llmcond.data.formats import (
     to_python,
     too_large_error,
 )
-from llmcond.decoding import undecodable_error
-from llmcond.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
-from llmcond.log import log
 
 #: Name in messages of rows that do not come from a file.
 IN_MEMORY = "rows in memory"

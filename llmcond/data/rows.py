@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.errors import UserError
-from llmcond.files import digest_bytes, digest_text
+from llmcond.base.errors import UserError
+from llmcond.base.files import digest_bytes, digest_text
 
 
 @dataclass(frozen=True)

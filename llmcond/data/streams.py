@@ -26,6 +26,18 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 from typing_extensions import override
 
+from llmcond.base.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
+from llmcond.base.files import digest_bytes, digest_text
+from llmcond.base.output import ProgressBar
+from llmcond.base.stores import (
+    READ_ERRORS,
+    check_not_forked,
+    convert_panics,
+    describe_failure,
+    lance_options,
+    open_filesystem,
+)
+from llmcond.base.text import cell_text, check_cell, check_string
 from llmcond.data.datasets import (
     Problems,
     open_collection,
@@ -36,12 +48,6 @@ from llmcond.data.datasets import (
 from llmcond.data.formats import MissingColumnError, ReadOptions, check_columns
 from llmcond.data.readers import STDIN, Source, read_records
 from llmcond.data.rows import to_arrow
-from llmcond.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
-from llmcond.files import digest_bytes, digest_text
-from llmcond.lance_io import READ_ERRORS, check_not_forked, convert_panics
-from llmcond.object_stores import describe_failure, lance_options, open_filesystem
-from llmcond.progress import ProgressBar
-from llmcond.text import cell_text, check_cell, check_string
 
 #: Rows per batch when a whole part is read.
 _BATCH_ROWS = 16_384

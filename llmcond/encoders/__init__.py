@@ -3,9 +3,14 @@
 Importing this package imports neither torch nor transformers; ``encoder`` and ``loading`` do.
 """
 
-from llmcond.encoders.known import MODELS, KnownModel, find_model
 from llmcond.encoders.resolve import ResolvedEncoder, check_encoder, resolve, resolve_base
-from llmcond.encoders.settings import EncoderIdentity, EncoderOptions
+from llmcond.encoders.settings import (
+    MODELS,
+    EncoderIdentity,
+    EncoderOptions,
+    KnownModel,
+    find_model,
+)
 from llmcond.encoders.spec import EncoderInput
 
 __all__ = [

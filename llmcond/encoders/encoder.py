@@ -21,18 +21,19 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeV
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import as_list, scale_to_unit_norm
-from llmcond.encoders.engine.interface import (
-    AnyEngine,
-    OutOfMemoryError,
-    group_routed_inputs,
-    list_routers,
-    make_routes,
-    n_routes,
-    recording_weights,
-    strip_router,
+from llmcond.base.arrays import (
+    EncodeOptions,
+    as_list,
+    check_encode_options,
+    check_truncate_dim,
+    convert_embeddings,
+    scale_to_unit_norm,
 )
-from llmcond.encoders.engine.tokenizing import InputTokenizer, Token, Tokens, check_inputs
+from llmcond.base.errors import LlmcondError, UserError, shortened_repr
+from llmcond.base.files import digest_bytes
+from llmcond.base.options import Precision, check_argument, declaration_of, public_function
+from llmcond.base.output import ExtractionBar, log
+from llmcond.base.system import computes_natively, cpu_threads
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.settings import EncoderOptions
 from llmcond.encoders.spec import (
@@ -44,18 +45,20 @@ from llmcond.encoders.spec import (
     check_finite,
     plan_inputs,
 )
-from llmcond.errors import LlmcondError, UserError, shortened_repr
-from llmcond.files import digest_bytes
-from llmcond.log import log
-from llmcond.options import Precision, check_argument, declaration_of, public_function
-from llmcond.progress import ExtractionBar
-from llmcond.quantization import (
-    EncodeOptions,
-    check_encode_options,
-    check_truncate_dim,
-    convert_embeddings,
+from llmcond.encoders.tokenizing import (
+    AnyEngine,
+    InputTokenizer,
+    OutOfMemoryError,
+    Token,
+    Tokens,
+    check_inputs,
+    group_routed_inputs,
+    list_routers,
+    make_routes,
+    n_routes,
+    recording_weights,
+    strip_router,
 )
-from llmcond.system import computes_natively, cpu_threads
 
 if TYPE_CHECKING:
     from llmcond.encoders.resolve import ResolvedEncoder
@@ -270,7 +273,7 @@ class _LoadedEncoder:
                 return cls(*load_engines(resolved), WorkerThreads(concurrency))
             except CannotRunError as error:
                 why = str(error)
-        from llmcond.encoders.engine.engine import load_torch_engines
+        from llmcond.encoders.torch.engine import load_torch_engines
 
         # PyTorch reports broken weights, so it loads them even if an error about OpenVINO follows.
         loaded = load_torch_engines(resolved, concurrency.threads)
@@ -615,7 +618,7 @@ class Encoder:
             tokens = tokens[row.first : row.last]
         else:
             # A router inside the network needs PyTorch, so it has been imported.
-            from llmcond.encoders.engine.engine import torch_engine
+            from llmcond.encoders.torch.engine import torch_engine
 
             passes: Any = torch_engine(self).passes
             layers = [passes.first_layer + number for number in range(1, len(weights) + 1)]

@@ -8,25 +8,21 @@ from typing import Any, get_args
 
 from transformers import AutoConfig
 
-from llmcond.encoders.engine.interface import check_token_ids
-from llmcond.encoders.engine.nv_embed import read_config
-from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.known import PADDING_SIDE, KnownModel, explain_no_float16
-from llmcond.encoders.loading.loading import (
+from llmcond.encoders.loading import (
+    available_memory,
     build_on_meta,
     check_dense_and_adapter,
+    default_token_budget,
     load_config,
     load_tokenizer,
+    measure_footprint,
     token_embeddings,
 )
-from llmcond.encoders.loading.memory import (
-    available_memory,
-    default_token_budget,
-    measure_footprint,
-)
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.settings import STATED
+from llmcond.encoders.settings import PADDING_SIDE, STATED, KnownModel, explain_no_float16
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize, get_pooling
+from llmcond.encoders.tokenizing import InputTokenizer, check_token_ids
+from llmcond.encoders.torch.forward import read_config
 
 #: The number types and quantisations whose memory requirements are reported.
 _PRECISIONS: list[tuple[Dtype, str]] = [("float32", "none")]

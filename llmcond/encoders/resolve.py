@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmcond.encoders.checkpoints.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    find_local_checkpoint,
+from llmcond.base.errors import UserError
+from llmcond.base.system import check_device, choose_device, may_have_gpu, require_quantization
+from llmcond.encoders.checkpoint import Checkpoint, find_checkpoint, find_local_checkpoint
+from llmcond.encoders.checkpoint_settings import read_adapter_settings, read_supported_settings
+from llmcond.encoders.settings import (
+    EncoderIdentity,
+    EncoderOptions,
+    SettingSources,
+    default_prompt,
+    explain_no_float16,
+    joint_prompt,
 )
-from llmcond.encoders.checkpoints.settings import read_adapter_settings, read_supported_settings
-from llmcond.encoders.known import default_prompt, explain_no_float16, joint_prompt
-from llmcond.encoders.settings import EncoderIdentity, EncoderOptions, SettingSources
 from llmcond.encoders.spec import POOLINGS, Runtime, get_pooling
-from llmcond.errors import UserError
-from llmcond.system import check_device, choose_device, may_have_gpu, require_quantization
 
 
 def cross_encoder_error(folder: object) -> UserError:

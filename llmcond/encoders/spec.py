@@ -10,10 +10,10 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmcond import plugins
-from llmcond.errors import UserError, format_count, shortened_repr
-from llmcond.files import digest_bytes
-from llmcond.options import check_argument
+from llmcond.base import package as plugins
+from llmcond.base.errors import UserError, format_count, shortened_repr
+from llmcond.base.files import digest_bytes
+from llmcond.base.options import check_argument
 
 if TYPE_CHECKING:
     import numpy as np

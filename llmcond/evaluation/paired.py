@@ -19,7 +19,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.metrics import (
+from llmcond.base.metrics import (
     DEFAULT_METRICS,
     Estimate,
     Floats,

@@ -17,30 +17,22 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from llmcond.encoders.checkpoints.adapter import (
-    CONFIG,
-    ROUTER,
-    WEIGHTS,
-    EncoderRecord,
-    write_encoder_record,
-)
-from llmcond.encoders.checkpoints.checkpoint import settings_files
-from llmcond.encoders.engine.engine import Engine, create_engine, is_out_of_memory
-from llmcond.encoders.engine.interface import OutOfMemoryError
-from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
-from llmcond.encoders.known import find_model
-from llmcond.encoders.loading.loading import (
+from llmcond.base.errors import LlmcondError, UserError, first_line, list_legal_values
+from llmcond.base.files import read_json, replace_atomically, write_json
+from llmcond.encoders.adapter import CONFIG, ROUTER, WEIGHTS, EncoderRecord, write_encoder_record
+from llmcond.encoders.checkpoint import settings_files
+from llmcond.encoders.loading import (
+    POOLING_MODULES,
     load_config,
     load_model,
     load_tokenizer,
     read_all_weights,
 )
-from llmcond.encoders.loading.memory import POOLING_MODULES
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.routers.csr import passes_class
-from llmcond.encoders.settings import MODEL_SETTINGS, STATED
-from llmcond.errors import LlmcondError, UserError, first_line, list_legal_values
-from llmcond.files import read_json, replace_atomically, write_json
+from llmcond.encoders.settings import MODEL_SETTINGS, STATED, find_model
+from llmcond.encoders.tokenizing import InputTokenizer, OutOfMemoryError, Tokens
+from llmcond.encoders.torch.csr import passes_class
+from llmcond.encoders.torch.engine import Engine, create_engine, is_out_of_memory
 from llmcond.finetune.loop import write_tensors
 from llmcond.finetune.settings import TuneSettings
 

@@ -25,13 +25,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmcond.arrays import Positions
+from llmcond.base.arrays import Positions
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import replace_atomically
+from llmcond.base.output import FitBar, log
+from llmcond.base.records import RECORD, check_record
+from llmcond.base.run_log import RunLog
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
-from llmcond.encoders.engine.engine import is_out_of_memory
-from llmcond.encoders.engine.interface import OutOfMemoryError
-from llmcond.errors import LlmcondError, UserError
+from llmcond.encoders.tokenizing import OutOfMemoryError
+from llmcond.encoders.torch.engine import is_out_of_memory
 from llmcond.evaluation.results import CrossValidatedGain
-from llmcond.files import replace_atomically
 from llmcond.finetune.model import DistributedCompute, P, R, RatedModel, TrainedModel
 from llmcond.finetune.settings import (
     StageSettings,
@@ -41,11 +44,7 @@ from llmcond.finetune.settings import (
 )
 from llmcond.heads.fit import entries_since_best
 from llmcond.heads.fitted import GroupSampler
-from llmcond.log import log
-from llmcond.progress import FitBar
-from llmcond.records import RECORD, check_record
 from llmcond.report.tables import dev_gain_text
-from llmcond.run_log import RunLog
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

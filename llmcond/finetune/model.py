@@ -18,36 +18,37 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from typing_extensions import override
 
-from llmcond.arrays import Positions
-from llmcond.conditions import Condition
-from llmcond.data.aspects import AspectSample, ConditionWordings
+from llmcond.base.arrays import Positions
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import METRICS, Metric
+from llmcond.base.system import move_to_device
+from llmcond.base.text import Condition
+from llmcond.data.guides import AspectSample, ConditionWordings
 from llmcond.data.rows import Rows
-from llmcond.encoders.engine.engine import Engine, embed_routed
-from llmcond.encoders.engine.interface import router_inputs
-from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import EncoderInput, Orders
-from llmcond.errors import UserError
+from llmcond.encoders.tokenizing import InputTokenizer, Tokens, router_inputs
+from llmcond.encoders.torch.engine import Engine, embed_routed
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.finetune.settings import AspectSettings
 from llmcond.heads import FittedHead, PairArrays, Recipe, SharedRows
-from llmcond.heads.dense import Regression, RegressionSettings
+from llmcond.heads.conditioned import Regression, RegressionSettings
 from llmcond.heads.fit import load_start
 from llmcond.heads.fitted import FittedModule, fitted_class
-from llmcond.heads.module import Batch, HeadModule, seeded
-from llmcond.heads.objectives import (
+from llmcond.heads.module import (
+    Batch,
+    HeadModule,
     Objective,
     RatedBatch,
     adjacent_pairs,
     average_truncations,
     contrast_groups,
+    seeded,
 )
-from llmcond.heads.pairs import FitReport
+from llmcond.heads.numpy_heads import FitReport
 from llmcond.heads.settings import ObjectiveSettings
-from llmcond.metrics import METRICS, Metric
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import render_rows
+from llmcond.prompts.template import render_rows
 from llmcond.runs.cross import KIND
-from llmcond.system import move_to_device
 
 
 @dataclass(frozen=True)

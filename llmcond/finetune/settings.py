@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from llmcond.config import STRICT
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.options import option
+from llmcond.base.records import STRICT
 from llmcond.heads.settings import learning_rate_factor
-from llmcond.options import option
 
 #: Upper limit of settings, larger than any useful value.
 _LARGEST = 1_000_000
@@ -194,7 +194,7 @@ class AspectSettings:
     the condition should be similar.
 
     Attributes:
-        aspects: folder with one file NAME.json per set (see ``llmcond.data.aspects``).
+        aspects: folder with one file NAME.json per set (see ``llmcond.data.guides``).
         aspects_weight: weight of the contrastive loss; that of the squared error of ratings is 1.
         aspects_texts: texts per step; the last group may exceed this number.
         aspects_values: share of the groups whose condition names two to five example values.

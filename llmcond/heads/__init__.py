@@ -3,6 +3,6 @@
 The public names are listed in ``__init__.pyi``; those that need torch are imported on first use.
 """
 
-from llmcond.lazy import attach_stub
+from llmcond.base.package import attach_stub
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

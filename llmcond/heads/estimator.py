@@ -25,12 +25,12 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from llmcond.arrays import Array
-from llmcond.errors import UserError
+from llmcond.base.arrays import Array
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import spearman
 from llmcond.heads.fit import fit_recipe
-from llmcond.heads.pairs import PairArrays
+from llmcond.heads.numpy_heads import PairArrays
 from llmcond.heads.recipes import Recipe, load_recipe
-from llmcond.metrics import spearman
 
 #: Prefix of settings as separate parameters.
 _SETTING = "settings__"

@@ -14,12 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcond.arrays import as_matrix
-from llmcond.errors import UserError
+from llmcond.base.arrays import as_matrix
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import METRICS, Metric, finite_or_none
+from llmcond.base.system import choose_device, free_memory, native_bfloat16
 from llmcond.heads.fitted import FittedHead, FittedModule, Loader, RatedRows, fitted_class
-from llmcond.heads.module import Ensemble, HeadModule, members_of, seeded
-from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
-from llmcond.heads.pairs import (
+from llmcond.heads.module import (
+    Ensemble,
+    HeadModule,
+    Objective,
+    RatedBatch,
+    check_contrasts,
+    contrast_groups,
+    members_of,
+    seeded,
+)
+from llmcond.heads.numpy_heads import (
     DEV_SCORE_KEY,
     MAX_VALUES,
     DevScore,
@@ -32,8 +42,6 @@ from llmcond.heads.pairs import (
     score_key,
 )
 from llmcond.heads.recipes import Recipe
-from llmcond.metrics import METRICS, Metric, finite_or_none
-from llmcond.system import choose_device, free_memory, native_bfloat16
 
 M = TypeVar("M", bound=HeadModule)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from typing_extensions import override
 
-from llmcond.arrays import (
+from llmcond.base.arrays import (
     Array,
     DenseMatrix,
     Matrix,
@@ -27,13 +27,24 @@ from llmcond.arrays import (
     as_matrix,
     cosine,
 )
-from llmcond.errors import UserError
-from llmcond.heads.module import CONDITIONS_PER_BLOCK, Batch, HeadModule
-from llmcond.heads.numpy_heads import ACTIVATIONS, DenseLayer, check_features, transform_blocks
-from llmcond.heads.objectives import adjacent_pairs, contrast_groups
-from llmcond.heads.pairs import FitReport, PairArrays
+from llmcond.base.errors import UserError
+from llmcond.base.system import choose_device, move_to_device
+from llmcond.heads.module import (
+    CONDITIONS_PER_BLOCK,
+    Batch,
+    HeadModule,
+    adjacent_pairs,
+    contrast_groups,
+)
+from llmcond.heads.numpy_heads import (
+    ACTIVATIONS,
+    DenseLayer,
+    FitReport,
+    PairArrays,
+    check_features,
+    transform_blocks,
+)
 from llmcond.heads.settings import Sizes, TrainingSettings
-from llmcond.system import choose_device, move_to_device
 
 #: Features that are computed, gathered or scaled to length 1 are kept in memory as plain float32
 #: arrays if these need at most this many bytes.

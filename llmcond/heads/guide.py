@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from llmcond.arrays import Array, EqualByValue, scale_to_unit_norm
-from llmcond.errors import LlmcondError, UserError, first_line
-from llmcond.files import check_format, digest_text, replace_atomically
-from llmcond.records import RECORD, check_record
-from llmcond.text import condition_key
+from llmcond.base.arrays import Array, EqualByValue, scale_to_unit_norm
+from llmcond.base.errors import LlmcondError, UserError, first_line
+from llmcond.base.files import check_format, digest_text, replace_atomically
+from llmcond.base.records import RECORD, check_record
+from llmcond.base.text import condition_key
 
 FORMAT = 1
 #: Penalty of ridge regression on unit vectors.
@@ -78,8 +78,9 @@ class Guide(EqualByValue):
 class Guides(MutableMapping[str | None, Guide]):
     """The guides of conditions. The key None stands for texts without a condition.
 
-    A condition is looked up by ``llmcond.text.condition_key``, so that a guide is also found if the
-    condition is spelled in another case or Unicode form, or with other white space.
+    A condition is looked up by ``llmcond.base.text.condition_key``, so that a guide is also
+    found if the condition is spelled in another case or Unicode form, or with other white
+    space.
     """
 
     def __init__(self, guides: Mapping[Any, Guide] | None = None) -> None:

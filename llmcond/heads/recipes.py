@@ -7,27 +7,27 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_origin, get_type_hints
 
-from llmcond import plugins
-from llmcond.config import STRICT, build, read_toml, resolve_toml
-from llmcond.errors import UserError, nearest
+from llmcond.base import package as plugins
+from llmcond.base.errors import UserError, nearest
+from llmcond.base.records import STRICT, build, read_toml, resolve_toml
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
 
 #: Kind of a head -> its class. To add a kind, write a class and add a line to this mapping.
 FAMILIES = {
-    "none": "llmcond.heads.dense:Identity",
-    "linear": "llmcond.heads.dense:Linear",
-    "mlp": "llmcond.heads.dense:Mlp",
-    "pca": "llmcond.heads.dense:Pca",
-    "ica": "llmcond.heads.dense:Ica",
-    "whitening": "llmcond.heads.dense:Whitening",
-    "random": "llmcond.heads.dense:Random",
+    "none": "llmcond.heads.conditioned:Identity",
+    "linear": "llmcond.heads.conditioned:Linear",
+    "mlp": "llmcond.heads.conditioned:Mlp",
+    "pca": "llmcond.heads.conditioned:Pca",
+    "ica": "llmcond.heads.conditioned:Ica",
+    "whitening": "llmcond.heads.conditioned:Whitening",
+    "random": "llmcond.heads.conditioned:Random",
     "hadamard": "llmcond.heads.conditioned:Hadamard",
     "concat": "llmcond.heads.conditioned:Concat",
     "hypernet": "llmcond.heads.conditioned:Hypernet",
     "hypernet-ablation": "llmcond.heads.conditioned:HypernetAblation",
     "towers": "llmcond.heads.conditioned:Towers",
-    "regression": "llmcond.heads.dense:Regression",
+    "regression": "llmcond.heads.conditioned:Regression",
     "roles": "llmcond.kinds.dialogue.heads:RoleHead",
     "no-roles": "llmcond.kinds.dialogue.heads:IdentityRoleHead",
 }

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from llmcond import plugins
-from llmcond.config import STRICT
-from llmcond.records import RECORD
+from llmcond.base import package as plugins
+from llmcond.base.records import RECORD, STRICT
 
 
 def learning_rate_factor(step: int, steps: int, warmup: float, schedule: str = "linear") -> float:
@@ -120,7 +119,7 @@ class ObjectiveSettings:
         """Return the custom objective that the settings name.
 
         Returns:
-            A function or a class; see ``llmcond.heads.objectives``.
+            A function or a class; see ``llmcond.heads.module``.
 
         Raises:
             UserError: the objective has not been loaded or registered.

@@ -19,13 +19,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 from safetensors.numpy import save as save_tensors
 
-from llmcond.config import build
-from llmcond.errors import LlmcondError, UserError, first_line
-from llmcond.files import check_format, read_json, replace_atomically, write_json
-from llmcond.heads.numpy_heads import DENSE_KINDS, NumpyHead
-from llmcond.heads.pairs import FitReport
+from llmcond.base.errors import LlmcondError, UserError, first_line
+from llmcond.base.files import check_format, read_json, replace_atomically, write_json
+from llmcond.base.records import RECORD, build, check_record
+from llmcond.heads.numpy_heads import DENSE_KINDS, FitReport, NumpyHead
 from llmcond.heads.settings import Sizes
-from llmcond.records import RECORD, check_record
 
 if TYPE_CHECKING:
     from llmcond.heads.fitted import FittedHead, FittedModule

@@ -10,8 +10,8 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import InputModule
 
-from llmcond.errors import UserError
-from llmcond.exporting.run import EXPORT_SETTINGS, copy_run, read_export
+from llmcond.base.errors import UserError
+from llmcond.integrations.portable import EXPORT_SETTINGS, copy_run, read_export
 from llmcond.runs.embedder import Embedder, load_embedder
 
 

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from llmcond.base.errors import LlmcondError
 from llmcond.data.datasets import Columns, DataOptions, Dataset, RatingScale, read_rows
 from llmcond.data.rows import Rows, load_rows
-from llmcond.errors import LlmcondError
 from llmcond.heads.storage import EmbeddingHead, load_embedding_head
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import SplitInputs
+from llmcond.prompts.template import SplitInputs
 from llmcond.tasks import AnyTask, CardText
 
 if TYPE_CHECKING:
     from llmcond.heads import FittedHead
+    from llmcond.options.scoring import EvaluateOptions
     from llmcond.runs import Run
     from llmcond.runs.examples import Evaluation
     from llmcond.runs.rated import RatedExamples
-    from llmcond.workflows.options.scoring import EvaluateOptions
 
 
 class Task(AnyTask[Dataset]):

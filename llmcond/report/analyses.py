@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from llmcond.display import Column, Table
-from llmcond.metrics import Estimate, get_metric
+import numpy as np
+
+from llmcond.base.files import PAGE_SUFFIXES, data_path, suffix, write_csv
+from llmcond.base.metrics import Estimate, get_metric
+from llmcond.base.output import Column, Table
+from llmcond.base.package import __version__
+from llmcond.base.text import condition_titles
+from llmcond.report.figures import ShadedToken, TokenRow, plot_tokens
+from llmcond.report.page import write_html
 from llmcond.report.tables import estimate_text, factors_text
+from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanation, Values
 
 JsonRows = Sequence[Mapping[str, Any]]
 
@@ -170,3 +179,206 @@ def _examples_table(head: Mapping[str, Any], side: str) -> Table:
     keys = ("rating", "before", "after")
     figures = {key: [f"{row[key]:.2f}" for row in head[side]] for key in keys}
     return _table(note, head[side], figures, ("sentence 1", "sentence 2", "condition"))
+
+
+_FOLDER = Path(__file__).parent
+#: The length of the longest bar in a table, in characters.
+_BAR_LENGTH = 12
+#: What a figure or a table shows, by the method of the explanation.
+_SUBJECTS = {
+    "pooling-weights": "Weights of the tokens in routed pooling; they sum to 1.",
+    "router-weights": "Weights of the tokens in the routed layers of the encoder.",
+    "exact": "Contributions of the tokens to the similarity (exact); with the subtracted "
+    "condition, they sum to the similarity.",
+    "leave-one-out": "Contributions of the tokens to the similarity (leave-one-out): how much it "
+    "falls without the token. They do not sum to the similarity.",
+}
+_ALONE = (
+    "How far the embedding moves without the token (leave-one-out): how much less similar it is to "
+    "that of the whole sentence."
+)
+_SHADES = "Shades are relative to the largest of all values; special tokens have none."
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def show_explanation(explanation: Explanation, form: str = "table") -> None:
+    """Print the value of each token under each condition, with bars in a terminal."""
+    tokens = {tuple(explained.tokens) for explained in explanation.conditions}
+    is_joint = len(tokens) == 1 and not any(e.layers for e in explanation.conditions)
+    conditions = list(
+        zip(
+            condition_titles([e.condition for e in explanation.conditions]),
+            explanation.conditions,
+            strict=True,
+        )
+    )
+    for group in [conditions] if is_joint else [[pair] for pair in conditions]:
+        _make_table(explanation, group, with_bars=form == "table").print(form)
+
+
+def _make_table(
+    explanation: Explanation,
+    group: Sequence[tuple[str, ConditionExplanation]],
+    *,
+    with_bars: bool,
+) -> Table:
+    """Return the table of conditions whose tokens are the same."""
+    first = group[0][1]
+    note = subject(explanation)
+    similarities = [
+        f"{title}: {e.similarity:.3f}" for title, e in group if e.similarity is not None
+    ]
+    if similarities:
+        note += f" Similarity under {'; '.join(similarities)}."
+    if first.layers:
+        note += f" Condition: {group[0][0]}."
+    tokens = [
+        token_label(explanation.sentence, first, i) + (" (special)" if token.special else "")
+        for i, token in enumerate(first.tokens)
+    ]
+    subtracts = any(explained.condition_term is not None for _, explained in group)
+    columns = [Column("token", [*tokens, SUBTRACTED] if subtracts else tokens)]
+    largest = _find_largest([explained for _, explained in group])
+    for heading, explained in group:
+        series = {f"layer {n}": weights for n, weights in explained.layers.items()}
+        series["mean" if series else heading] = explained.values
+        for name, values in series.items():
+            shown = [*values.tolist(), *([explained.condition_term or 0.0] if subtracts else [])]
+            figures = [format_value(explanation, float(value)) for value in shown]
+            columns.append(Column(name, figures, "figures"))
+        if with_bars and not explained.layers:
+            shares = [
+                0.0 if token.special else float(value) / largest
+                for token, value in zip(explained.tokens, explained.values, strict=True)
+            ]
+            columns.append(Column("", [*map(_bar, shares), *([""] if subtracts else [])], "word"))
+    return Table(columns, note)
+
+
+def _bar(share: float) -> str:
+    """Return a bar for a share of the largest value; a negative one is of lighter blocks."""
+    return ("█" if share > 0 else "░") * round(abs(share) * _BAR_LENGTH)
+
+
+def subject(explanation: Explanation) -> str:
+    """Return a sentence that says what the values of an explanation are."""
+    if explanation.method == "leave-one-out" and explanation.to is None:
+        return _ALONE
+    return _SUBJECTS[explanation.method]
+
+
+def token_label(sentence: str, explained: ConditionExplanation, position: int) -> str:
+    """Return a token as the vocabulary has it or, if that is unreadable, as the sentence has it.
+
+    Byte-level vocabularies have other characters for letters outside ASCII.
+    """
+    token = explained.tokens[position]
+    if token.start is None:
+        return token.text
+    characters = sentence[token.start : token.end]
+    return token.text if characters.casefold() in token.text.casefold() else characters
+
+
+def format_value(explanation: Explanation, value: float) -> str:
+    """Return a weight, or a contribution with its sign, in three decimals."""
+    rounded = round(value, 3) + 0.0  # without a sign before zero
+    return f"{rounded:.3f}" if explanation.quantity == "weight" else f"{rounded:+.3f}"
+
+
+def _find_largest(conditions: Sequence[ConditionExplanation]) -> float:
+    """Return the largest absolute value of a token that is not special."""
+    values = [
+        abs(float(value))
+        for explained in conditions
+        for series in (*explained.layers.values(), explained.values)
+        for token, value in zip(explained.tokens, series, strict=True)
+        if not token.special
+    ]
+    return max([*values, float(np.finfo(np.float32).tiny)])
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def write_explanation(explanation: Explanation, path: Path) -> None:
+    """Write the figure of an explanation, and its numbers as CSV; see ``data_path``.
+
+    Args:
+        explanation: the explanation.
+        path: the file to write: a page (.html) or a figure (.svg, .png or .pdf).
+    """
+    rows = explanation.rows()
+    columns = list(rows[0])
+    table = [list(row.values()) for row in rows]
+    token_rows = list(_token_rows(explanation))
+    if suffix(path) not in PAGE_SUFFIXES:
+        caption = f"{_subject_with_texts(explanation)} {_SHADES}"
+        plot_tokens(token_rows, path, caption, columns, table)
+        return
+    write_html(
+        path,
+        _FOLDER / "explanation.html.j2",
+        [],
+        (_FOLDER / "explanation.css").read_text("utf-8"),
+        None,
+        explanation=explanation,
+        subject=subject(explanation),
+        shades=_SHADES,
+        rows=token_rows,
+        provenance=_describe_provenance(explanation),
+    )
+    write_csv(data_path(path), columns, table)
+
+
+def _subject_with_texts(explanation: Explanation) -> str:
+    if explanation.to is None:
+        return subject(explanation)
+    return f"{subject(explanation)} Compared with: {explanation.to}"
+
+
+def _token_rows(explanation: Explanation) -> Iterator[TokenRow]:
+    """Yield a row of shaded tokens for each condition, and for each layer of a router."""
+    largest = _find_largest(explanation.conditions)
+    titles = condition_titles([explained.condition for explained in explanation.conditions])
+    for title, explained in zip(titles, explanation.conditions, strict=True):
+        series = {f"layer {n}": values for n, values in explained.layers.items()}
+        series["mean of the layers" if series else ""] = explained.values
+        for name, values in series.items():
+            detail = (
+                name if explained.similarity is None else f"similarity {explained.similarity:.3f}"
+            )
+            yield TokenRow(title, detail, list(_shade(explanation, explained, values, largest)))
+
+
+def _shade(
+    explanation: Explanation,
+    explained: ConditionExplanation,
+    values: Values,
+    largest: float,
+) -> Iterator[ShadedToken]:
+    end: int | None = None
+    for position, (token, value) in enumerate(zip(explained.tokens, values, strict=True)):
+        label, continues = token_label(explanation.sentence, explained, position), False
+        if token.start is not None:
+            # Without spaces between the parts of a word, a figure shows the sentence as it is.
+            label = explanation.sentence[token.start : token.end]
+            continues = token.start == end
+        end = token.end
+        number = format_value(explanation, float(value))
+        share = 0.0 if token.special else float(value) / largest
+        yield ShadedToken(label, number, share, token.special, continues)
+    if explained.condition_term is not None:
+        number = format_value(explanation, explained.condition_term)
+        yield ShadedToken(SUBTRACTED, number, 0.0, True, False)
+
+
+def _describe_provenance(explanation: Explanation) -> dict[str, str]:
+    """Return the method, the model and the version, as labelled texts."""
+    about = {
+        key: ", ".join(value) if isinstance(value, Mapping) else str(value)
+        for key, value in explanation.about.items()
+        if value
+    }
+    return {"method": explanation.method, **about, "llmcond": __version__}

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from llmcond.base.errors import UserError, first_line, install_command
+from llmcond.base.metrics import METRICS, Estimate, Metric, get_metric
+from llmcond.base.output import Column, Table
 from llmcond.data.readers import hub_dataset
-from llmcond.display import Column, Table
 from llmcond.encoders import find_model
-from llmcond.errors import UserError, first_line, install_command
-from llmcond.metrics import METRICS, Estimate, Metric, get_metric
 from llmcond.prompts import Prompt
 from llmcond.report.tables import estimate_text, factors_text, range_text
 from llmcond.runs import Run, dev_score

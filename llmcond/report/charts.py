@@ -14,6 +14,7 @@ import numpy as np
 import vl_convert
 from numpy.typing import NDArray
 
+from llmcond.base.metrics import Estimate, Floats, Metric, finite_or_none, format_number, get_metric
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.evaluation.analyses import (
     by_condition,
@@ -24,8 +25,7 @@ from llmcond.evaluation.analyses import (
     rating_span,
 )
 from llmcond.evaluation.paired import PairedDifference
-from llmcond.heads.pairs import DEV_SCORE_KEY
-from llmcond.metrics import Estimate, Floats, Metric, finite_or_none, format_number, get_metric
+from llmcond.heads.numpy_heads import DEV_SCORE_KEY
 from llmcond.report.content import Page, interval_ends, with_minus_signs
 from llmcond.report.tables import p_value_text, range_text
 

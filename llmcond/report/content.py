@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import as_matrix
+from llmcond.base.arrays import as_matrix
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import Estimate, Metric, finite_or_none, format_number, get_metric
+from llmcond.base.output import Column, Table
+from llmcond.base.system import provenance
 from llmcond.data.rows import QueryRows, Rows
-from llmcond.display import Column, Table
-from llmcond.errors import UserError
 from llmcond.evaluation.analyses import MAX_VECTORS, measure_isotropy
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import Result, Subset
-from llmcond.metrics import Estimate, Metric, finite_or_none, format_number, get_metric
 from llmcond.prompts import Prompt
 from llmcond.report.tables import MINUS, new_sentences_heading, p_value_text, range_text
 from llmcond.runs import Run
 from llmcond.runs.examples import RowFeatures, zero_shot_heads
-from llmcond.system import provenance
 
 #: The kinds of subsets of queries in results, and what they are called on the page.
 _SUBSET_TITLES = {

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.errors import escape_control_characters
+from llmcond.base.errors import escape_control_characters
+from llmcond.base.files import data_path, replace_atomically, suffix, write_csv
+from llmcond.base.output import log
+from llmcond.base.text import shorten
 from llmcond.evaluation.results import Result
-from llmcond.files import data_path, replace_atomically, suffix, write_csv
-from llmcond.heads.pairs import score_key
-from llmcond.log import log
+from llmcond.heads.numpy_heads import score_key
 from llmcond.report.tables import axis_label, settings_text
-from llmcond.text import shorten
 
 if TYPE_CHECKING:
     from llmcond.evaluation.analyses import Level

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmcond.base.errors import UserError, install_command
+from llmcond.base.files import PAGE_SUFFIXES, check_figure, check_output, replace_atomically
+from llmcond.base.metrics import finite_or_none, get_metric
+from llmcond.base.output import log
 from llmcond.data.rows import Rows
-from llmcond.errors import UserError, install_command
 from llmcond.evaluation.results import Result
-from llmcond.files import PAGE_SUFFIXES, check_figure, check_output, replace_atomically
-from llmcond.log import log
-from llmcond.metrics import finite_or_none, get_metric
 from llmcond.report.content import (
     Page,
     compared_subsets_table,
@@ -26,12 +26,7 @@ from llmcond.report.content import (
     main_table,
     subsets_table,
 )
-from llmcond.report.figures import (
-    plot_intervals,
-    plot_isotropy,
-    plot_predictions,
-    plot_steps,
-)
+from llmcond.report.figures import plot_intervals, plot_isotropy, plot_predictions, plot_steps
 from llmcond.report.tables import MINUS, axis_label, factors_text, interval_notes, sentences_text
 
 if TYPE_CHECKING:

@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from llmcond.display import Column, Table, line_limit, print_sentences
-from llmcond.errors import escape_control_characters, format_count
-from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
-from llmcond.evaluation.results import (
-    CrossValidatedGain,
-    Result,
-    SettingsChoice,
-    Subset,
+from llmcond.base.errors import escape_control_characters, format_count
+from llmcond.base.files import format_bytes
+from llmcond.base.metrics import (
+    METRICS,
+    Estimate,
+    Metric,
+    finite_or_none,
+    format_number,
+    get_metric,
 )
-from llmcond.files import format_bytes
-from llmcond.metrics import METRICS, Estimate, Metric, finite_or_none, format_number, get_metric
+from llmcond.base.output import Column, Table, line_limit, print_sentences
+from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
+from llmcond.evaluation.results import CrossValidatedGain, Result, SettingsChoice, Subset
 
 if TYPE_CHECKING:
     from rich.console import Group

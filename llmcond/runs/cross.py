@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from llmcond.base.errors import UserError
+from llmcond.base.output import log
+from llmcond.base.records import check_record
 from llmcond.data.readers import describe_source
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
 from llmcond.encoders.spec import Orders, check_finite
-from llmcond.errors import UserError
-from llmcond.log import log
-from llmcond.records import check_record
 from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.explanation import Explanation, leave_one_out
-from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.open import open_run
+from llmcond.runs.open import LazyEncoder, open_run
 from llmcond.runs.run import TrainedHeadRecord
 from llmcond.runs.similarity import SimilarityModel, Vectors, as_conditions
 

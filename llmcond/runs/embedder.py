@@ -12,31 +12,33 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import numpy as np
 
-from llmcond.arrays import Matrix, SharedRows, clip_cosines, scale_to_unit_norm
-from llmcond.conditions import as_condition
+from llmcond.base.arrays import (
+    EncodeOptions,
+    Matrix,
+    SharedRows,
+    check_encode_options,
+    check_truncate_dim,
+    clip_cosines,
+    convert_embeddings,
+    scale_to_unit_norm,
+)
+from llmcond.base.errors import UserError, format_count, nearest
+from llmcond.base.files import read_json
+from llmcond.base.options import Precision, check_argument, check_run
+from llmcond.base.output import log
+from llmcond.base.text import as_condition
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
 from llmcond.encoders import EncoderInput, resolve_base
-from llmcond.encoders.checkpoints.checkpoint import find_hub_source
+from llmcond.encoders.checkpoint import find_hub_source
 from llmcond.encoders.spec import InputError, check_finite
-from llmcond.errors import UserError, format_count, nearest
 from llmcond.features.view import FeaturePart, FeatureView
-from llmcond.files import read_json
 from llmcond.heads.guide import Guide, Guides, apply_guides, fit_guide
 from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
 from llmcond.heads.storage import EmbeddingHead
-from llmcond.log import log
-from llmcond.options import Precision, check_argument, check_run
 from llmcond.prompts import Prompt
-from llmcond.quantization import (
-    EncodeOptions,
-    check_encode_options,
-    check_truncate_dim,
-    convert_embeddings,
-)
 from llmcond.runs import Run, RunEmbeddingHead, RunHead, open_run
-from llmcond.runs.extraction import LazyEncoder, extract_inputs
-from llmcond.runs.open import resolve_run
+from llmcond.runs.open import LazyEncoder, extract_inputs, resolve_run
 from llmcond.runs.portable import save_portable_run
 from llmcond.runs.run import IN_RUN_FOLDER, zero_shot_head
 from llmcond.runs.similarity import (
@@ -50,10 +52,55 @@ from llmcond.runs.similarity import (
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
     from llmcond.encoders.spec import Encoded
+    from llmcond.features.pool import Workers
     from llmcond.features.store import FeatureStore
     from llmcond.heads.fitted import ConditionCache
     from llmcond.runs.explanation import Explanation
-    from llmcond.scale.pool import Workers
+
+#: A condition is unfamiliar if it is further from its nearest training condition than this share
+#: of the training conditions are from theirs.
+_SHARE = 0.95
+
+
+def find_unfamiliar_conditions(
+    run: Run, embedder: Embedder, conditions: Sequence[str]
+) -> dict[str, str]:
+    """Return conditions that differ from the training conditions, each with the nearest of these.
+
+    Distances are cosines of e(c), the encoder's vectors. The result is empty if the run does not
+    hold these vectors and its rows (a run that was pushed does not), or if no prompt of the head
+    encodes the condition alone.
+    """
+    prompt = next(
+        (candidate for candidate in embedder.view.prompts if candidate.subtracts_condition), None
+    )
+    has_rows = (run.folder / "rows.parquet").is_file()
+    if not embedder.head.dim_in or prompt is None or not has_rows:
+        return {}
+    rows = run.rows("train")
+    rated_conditions = {rows.condition[i]: None for i in np.flatnonzero(rows.rated).tolist()}
+    known, new_texts = (
+        list(rated_conditions),
+        [text for text in dict.fromkeys(conditions) if text not in rated_conditions],
+    )
+    if not new_texts or len(known) < 2:
+        return {}
+    inputs = [prompt.unconditional.render("", text) for text in known]
+    store = run.store()
+    if store.missing(inputs):
+        return {}
+    known_vectors = normalise_vectors(store.lookup(inputs).read())
+    cosines = known_vectors @ known_vectors.T
+    np.fill_diagonal(cosines, -1)
+    threshold = np.quantile(cosines.max(axis=1), 1 - _SHARE)
+    vectors = embedder.encoder.encode([prompt.unconditional.render("", text) for text in new_texts])
+    similarities = normalise_vectors(vectors) @ known_vectors.T
+    return {
+        text: known[int(row.argmax())]
+        for text, row in zip(new_texts, similarities, strict=True)
+        if row.max() < threshold
+    }
+
 
 #: The number of rows whose vectors are in memory at a time.
 _BLOCK = 8_192
@@ -861,7 +908,7 @@ class EmbeddingModel:
         if workers is None:
             yield
             return
-        from llmcond.scale.extraction import share_extraction
+        from llmcond.features.workers import share_extraction
 
         resolved = self.encoder.resolved
         with share_extraction(workers, self.encoder.name, resolved, self.store) as execution:

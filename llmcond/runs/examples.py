@@ -17,20 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, ConcatenatedMatrix, Matrix
-from llmcond.bundled import DEFAULT_RUN
+from llmcond.base.arrays import Array, ConcatenatedMatrix, Matrix
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import DEFAULT_METRICS, Estimate, Metric, get_metric
+from llmcond.base.output import log
+from llmcond.base.package import DEFAULT_RUN
 from llmcond.data.rows import QueryRows, Rows, leaked_pairs
-from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES
 from llmcond.evaluation.results import Result, Results, Scored, score_results
 from llmcond.features.view import FeaturePart, FeatureView, ReadFeatures, recipe_view
 from llmcond.heads import PairArrays
-from llmcond.heads.numpy_heads import NumpyHead
-from llmcond.heads.pairs import DEV_SCORE_KEY
-from llmcond.log import log
-from llmcond.metrics import DEFAULT_METRICS, Estimate, Metric, get_metric
+from llmcond.heads.numpy_heads import DEV_SCORE_KEY, NumpyHead
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import render_rows
+from llmcond.prompts.template import render_rows
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.open import open_run
 from llmcond.runs.run import Run, RunEmbeddingHead, RunHead, zero_shot_head
@@ -39,7 +38,7 @@ from llmcond.tasks import DEFAULT_TASK, OTHER_SPLIT
 if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
     from llmcond.heads.fitted import FittedModule
-    from llmcond.heads.pairs import HeldOut, OnEpoch
+    from llmcond.heads.numpy_heads import HeldOut, OnEpoch
     from llmcond.heads.recipes import Recipe
 
 # -- features of rows --------------------------------------------------------------------------

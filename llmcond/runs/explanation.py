@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import EqualByValue
-from llmcond.conditions import condition_json
-from llmcond.display import Displayed
-from llmcond.errors import UserError
+from llmcond.base.arrays import EqualByValue
+from llmcond.base.errors import UserError
+from llmcond.base.output import Displayed
+from llmcond.base.text import condition_json
 from llmcond.runs.similarity import SimilarityModel, pair_with_conditions
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder, TokenWeights
-    from llmcond.encoders.engine.tokenizing import Token
+    from llmcond.encoders.tokenizing import Token
     from llmcond.features.view import FeatureView
     from llmcond.prompts import Prompt
 

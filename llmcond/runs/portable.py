@@ -18,10 +18,20 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import MinLen
 
+from llmcond.base.errors import UserError
+from llmcond.base.files import (
+    check_new_folder,
+    create_folder_atomically,
+    digest_file,
+    read_json,
+    write_json,
+)
+from llmcond.base.output import log
+from llmcond.base.records import RECORD, read_record
 from llmcond.data.datasets import Columns
 from llmcond.data.readers import hub_dataset
 from llmcond.encoders import find_model
-from llmcond.encoders.checkpoints.adapter import (
+from llmcond.encoders.adapter import (
     CARD,
     CONFIG,
     CREDITS,
@@ -34,24 +44,14 @@ from llmcond.encoders.checkpoints.adapter import (
     identify,
     read_encoder_record,
 )
-from llmcond.encoders.checkpoints.checkpoint import (
+from llmcond.encoders.checkpoint import (
     check_inside_folder,
     find_checkpoint,
     settings_files,
     weight_files,
 )
-from llmcond.errors import UserError
-from llmcond.evaluation.condition_checks import CALIBRATION
-from llmcond.files import (
-    check_new_folder,
-    create_folder_atomically,
-    digest_file,
-    read_json,
-    write_json,
-)
+from llmcond.evaluation.analyses import CALIBRATION
 from llmcond.heads.storage import weights_path
-from llmcond.log import log
-from llmcond.records import RECORD, read_record
 from llmcond.runs.open import open_any_run
 from llmcond.runs.run import IN_RUN_FOLDER, Run
 

@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from llmcond.base.errors import UserError, format_count
+from llmcond.base.metrics import Estimate, Metric, choose_metrics, get_metric
+from llmcond.base.output import log
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.data.rows import Rows, fold_of_pair, join_rows, leaked_pairs, shares_sentence
-from llmcond.errors import UserError, format_count
 from llmcond.evaluation.analyses import seen_unseen
 from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.evaluation.results import (
@@ -27,12 +29,9 @@ from llmcond.evaluation.results import (
 )
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
-from llmcond.heads.numpy_heads import NumpyHead
-from llmcond.heads.pairs import HeldOut, OnEpoch, in_stage, score_key
-from llmcond.log import log
-from llmcond.metrics import Estimate, Metric, choose_metrics, get_metric
+from llmcond.heads.numpy_heads import HeldOut, NumpyHead, OnEpoch, in_stage, score_key
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import SplitInputs
+from llmcond.prompts.template import SplitInputs
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.examples import (
     AnyPredictor,
@@ -44,7 +43,7 @@ from llmcond.runs.examples import (
     resolve_predictors,
     score_predictors,
 )
-from llmcond.runs.extraction import extract_other_data
+from llmcond.runs.open import extract_other_data
 from llmcond.runs.run import Run, RunHead, zero_shot_head
 
 

@@ -20,25 +20,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 from annotated_types import Ge, MinLen
 from filelock import FileLock
 
-from llmcond.bundled import bundled_names, pretrained_folder
-from llmcond.config import check_name
+from llmcond.base.errors import LlmcondError, UserError, install_command, nearest
+from llmcond.base.files import check_format, create_folder_atomically, read_json, write_json
+from llmcond.base.metrics import get_metric
+from llmcond.base.output import log
+from llmcond.base.package import bundled_names, is_plugin, pretrained_folder
+from llmcond.base.records import RECORD, check_name, check_record
+from llmcond.base.system import provenance
 from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
-from llmcond.encoders.checkpoints.checkpoint import HubSource, find_hub_source
+from llmcond.encoders.checkpoint import HubSource, find_hub_source
 from llmcond.encoders.spec import Orders, Runtime
-from llmcond.errors import LlmcondError, UserError, install_command, nearest
 from llmcond.evaluation.results import default_name
-from llmcond.features.keys import StoreDtype
-from llmcond.features.view import FeatureView
-from llmcond.files import check_format, create_folder_atomically, read_json, write_json
+from llmcond.features.view import FeatureView, StoreDtype
 from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
 from llmcond.heads.storage import EmbeddingHead
-from llmcond.log import log
-from llmcond.metrics import get_metric
-from llmcond.plugins import is_plugin
 from llmcond.prompts import Prompt, prompt_from_json
-from llmcond.records import RECORD, check_record
-from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data, find_kind, find_task
 
 if TYPE_CHECKING:

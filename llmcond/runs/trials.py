@@ -21,22 +21,21 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond import plugins
-from llmcond.errors import LlmcondError, UserError, format_count
+from llmcond.base import package as plugins
+from llmcond.base.errors import LlmcondError, UserError, format_count
+from llmcond.base.files import check_writable, digest_text, write_json
+from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_metric
+from llmcond.base.output import EVERY_SECONDS, FitBar, log
+from llmcond.base.records import RECORD, check_record, read_record
+from llmcond.base.run_log import RunLog, log_path, send_log
+from llmcond.base.system import choose_device, process_context, provenance
 from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
-from llmcond.files import check_writable, digest_text, write_json
 from llmcond.heads import Recipe
-from llmcond.heads.pairs import HeldOut
+from llmcond.heads.numpy_heads import HeldOut
 from llmcond.heads.storage import FitRecord
-from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
-from llmcond.progress import EVERY_SECONDS, FitBar
-from llmcond.records import RECORD, check_record, read_record
-from llmcond.run_log import RunLog, log_path, send_log
 from llmcond.runs import Run, RunHead, head_name, open_any_run
 from llmcond.runs.examples import load_examples, score_predictors
-from llmcond.system import choose_device, process_context, provenance
 
 T = TypeVar("T")
 J = TypeVar("J", bound="AnyTrial")

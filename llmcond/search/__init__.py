@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmcond.errors import UserError
-from llmcond.lazy import lazy_getattr
+from llmcond.base.errors import UserError
+from llmcond.base.package import lazy_getattr
 
 if TYPE_CHECKING:
     from llmcond.search.index import Index

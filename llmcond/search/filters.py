@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from llmcond.errors import did_you_mean, shortened_repr
+from llmcond.base.errors import did_you_mean, shortened_repr
+from llmcond.base.text import check_characters, condition_key
 from llmcond.search import FilterError
-from llmcond.text import check_characters, condition_key
 
 #: Limits of a filter: characters, levels of nesting, and wildcards (% and _) in a LIKE pattern.
 MAX_LENGTH, MAX_NESTING, MAX_WILDCARDS = 2_000, 20, 20

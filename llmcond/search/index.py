@@ -26,41 +26,39 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack, get_args, ov
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llmcond.arrays import as_list
-from llmcond.conditions import Condition, as_condition, distinct_conditions
-from llmcond.data.guides import LabelledTexts, check_labelled
-from llmcond.errors import (
+from llmcond.base.arrays import CALIBRATED, MIN_CALIBRATION, as_list
+from llmcond.base.errors import (
     UserError,
     format_count,
     format_list,
     list_legal_values,
     shortened_repr,
 )
-from llmcond.evaluation.condition_checks import (
-    MOST_TEXTS,
-    ConditionCheck,
-    find_calibration,
-    sample_texts,
+from llmcond.base.options import IndexPrecision, check_argument, check_folder, check_run
+from llmcond.base.output import log
+from llmcond.base.records import RECORD, read_record, write_record
+from llmcond.base.stores import check_not_forked
+from llmcond.base.text import (
+    Condition,
+    as_condition,
+    check_text,
+    condition_key,
+    distinct_conditions,
 )
-from llmcond.features.extract import COUNTED_FIRST, WINDOW
-from llmcond.features.missing import count_missing
+from llmcond.data.guides import LabelledTexts, check_labelled
+from llmcond.evaluation.analyses import MOST_TEXTS, ConditionCheck, find_calibration, sample_texts
+from llmcond.features.extract import COUNTED_FIRST, WINDOW, count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
 from llmcond.heads.guide import Guides, guide_file, load_guides, save_guide
-from llmcond.lance_io import check_not_forked
-from llmcond.log import log
-from llmcond.options import IndexPrecision, check_argument, check_folder, check_run
 from llmcond.prompts.template import InputTemplate
-from llmcond.quantization import CALIBRATED, MIN_CALIBRATION
-from llmcond.records import RECORD, read_record, write_record
 from llmcond.runs.embedder import Embedder
-from llmcond.runs.extraction import extract_inputs
-from llmcond.runs.languages import report_foreign_texts
+from llmcond.runs.open import extract_inputs
+from llmcond.runs.similarity import report_foreign_texts
 from llmcond.search.model import SearchModel
 from llmcond.search.query import Hits, IndexVersion, PreparedSearch
 from llmcond.search.table import IndexRows, TextTable, WriteCounts, check_ids
 from llmcond.search.views import ConditionViews
-from llmcond.text import check_text, condition_key
 
 #: Version of the format of an index.
 FORMAT = 2

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, DenseMatrix, Matrix, SharedRows
+from llmcond.base.arrays import Array, DenseMatrix, Matrix, SharedRows, check_truncate_dim
+from llmcond.base.errors import UserError
 from llmcond.data.guides import LabelledTexts
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.heads.guide import Guide, Guides
 from llmcond.heads.numpy_heads import ACTIVATIONS, NumpyHead
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
-from llmcond.quantization import check_truncate_dim
 from llmcond.runs.embedder import (
     Embedder,
     EmbeddingModel,

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import Array, clip_cosines
-from llmcond.conditions import condition_flags
-from llmcond.display import Displayed
+from llmcond.base.arrays import Array, clip_cosines
+from llmcond.base.errors import UserError, format_count, shortened_repr
+from llmcond.base.output import Displayed, log
+from llmcond.base.text import condition_flags
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.heads.guide import Guide, Guides
-from llmcond.log import log
 from llmcond.runs.embedder import guides_json, normalise_vectors
 from llmcond.search import UnpreparedConditionError
 from llmcond.search.model import NO_CONDITION, Encode, SearchModel, short_name

@@ -28,12 +28,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llmcond.arrays import as_list
-from llmcond.data.datasets import is_missing
-from llmcond.data.readers import list_texts
-from llmcond.data.rows import to_arrow
-from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import (
+from llmcond.base.arrays import as_list
+from llmcond.base.errors import (
     LlmcondError,
     UserError,
     first_line,
@@ -43,20 +39,24 @@ from llmcond.errors import (
     raise_disk_error,
     shortened_repr,
 )
-from llmcond.features.store import FeatureStore
-from llmcond.files import check_free_space, digest_text
-from llmcond.lance_io import (
+from llmcond.base.files import check_free_space, digest_text
+from llmcond.base.options import check_argument
+from llmcond.base.output import log
+from llmcond.base.stores import (
     READ_ERRORS,
     check_lance_column_names,
     check_not_forked,
     convert_panics,
     open_newest,
 )
-from llmcond.log import log
-from llmcond.options import check_argument
+from llmcond.base.text import check_text
+from llmcond.data.datasets import is_missing
+from llmcond.data.readers import list_texts
+from llmcond.data.rows import to_arrow
+from llmcond.encoders.spec import EncoderInput
+from llmcond.features.store import FeatureStore
 from llmcond.search import FilterError
 from llmcond.search.filters import parse_filter
-from llmcond.text import check_text
 
 #: Pattern that all values of a column must match, and the type that the column then gets. Values
 #: with leading zeros, or with more digits than the type can hold, are keys rather than amounts:

@@ -23,10 +23,10 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from llmcond.errors import LlmcondError, UserError
-from llmcond.files import digest_text, read_json, replace_atomically, write_json
-from llmcond.options import IndexPrecision
-from llmcond.quantization import Quantizer, StoredCodes
+from llmcond.base.arrays import Quantizer, StoredCodes
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import digest_text, read_json, replace_atomically, write_json
+from llmcond.base.options import IndexPrecision
 from llmcond.search.table import BLOCK, Positions, TextTable
 
 #: Largest number of values that NumPy is used for; NumPy converts that many in about 10 ms.

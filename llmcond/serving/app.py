@@ -28,15 +28,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from llmcond.base.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
+from llmcond.base.package import __version__
 from llmcond.encoders.spec import Encoded, InputError
-from llmcond.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
 from llmcond.report import page as report
 from llmcond.report.page import csp_source, page_templates
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.similarity import pair_with_conditions
 from llmcond.search import FilterError, UnpreparedConditionError
-from llmcond.serving.batching import Batcher, Row
-from llmcond.serving.model import ServedModel
+from llmcond.serving.model import Batcher, Row, ServedModel
 from llmcond.serving.requests import (
     Counts,
     Embedding,
@@ -60,7 +60,6 @@ from llmcond.serving.requests import (
     read_request,
 )
 from llmcond.serving.settings import ServerSettings
-from llmcond.version import __version__
 
 if TYPE_CHECKING:
     from llmcond.encoders.spec import Encoded

@@ -26,16 +26,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from llmcond.arrays import Array
+from llmcond.base.arrays import Array, read_ranges
+from llmcond.base.errors import UserError, shortened_repr
 from llmcond.data.guides import read_guide
-from llmcond.errors import UserError, shortened_repr
-from llmcond.quantization import read_ranges
 from llmcond.runs.cross import load_similarity_model
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.open import resolve_run
 from llmcond.serving.app import Endpoints, Metrics
-from llmcond.serving.batching import Batcher, ClosedError
-from llmcond.serving.model import ServedModel
+from llmcond.serving.model import Batcher, ClosedError, ServedModel
 from llmcond.serving.requests import CLIENT_CLOSED, RequestError, to_request_error
 from llmcond.serving.settings import ServedSource, ServerSettings
 

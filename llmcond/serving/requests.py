@@ -24,12 +24,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic accepts typing's from 3.12 on
 
-from llmcond.conditions import Condition
-from llmcond.config import describe_validation_error
-from llmcond.errors import UserError, format_count, shortened_repr
-from llmcond.options import Precision
-from llmcond.serving.batching import ClosedError
-from llmcond.text import check_characters, condition_key, normalise_condition
+from llmcond.base.errors import UserError, format_count, shortened_repr
+from llmcond.base.options import Precision
+from llmcond.base.records import describe_validation_error
+from llmcond.base.text import Condition, check_characters, condition_key, normalise_condition
+from llmcond.serving.model import ClosedError
 
 #: A number, or null for NaN and infinity, which JSON does not have.
 Number = float | None

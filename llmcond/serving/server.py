@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from llmcond.display import Displayed
-from llmcond.errors import UserError, format_count, install_command
-from llmcond.log import log
+from llmcond.base.errors import UserError, format_count, install_command
+from llmcond.base.output import Displayed, log
 from llmcond.serving.settings import ServedSource, ServerSettings
 
 #: The keys that RFC 6750 allows; a line with a comment is none.
@@ -104,7 +103,7 @@ def serve(served: ServedSource, settings: ServerSettings) -> ServeResult:
         )
     keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
     with bind_socket(settings.host, settings.port) as listening:
-        from llmcond.progress import format_duration
+        from llmcond.base.output import format_duration
         from llmcond.serving.model_server import ModelServer, load_model
 
         loaded = load_model(served)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from llmcond.errors import UserError, shortened_repr
-from llmcond.options import Options, Positive, option
+from llmcond.base.errors import UserError, shortened_repr
+from llmcond.base.options import Options, Positive, option
 
 _LIMITS = "limits"
 

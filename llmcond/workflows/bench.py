@@ -10,20 +10,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from llmcond.base.errors import LlmcondError, UserError, first_line
+from llmcond.base.files import write_text
+from llmcond.base.output import Displayed
+from llmcond.base.system import choose_device, describe_machine
 from llmcond.benchmark.checks import Check, CheckEnvironment, run_checks
-from llmcond.benchmark.machine import describe_machine
-from llmcond.benchmark.markdown import page
 from llmcond.benchmark.shapes import Shape, random_encoder
-from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, run_encoder
-from llmcond.display import Displayed
+from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, page, run_encoder
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.loading.memory import release_memory
+from llmcond.encoders.loading import release_memory
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
-from llmcond.errors import LlmcondError, UserError, first_line
-from llmcond.files import write_text
-from llmcond.system import choose_device
-from llmcond.workflows.options.encoding import BenchOptions
+from llmcond.options.training import BenchOptions
 
 _log = logging.getLogger(__name__)
 #: The most tokens of an input that is timed.

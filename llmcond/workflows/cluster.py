@@ -10,26 +10,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llmcond.clustering.describe import describe_clusters
-from llmcond.clustering.methods import (
-    Labels,
-    Vectors,
-    choose_k,
-    distinct_vectors,
-    hdbscan,
-    kmeans,
-    score_clusters,
-    silhouette,
-)
-from llmcond.clustering.page import (
+from llmcond.base.errors import UserError, format_count, shortened_repr
+from llmcond.base.files import data_path, replace_atomically, write_csv
+from llmcond.base.output import log
+from llmcond.base.text import condition_text
+from llmcond.clustering import (
     Clustering,
     ClusterMap,
     ClusterResult,
+    Labels,
+    Vectors,
+    choose_k,
+    describe_clusters,
+    distinct_vectors,
+    hdbscan,
+    kmeans,
     quality_text,
+    score_clusters,
+    silhouette,
     without_condition,
     write_cluster_page,
 )
-from llmcond.conditions import condition_text
 from llmcond.data.datasets import (
     Collection,
     is_missing,
@@ -40,13 +41,10 @@ from llmcond.data.datasets import (
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.rows import to_arrow
-from llmcond.errors import UserError, format_count, shortened_repr
-from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration, sample_texts
-from llmcond.files import data_path, replace_atomically, write_csv
-from llmcond.log import log
+from llmcond.evaluation.analyses import ConditionCheck, find_calibration, sample_texts
+from llmcond.options.texts import ClusterOptions
 from llmcond.runs.embedder import EmbeddingModel
-from llmcond.runs.languages import report_foreign_texts
-from llmcond.workflows.options.texts import ClusterOptions
+from llmcond.runs.similarity import report_foreign_texts
 
 Method = Literal["kmeans", "hdbscan"]
 

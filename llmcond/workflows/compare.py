@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.bundled import bundled_names, pretrained_folder
+from llmcond.base.errors import UserError, nearest, shortened_repr
+from llmcond.base.files import write_json
+from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_metric
+from llmcond.base.output import Displayed, log, make_frame
+from llmcond.base.package import bundled_names, pretrained_folder
+from llmcond.base.system import provenance
 from llmcond.data.rows import QueryRows, Rows
-from llmcond.display import Displayed, make_frame
 from llmcond.encoders import ResolvedEncoder, resolve
-from llmcond.errors import UserError, nearest, shortened_repr
 from llmcond.evaluation.paired import MIN_PAIRS, paired_differences
 from llmcond.evaluation.results import (
     ComparedSystem,
@@ -37,10 +40,10 @@ from llmcond.evaluation.results import (
     take_scored,
 )
 from llmcond.features.view import recipe_view
-from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
-from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
+from llmcond.options.common import RunOptions
+from llmcond.options.scoring import CompareOptions, ComparePromptsOptions, CompareSystemsOptions
+from llmcond.options.training import ExtractOptions
 from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.report.content import Page, make_page
 from llmcond.report.page import check_figures, check_page, write_figures, write_page
@@ -57,7 +60,6 @@ from llmcond.runs.examples import (
     zero_shot_heads,
 )
 from llmcond.runs.trials import Grid, Trial, combine_seeds, fit_trials
-from llmcond.system import provenance
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
     check_named_once,
@@ -68,13 +70,6 @@ from llmcond.workflows.extract import (
     resolve_task,
 )
 from llmcond.workflows.fit import save_best_trial
-from llmcond.workflows.options.common import RunOptions
-from llmcond.workflows.options.encoding import ExtractOptions
-from llmcond.workflows.options.scoring import (
-    CompareOptions,
-    ComparePromptsOptions,
-    CompareSystemsOptions,
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,36 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.conditions import (
+from llmcond.base.arrays import Quantizer, measure_ranges, read_ranges
+from llmcond.base.errors import UserError
+from llmcond.base.files import check_output, replace_atomically, suffix
+from llmcond.base.options import Precision
+from llmcond.base.output import Displayed, log
+from llmcond.base.package import __version__
+from llmcond.base.text import (
     add_values,
     combine_values,
+    condition_key,
     condition_titles,
     example_values,
     read_values,
 )
-from llmcond.data.datasets import (
-    HasColumns,
-    open_collection,
-    read_collection,
-    resolve_conditions,
-)
+from llmcond.data.datasets import HasColumns, open_collection, read_collection, resolve_conditions
 from llmcond.data.guides import read_guide
 from llmcond.data.readers import EMBEDDING_SUFFIXES, VECTOR
 from llmcond.data.rows import to_arrow
-from llmcond.display import Displayed
-from llmcond.errors import UserError
-from llmcond.files import check_output, replace_atomically, suffix
+from llmcond.features.pool import assign_devices
 from llmcond.heads.guide import Guide
-from llmcond.log import log
-from llmcond.options import Precision
-from llmcond.quantization import Quantizer, measure_ranges, read_ranges
+from llmcond.options.texts import EmbedOptions, ranges_path
 from llmcond.report.tables import head_text
 from llmcond.runs.embedder import EmbeddingModel, guides_json
-from llmcond.runs.languages import report_foreign_texts
-from llmcond.scale.pool import assign_devices
-from llmcond.text import condition_key
-from llmcond.version import __version__
-from llmcond.workflows.options.texts import EmbedOptions, ranges_path
+from llmcond.runs.similarity import report_foreign_texts
 
 if TYPE_CHECKING:
     pass

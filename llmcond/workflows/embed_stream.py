@@ -16,6 +16,14 @@ from annotated_types import Ge, MinLen
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from llmcond.base.arrays import Quantizer, check_ranges, measure_ranges, read_ranges
+from llmcond.base.errors import LlmcondError, UserError, format_list
+from llmcond.base.files import check_format
+from llmcond.base.output import ExtractionBar, log
+from llmcond.base.package import __version__
+from llmcond.base.records import RECORD as RECORD_SCHEMA
+from llmcond.base.records import check_record
+from llmcond.base.stores import check_lance_column_names
 from llmcond.data.datasets import text_column
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
@@ -28,16 +36,11 @@ from llmcond.data.streams import (
     survey,
 )
 from llmcond.encoders.spec import InputError, truncation_note
-from llmcond.errors import LlmcondError, UserError, format_list
 from llmcond.features.extract import check_storable
-from llmcond.files import check_format
+from llmcond.features.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit, open_output
+from llmcond.features.pool import Workers, assign_devices, worker_pool
 from llmcond.heads.guide import Guide, Guides, apply_guides
-from llmcond.lance_io import check_lance_column_names
-from llmcond.log import log
-from llmcond.progress import ExtractionBar
-from llmcond.quantization import Quantizer, check_ranges, measure_ranges, read_ranges
-from llmcond.records import RECORD as RECORD_SCHEMA
-from llmcond.records import check_record
+from llmcond.options.texts import EmbedOptions
 from llmcond.report.tables import head_text
 from llmcond.runs.embedder import (
     Embedder,
@@ -46,10 +49,7 @@ from llmcond.runs.embedder import (
     guides_json,
     normalise_vectors,
 )
-from llmcond.runs.languages import report_foreign_texts
-from llmcond.scale.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit, open_output
-from llmcond.scale.pool import Workers, assign_devices, worker_pool
-from llmcond.version import __version__
+from llmcond.runs.similarity import report_foreign_texts
 from llmcond.workflows.embed import (
     EmbedResult,
     VectorColumn,
@@ -58,7 +58,6 @@ from llmcond.workflows.embed import (
     describe_precision,
     find_vector_columns,
 )
-from llmcond.workflows.options.texts import EmbedOptions
 
 if TYPE_CHECKING:
     from llmcond.encoders.spec import Encoded
@@ -222,7 +221,7 @@ class EmbeddingJob:
 
 
 class UnitEmbedder:
-    """A worker that embeds and writes units; ``llmcond.scale.pool`` runs it elsewhere."""
+    """A worker that embeds and writes units; ``llmcond.features.pool`` runs it elsewhere."""
 
     def __init__(self, job: EmbeddingJob) -> None:
         model = job.model

@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
+from llmcond.base.arrays import as_matrix
+from llmcond.base.errors import UserError, install_command
+from llmcond.base.files import (
+    MISSING_LIBRARIES,
+    can_draw,
+    check_output,
+    check_writable,
+    write_csv,
+    write_json,
+)
+from llmcond.base.metrics import finite_or_none, get_metric
+from llmcond.base.output import Displayed, DisplayedDict, log
+from llmcond.base.package import DEFAULT_MODEL
+from llmcond.base.system import provenance
+from llmcond.base.text import condition_titles
+from llmcond.data.datasets import is_missing, open_collection, read_collection
 from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import IN_MEMORY
 from llmcond.data.rows import QueryRows, Rows
-from llmcond.errors import UserError
+from llmcond.encoders import EncoderInput
+from llmcond.evaluation.analyses import (
+    CALIBRATION,
+    MAX_VECTORS,
+    Calibration,
+    Change,
+    ConditionCheck,
+    change_table,
+    find_calibration,
+    frobenius_variance,
+    impurity,
+    measure_isotropy,
+    most_changed,
+    project_2d,
+    sample_texts,
+    seen_unseen,
+)
 from llmcond.evaluation.results import Results, best_first
-from llmcond.files import check_output, write_csv
-from llmcond.log import log
-from llmcond.metrics import get_metric
+from llmcond.features.view import FeatureView
+from llmcond.heads import PairArrays
+from llmcond.options.scoring import (
+    AnalyseOptions,
+    Analysis,
+    DialogueOptions,
+    EvaluateOptions,
+    RankingOptions,
+    TiesOption,
+)
+from llmcond.options.texts import CheckConditionOptions
 from llmcond.report.content import make_page
+from llmcond.report.figures import Point, plot_clusters, plot_curve, plot_isotropy
 from llmcond.report.page import check_page, write_page
 from llmcond.report.tables import estimate_text, highest_or_lowest
-from llmcond.runs import Run, open_any_run
+from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
+from llmcond.runs.embedder import Embedder, EmbeddingModel, make_embedder
 from llmcond.runs.examples import (
     Evaluation,
+    RowFeatures,
+    load_fitted_heads,
+    predict,
+    zero_shot_heads,
 )
-from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions, TiesOption
-from llmcond.workflows.options.scoring import EvaluateOptions
+from llmcond.runs.open import LazyEncoder
+from llmcond.runs.similarity import Vectors, report_foreign_texts
 
 
 def evaluate(options: EvaluateOptions) -> Results:
@@ -157,3 +205,556 @@ def _write_table(path: Path, columns: Sequence[tuple[str, Iterable[Any]]], unit:
     table = list(zip(*values, strict=True))
     write_csv(path, headings, table)
     log.info(f"predictions for {len(table):,} {unit} -> {path}")
+
+
+#: Columns of a table of questions that may be missing or empty.
+_ANSWERS = ("answer1", "answer2")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerQuestion:
+    """Two sentences under a condition, which is about both.
+
+    Attributes:
+        sentence1: The first sentence.
+        sentence2: The second sentence.
+        condition: The condition.
+        answer1: The words of the first sentence that answer the condition; empty if not given.
+        answer2: Those of the second sentence, likewise.
+    """
+
+    sentence1: str
+    sentence2: str
+    condition: str
+    answer1: str = ""
+    answer2: str = ""
+
+    def comparisons(self) -> list[tuple[str, str]]:
+        """Return the two texts of each comparison: both sentences, and each with its answer."""
+        answered = [(self.sentence1, self.answer1), (self.sentence2, self.answer2)]
+        return [(self.sentence1, self.sentence2), *(pair for pair in answered if pair[1])]
+
+
+def read_questions(data: Any) -> list[AnswerQuestion]:
+    """Read questions from a table with the columns sentence1, sentence2 and condition.
+
+    The columns answer1 and answer2 are optional.
+
+    Raises:
+        UserError: the table cannot be read, it lacks a column, or a text is empty.
+    """
+    source = open_collection(data)
+    answers = [name for name in _ANSWERS if source.has_column(name)]
+    required = [
+        read_collection(source, column).texts for column in ("sentence1", "sentence2", "condition")
+    ]
+    others = read_collection(source, "sentence1", answers).columns
+    optional = (
+        ["" if is_missing(value) else str(value) for value in others[name]]
+        if name in answers
+        else [""] * len(required[0])
+        for name in _ANSWERS
+    )
+    return [AnswerQuestion(*texts) for texts in zip(*required, *optional, strict=True)]
+
+
+#: Two texts, and the condition that they are compared under; None: without a condition.
+_Comparison = tuple[str, str, str | None]
+
+
+def compare_before_and_after(
+    run: Run,
+    heads: Sequence[tuple[RunEmbeddingHead, RunFittedHead]],
+    questions: Sequence[AnswerQuestion],
+) -> list[dict[str, Any]]:
+    """Compare the texts of questions by the features that heads were fitted on, and by the heads.
+
+    All texts are encoded with the run's encoder. An answer is encoded like a sentence, under the
+    same condition. Two sentences are also compared without a condition: each is encoded as the
+    prompt encodes a condition alone, f(s; I(∅)), and nothing is subtracted.
+
+    Args:
+        run: the run, which names the encoder.
+        heads: zero-shot on the features of each head, and the head.
+        questions: the questions.
+
+    Returns:
+        For each head its name, the name of its features, and in ``rows`` the two texts, the
+        condition (None if there is none), and the similarities ``before`` and ``after``. The
+        latter is None without a condition if the head takes conditions.
+
+    Raises:
+        UserError: the encoder is missing or has changed, or a prompt is a control.
+    """
+    encoder = LazyEncoder(run.resolve_encoder("auto"))()
+    comparisons = _list_comparisons(questions)
+    models = [[make_embedder(encoder, model) for model in pair] for pair in heads]
+    inputs = dict.fromkeys(
+        item for pair in models for model in pair for item in _list_inputs(model, comparisons)
+    )
+    vectors = dict(zip(inputs, encoder.encode(list(inputs)), strict=True))
+    results = []
+    for (features, head), pair in zip(heads, models, strict=True):
+        before, after = (_compare(model, comparisons, vectors) for model in pair)
+        rows = [
+            {"text1": first, "text2": second, "condition": condition, "before": old, "after": new}
+            for (first, second, condition), old, new in zip(comparisons, before, after, strict=True)
+        ]
+        results.append({"name": head.name, "before": features.name, "rows": rows})
+    return results
+
+
+def _list_comparisons(questions: Sequence[AnswerQuestion]) -> list[_Comparison]:
+    """Return all comparisons; those without a condition come before the first of their sentences.
+
+    The same two sentences are compared only once without a condition.
+    """
+    comparisons: dict[_Comparison, None] = {}
+    for question in questions:
+        comparisons[question.sentence1, question.sentence2, None] = None
+        comparisons |= {(*texts, question.condition): None for texts in question.comparisons()}
+    return list(comparisons)
+
+
+def _list_inputs(model: Embedder, comparisons: Sequence[_Comparison]) -> list[EncoderInput]:
+    inputs: list[EncoderInput] = []
+    for *texts, condition in comparisons:
+        if condition is not None:
+            inputs += model.view.inputs([(text, condition) for text in texts])
+        else:
+            inputs += [item for text in texts for item in _inputs_alone(model.view, text)]
+    return inputs
+
+
+def _inputs_alone(view: FeatureView, text: str) -> list[EncoderInput]:
+    """Return the inputs of a sentence without a condition, one for each prompt."""
+    parts = (prompt.sentence_part or prompt.unconditional for prompt in view.prompts)
+    return [part.render(text, text) for part in parts]
+
+
+def _compare(
+    model: Embedder, comparisons: Sequence[_Comparison], vectors: Mapping[EncoderInput, Vectors]
+) -> list[float | None]:
+    """Return the similarity of each comparison; None if the model needs a condition."""
+    similarities: list[float | None] = []
+    for *texts, condition in comparisons:
+        if condition is not None:
+            rows = [(text, condition) for text in texts]
+            distinct = list(dict.fromkeys(model.view.inputs(rows)))
+            table = np.stack([vectors[item] for item in distinct])
+            embedded = model.embed_vectors(rows, distinct, table)
+        elif model.view.conditioned:
+            similarities.append(None)
+            continue
+        else:
+            alone = [[vectors[item] for item in _inputs_alone(model.view, t)] for t in texts]
+            embedded = model.head.transform(np.stack([np.concatenate(parts) for parts in alone]))
+        similarities.append(float(model.compare(embedded[:1], embedded[1:])[0]))
+    return similarities
+
+
+class AnalysisResult(DisplayedDict):
+    """The analyses of a run: for each analysis its rows, besides ``split`` and ``n``.
+
+    It is a dictionary: ``split`` is the split's name, ``n`` the number of its rated rows (of
+    dialogues, next turns), and each other key the name of an analysis, with a list of rows
+    (dictionaries) as its value.
+
+    Examples:
+        >>> import llmcond
+        >>> rows = [
+        ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)
+        ...     for n in range(2, 12) for c, r in [("the action", 5), ("the animal", 1)]
+        ... ]
+        >>> features = llmcond.extract(model="minilm", run="demo", data=rows)
+        >>> analysis = llmcond.analyse(run="demo", what=["isotropy"])
+        >>> analysis["split"], analysis["n"]
+        ('test', 2)
+        >>> [row["name"] for row in analysis["isotropy"]]
+        ['none@routed+c', 'none@routed']
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The rated rows of a split, with the features that each predictor takes."""
+
+    rows: Rows
+    features: RowFeatures
+    rated: NDArray[np.int64]
+
+    def pairs(self, predictor: RunEmbeddingHead) -> PairArrays:
+        return self.features.pairs(predictor.view).take(self.rated)
+
+    def embeddings(self, predictor: RunEmbeddingHead, side: str) -> NDArray[np.float32]:
+        pairs = self.pairs(predictor)
+        vectors = pairs.first if side == "first" else pairs.second
+        return predictor.head.transform(vectors, pairs.condition)
+
+    def texts(self, column: Sequence[str]) -> list[str]:
+        return [column[i] for i in self.rated]
+
+
+def analyse(options: AnalyseOptions) -> AnalysisResult:
+    """Analyse a run's heads, and zero-shot.
+
+    The analyses are isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section
+    5.2), seen and unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), the
+    rows whose similarity changed most, and given sentences and answers before and after each head
+    (CASE, tables 3 and 8). Those of dialogues are in ``llmcond.kinds.dialogue.evaluate``.
+
+    Returns:
+        The rows of each analysis, which are also written to ``analyses.json`` in the run.
+
+    Raises:
+        UserError: there is no such run or head, or the split has no rated rows.
+    """
+    run, top, seed = open_any_run(Path(options.run)), options.top, options.seed
+    if not run.kind.analyses:
+        open_run(run.folder)  # raises an error with the commands for such runs
+    analyses = _choose_analyses(options, run)
+    can_write = _check_folder_writable(run.folder)
+    if not run.is_rated:
+        result = AnalysisResult(run.kind.analyse(run, options, analyses))
+        if can_write:
+            write_json(run.folder / "analyses.json", {**result, **provenance()})
+        if "turns" in result and (options.out or can_write):
+            folder = Path(options.out or run.folder / "analyses")
+            _draw_turns(result["turns"], folder / f"turns.{options.figure_format}")
+        return result
+    questions = read_questions(options.answers) if "answers" in analyses else []
+    split = run.scored_split(options.split)
+    rows = run.rows(split)
+    rated = np.flatnonzero(rows.rated)[:MAX_VECTORS]
+    if not len(rated):
+        raise UserError(
+            f"none of the {len(rows):,} rows of {split} has a rating, so there is nothing to "
+            "analyse. Name another --split."
+        )
+    fitted = load_fitted_heads(run, options.head, split)
+    prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
+    zeroshot_heads = [
+        zeroshot for prompt in prompts.values() for zeroshot in zero_shot_heads(run, prompt)
+    ]
+    predictors: list[RunEmbeddingHead] = [*zeroshot_heads, *fitted]
+    if not predictors:
+        raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
+    data = _Split(rows, RowFeatures(rows, run.store()), rated)
+    sizes = (options.conditions, options.sentences)
+    out = Path(options.out) if options.out else run.folder / "analyses" if can_write else None
+    if out is not None and {"isotropy", "clusters"} & set(analyses) and not can_draw():
+        log.info(f"no pictures: {MISSING_LIBRARIES} ({install_command('report')})")
+        out = None
+
+    def figure(name: str) -> Path | None:
+        return None if out is None else out / f"{name}.{options.figure_format}"
+
+    functions: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "isotropy": lambda: _analyse_isotropy(predictors, data, seed, figure("isotropy")),
+        "clusters": lambda: _analyse_clusters(predictors, fitted, data, sizes, seed, figure),
+        "conditions": lambda: _analyse_conditions(predictors, data, run),
+        "norms": lambda: [
+            _analyse_norms(head, data) for head in fitted if head.head.generates_matrices
+        ],
+        "examples": lambda: [_list_examples(head, run, data, top) for head in fitted],
+        "answers": lambda: compare_before_and_after(
+            run, [(_find_input_features(head, run), head) for head in fitted], questions
+        ),
+    }
+    report = {name: functions[name]() for name in analyses}
+    result = AnalysisResult(split=split, n=len(rated), **report)
+    if can_write:
+        write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
+    return result
+
+
+def _choose_analyses(options: AnalyseOptions, run: Run) -> Sequence[Analysis]:
+    """Return the requested analyses in their order; by default all that a run's task has.
+
+    The analysis ``answers`` needs ``--answers``, and is left out by default without it.
+
+    Raises:
+        UserError: an analysis is for another kind of task, or lacks its texts.
+    """
+    available: Sequence[Analysis] = run.kind.analyses
+    other = [name for name in options.what if name not in available]
+    if other:
+        raise UserError(
+            f"--what {other[0]} is not an analysis of the task {run.task.name}. Choose from "
+            f"{', '.join(available)}."
+        )
+    selected = [name for name in available if name in (options.what or available)]
+    if options.answers is not None and "answers" not in selected:
+        raise UserError(
+            "--answers is only for the analysis answers of rated pairs, which is not among those "
+            "to run. Leave it out, or add answers to --what."
+        )
+    if options.answers is None and "answers" in options.what:
+        raise UserError("the analysis answers needs the texts to compare. Add --answers FILE.")
+    return [name for name in selected if name != "answers" or options.answers is not None]
+
+
+def _check_folder_writable(folder: Path) -> bool:
+    """Return whether ``analyses.json`` can be written to a run; log why it cannot."""
+    try:
+        check_writable(folder / "analyses.json")
+    except UserError as error:
+        log.info(f"no analyses.json is written, nor pictures without --out: {error}")
+        return False
+    return True
+
+
+def _describe(predictor: RunEmbeddingHead) -> dict[str, Any]:
+    """Return the recipe and the features of a predictor, for a row of results."""
+    view = predictor.view
+    return {"head": predictor.recipe, "prompt": view.name, "subtract": view.subtracts}
+
+
+def _analyse_isotropy(
+    predictors: Sequence[RunEmbeddingHead], data: _Split, seed: int, figure: Path | None
+) -> list[dict[str, Any]]:
+    results = [_measure_isotropy(predictor, data, seed) for predictor in predictors]
+    if figure is not None:
+        plot_isotropy(results, figure)
+    return [{key: row[key] for key in row if key != "cosines"} for row in results]
+
+
+def _measure_isotropy(predictor: RunEmbeddingHead, data: _Split, seed: int) -> dict[str, Any]:
+    vectors = np.concatenate([data.embeddings(predictor, side) for side in ("first", "second")])
+    figures, cosines = measure_isotropy(predictor.name, vectors, seed)
+    return {**figures, **_describe(predictor), "cosines": cosines}
+
+
+def _analyse_clusters(
+    predictors: Sequence[RunEmbeddingHead],
+    fitted: Sequence[RunFittedHead],
+    data: _Split,
+    sizes: tuple[int, int],
+    seed: int,
+    figure: Callable[[str], Path | None],
+) -> list[dict[str, Any]]:
+    """Cluster the embeddings of some sentences under the most frequent conditions.
+
+    Rows of fitted heads also have the impurity of the features that the head reads.
+    """
+    n_conditions, n_sentences = sizes
+    conditions = data.texts(data.rows.condition)
+    names = [name for name, _ in Counter(conditions).most_common(n_conditions)]
+    if len(names) < 2:
+        raise UserError("clusters of conditions need at least 2 conditions, but the split has 1.")
+    positions: list[int] = []
+    for name in names:
+        positions += [i for i, text in enumerate(conditions) if text == name][:n_sentences]
+    labels = [conditions[i] for i in positions]
+    by_name = {predictor.name: predictor for predictor in predictors}
+    vectors = {
+        name: data.embeddings(predictor, "first")[positions] for name, predictor in by_name.items()
+    }
+    results = {}
+    for name, points in vectors.items():
+        result = impurity(points, labels, seed=seed)
+        figures = {"impurity": result.value, **asdict(result)}
+        results[name] = {"name": name, **figures, **_describe(by_name[name])}
+    kinds = np.array([names.index(text) for text in labels])
+    for head in fitted:
+        # Zero-shot on separate features is e(s) - e(c), which clusters by condition already.
+        features = as_matrix(data.pairs(head).first).read(positions)
+        results[head.name]["impurity_before"] = impurity(features, labels, seed=seed).value
+        path = figure(f"clusters-{head.name}")
+        if path is None:
+            continue
+        title = f"features of the prompt {head.view.name}"
+        before_2d, after_2d = project_2d(features), project_2d(vectors[head.name])
+        plot_clusters(before_2d, after_2d, kinds, names, path, (title, head.name))
+    return list(results.values())
+
+
+def _find_input_features(head: RunFittedHead, run: Run) -> RunEmbeddingHead:
+    """Return zero-shot on the features that a head was fitted on."""
+    return zero_shot_heads(run, head.view.prompts[0])[-1 if head.view.subtract else 0]
+
+
+def _analyse_conditions(
+    predictors: Sequence[RunEmbeddingHead], data: _Split, run: Run
+) -> list[dict[str, Any]]:
+    train, metric = run.rows("train"), run.task.main_metric
+    known = [text for text, rated in zip(train.condition, train.rated, strict=True) if rated]
+    conditions = data.texts(data.rows.condition)
+    results = []
+    for predictor in predictors:
+        pairs = data.pairs(predictor)
+        similarity = predict(predictor, pairs)
+        group = data.rows.pair[data.rated]
+        subsets = seen_unseen(known, conditions, pairs.rating, similarity, group, metric)
+        row: dict[str, Any] = {"name": predictor.name, **_describe(predictor)}
+        row["metric"] = metric.name
+        row |= {
+            f"n_{kind}_conditions": subsets[kind].about["n_conditions"]
+            for kind in ("seen", "unseen")
+        }
+        for kind, subset in subsets.items():
+            value, *interval = map(finite_or_none, astuple(subset.main))
+            row |= {kind: value, f"{kind}_ci": interval, f"n_{kind}": subset.n}
+        results.append(row)
+    return results
+
+
+def _analyse_norms(head: RunFittedHead, data: _Split) -> dict[str, Any]:
+    condition = data.pairs(head).condition
+    if condition is None:
+        raise UserError(
+            f"the head {head.name} takes no conditions, so there are no norms to analyse."
+        )
+    first, _ = as_matrix(condition).unique()
+    norms = head.head.matrix_norms(as_matrix(condition).take(first))
+    size = head.head.dim_in * head.head.dim_out
+    variance = frobenius_variance(norms, size)
+    figures = {"mean_norm": float(norms.mean()), **asdict(variance)}
+    return {"name": head.name, **figures, **_describe(head)}
+
+
+def _list_examples(head: RunFittedHead, run: Run, data: _Split, top: int) -> dict[str, Any]:
+    features = _find_input_features(head, run)
+    before = predict(features, data.pairs(features))
+    pairs = data.pairs(head)
+    after = predict(head, pairs)
+    better, worse = most_changed(pairs.rating, before, after)
+    texts = [data.texts(getattr(data.rows, c)) for c in ("sentence1", "sentence2", "condition")]
+    figures = [column.tolist() for column in (pairs.rating, before, after)]
+    changes = [Change(*row) for row in zip(*texts, *figures, strict=True)]
+
+    def table(order: Sequence[int]) -> list[dict[str, Any]]:
+        return [asdict(change) for change in change_table([changes[i] for i in order[:top]])]
+
+    return {
+        "name": head.name,
+        **_describe(head),
+        "before": features.name,
+        "n_better": len(better),
+        "n_worse": len(worse),
+        "better": table(better),
+        "worse": table(worse),
+    }
+
+
+def _draw_turns(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the differences by turn (figure 8)."""
+    if not can_draw():
+        log.info(f"no pictures: {MISSING_LIBRARIES} ({install_command('report')})")
+        return
+    series: dict[str, list[Point]] = {
+        f"{row['name']}, {row['score']}": [
+            (turn["turn"], turn["difference"], *turn["difference_ci"]) for turn in row["turns"]
+        ]
+        for row in rows
+    }
+    history = rows[0]["history"]
+    plot_curve(
+        series,
+        path,
+        xlabel=f"turn of the context (the candidates are turn {history + 1})",
+        ylabel="cosine with the answer minus mean cosine with other candidates",
+        band="with 95 % intervals over dialogues",
+    )
+
+
+@dataclass(frozen=True)
+class ConditionChecks(Displayed):
+    """Checks of how clearly some texts form groups under conditions.
+
+    Attributes:
+        file: the file of the texts, or ``rows in memory``.
+        texts: the number of texts.
+        encoder: the name of the encoder.
+        prompt: the name of the prompt.
+        head: the name of the head.
+        seed: the random seed that sampled the texts.
+        calibration: the function from indicators to an expected accuracy.
+        checks: one check for each condition.
+
+    Examples:
+        >>> import llmcond
+        >>> texts = ["A red car.", "A blue bicycle.", "Two dogs run.", "A cat sleeps."]
+        >>> result = llmcond.check_condition(texts=texts, condition=["the colour"])
+        >>> result.texts, [check.condition for check in result.checks]
+        (4, ['the colour'])
+    """
+
+    file: str
+    texts: int
+    encoder: str
+    prompt: str
+    head: str
+    seed: int
+    calibration: Calibration
+    checks: Sequence[ConditionCheck]
+
+    @override
+    def to_json(self) -> dict[str, Any]:
+        calibration = {**self.calibration.to_json(), "of_this_model": self.calibration.is_of_model}
+        return {**super().to_json(), "calibration": calibration}
+
+    @override
+    def _displayed(self) -> Mapping[str, Any]:
+        facts = {name: getattr(self, name) for name in ("file", "texts", "encoder", "head")}
+        titles = condition_titles([check.condition for check in self.checks])
+        rows = [
+            {"condition": title, "verdict": check.verdict, **check.to_json()["indicators"]}
+            for title, check in zip(titles, self.checks, strict=True)
+        ]
+        return {**facts, "checks": rows}
+
+
+def check_condition(options: CheckConditionOptions) -> ConditionChecks:
+    """Check how clearly texts form groups under conditions, without labels.
+
+    Raises:
+        UserError: the texts, a column or a condition are invalid, or there is no calibration.
+        LlmcondError: the encoder fails.
+    """
+    run_folder, conditions, seed = options.resolve_folder(), options.conditions(), options.seed
+    calibration = find_calibration(run_folder)
+    if calibration is None:
+        raise UserError(
+            f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which gives the "
+            "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
+        )
+    collection = read_collection(options.texts, options.text, read=options.read_options())
+    embeddings = EmbeddingModel.find(
+        run_folder, options.head, options.prompt, device=options.device
+    )
+    report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
+    sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]
+    vectors = embeddings.embed(
+        [(text, condition) for condition in conditions for text in sample], collection.file
+    )
+    checks = [
+        ConditionCheck.of(condition, condition_vectors, calibration)
+        for condition, condition_vectors in zip(
+            conditions, np.split(vectors, len(conditions)), strict=True
+        )
+    ]
+    if not calibration.is_of_model:
+        log.info(
+            f"the expected accuracy was calibrated on {DEFAULT_MODEL}, not on this run, so it is "
+            "only "
+            "a rough guide"
+        )
+    if not calibration.ranks_conditions:
+        log.warning(
+            "the calibration does not rank conditions of other texts better than chance, so do not "
+            "rely on the verdicts. Calibrate on more conditions: python "
+            "scripts/calibrate_conditions.py"
+        )
+    return ConditionChecks(
+        file=collection.file,
+        texts=len(collection.texts),
+        encoder=embeddings.encoder.name,
+        prompt=embeddings.view.name,
+        head=embeddings.head.reference,
+        seed=seed,
+        calibration=calibration,
+        checks=checks,
+    )

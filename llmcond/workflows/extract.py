@@ -17,26 +17,33 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from typing_extensions import override
 
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.metrics import Estimate
+from llmcond.base.output import Displayed, format_duration, log
+from llmcond.base.package import bundled_names
+from llmcond.base.records import RECORD, read_record
 from llmcond.benchmark.shapes import SHAPES
-from llmcond.bundled import bundled_names
 from llmcond.data.datasets import DataOptions
-from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.encoder import Concurrency, Encoder, WorkerThreads
-from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.loading.loading import load_config, load_dense, load_tokenizer
+from llmcond.encoders.loading import load_config, load_dense, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import LlmcondError, UserError
-from llmcond.features.extract import CHUNK, COUNTED_FIRST, WINDOW, Extraction
-from llmcond.features.keys import KeyIndex, StoreDtype
-from llmcond.features.location import resolve_store_uri
-from llmcond.features.missing import MissingCount, count_missing, merge_counts
-from llmcond.features.store import FeatureStore, row_bytes
-from llmcond.log import log
-from llmcond.metrics import Estimate
-from llmcond.progress import format_duration
+from llmcond.encoders.tokenizing import InputTokenizer
+from llmcond.features.extract import (
+    CHUNK,
+    COUNTED_FIRST,
+    WINDOW,
+    Extraction,
+    MissingCount,
+    count_missing,
+    merge_counts,
+)
+from llmcond.features.pool import Workers, assign_devices
+from llmcond.features.store import FeatureStore, resolve_store_uri, row_bytes
+from llmcond.features.view import KeyIndex, StoreDtype
+from llmcond.features.workers import estimate_commits, share_extraction
+from llmcond.options.training import ExtractOptions
 from llmcond.prompts import Prompt, list_fields, load_prompt
-from llmcond.records import RECORD, read_record
 from llmcond.runs import (
     Run,
     RunExistsError,
@@ -45,11 +52,8 @@ from llmcond.runs import (
     portable_model_name,
     run_exists,
 )
-from llmcond.runs.extraction import LazyEncoder, extract_run
-from llmcond.scale.extraction import estimate_commits, share_extraction
-from llmcond.scale.pool import Workers, assign_devices
+from llmcond.runs.open import LazyEncoder, extract_run
 from llmcond.tasks import AnyTask, Data, find_task
-from llmcond.workflows.options.encoding import ExtractOptions
 from llmcond.workflows.training_record import read_trained_prompts
 
 D = TypeVar("D", bound=Data)

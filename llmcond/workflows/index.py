@@ -9,20 +9,17 @@ from typing import Any
 
 from typing_extensions import override
 
-from llmcond.conditions import distinct_conditions
-from llmcond.data.datasets import (
-    read_collection,
-    read_text_file,
-)
+from llmcond.base.errors import UserError
+from llmcond.base.options import IndexPrecision
+from llmcond.base.output import Displayed
+from llmcond.base.text import distinct_conditions
+from llmcond.data.datasets import read_collection, read_text_file
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.display import Displayed
-from llmcond.errors import UserError
 from llmcond.heads.guide import Guide, Guides
-from llmcond.options import IndexPrecision
+from llmcond.options.texts import IndexOptions
 from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
 from llmcond.search.table import TextTable, check_column_names, infer_types
-from llmcond.workflows.options.texts import IndexOptions
 
 #: The value of ``--guide`` that removes the guide of a condition.
 NO_GUIDE = "none"

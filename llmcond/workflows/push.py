@@ -12,18 +12,17 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from llmcond.display import DisplayedDict
-from llmcond.encoders.checkpoints.adapter import CARD, CONFIG, RUN_RECORD
-from llmcond.encoders.checkpoints.checkpoint import RECORDS, SETTINGS
-from llmcond.errors import LlmcondError, UserError, first_line
-from llmcond.evaluation.condition_checks import CALIBRATION
-from llmcond.files import format_bytes, read_json, write_text
-from llmcond.log import log
+from llmcond.base.errors import LlmcondError, UserError, first_line
+from llmcond.base.files import format_bytes, read_json, write_text
+from llmcond.base.output import DisplayedDict, log
+from llmcond.base.package import __version__
+from llmcond.encoders.adapter import CARD, CONFIG, RUN_RECORD
+from llmcond.encoders.checkpoint import RECORDS, SETTINGS
+from llmcond.evaluation.analyses import CALIBRATION
+from llmcond.options.training import PushOptions
 from llmcond.report.card import add_metadata, heads_card, heads_metadata, trained_metadata
 from llmcond.runs import open_any_run
 from llmcond.runs.portable import list_files, open_portable_run, read_credits, stage_run
-from llmcond.version import __version__
-from llmcond.workflows.options.training import PushOptions
 from llmcond.workflows.training_record import RECORD
 
 #: Files of an earlier push that would be mistaken for files of this one.

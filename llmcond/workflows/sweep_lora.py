@@ -18,26 +18,26 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from llmcond.base.errors import LlmcondError, UserError, format_count, nearest
+from llmcond.base.files import digest_file, digest_text, write_json, write_text
+from llmcond.base.metrics import Metric, choose_metrics
+from llmcond.base.options import options_of, parse_value
+from llmcond.base.output import log
+from llmcond.base.run_log import TRAINING, log_path, send_log
+from llmcond.base.system import process_context, provenance
 from llmcond.data.datasets import DataOptions
-from llmcond.errors import LlmcondError, UserError, format_count, nearest
 from llmcond.evaluation.results import FittedResults, Result, Results, score_results
-from llmcond.files import digest_file, digest_text, write_json, write_text
 from llmcond.finetune.settings import StageSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.settings import ObjectiveSettings
-from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics
-from llmcond.options import options_of, parse_value
+from llmcond.options.common import LogOption, RunOption, TaskOptions
+from llmcond.options.training import SweepLoraOptions, TrainLoraOptions
 from llmcond.report.tables import estimate_text
-from llmcond.run_log import TRAINING, log_path, send_log
 from llmcond.runs import open_any_run
 from llmcond.runs.examples import load_examples
 from llmcond.runs.trials import AnyTrial, Grid, TrialRecord, Worker, combine_seeds, format_settings
-from llmcond.system import process_context, provenance
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import read_data
-from llmcond.workflows.options.common import LogOption, RunOption, TaskOptions
-from llmcond.workflows.options.training import SweepLoraOptions, TrainLoraOptions
 from llmcond.workflows.train import plan_training
 from llmcond.workflows.train_job import TrainingJob
 from llmcond.workflows.training_record import RECORD, TrainingResult

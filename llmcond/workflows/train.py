@@ -22,21 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.bundled import bundled_names
-from llmcond.config import build
-from llmcond.data.aspects import AspectSample, dataset_files, read_aspect_datasets
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import check_writable, digest_file, digest_text, read_json, write_json
+from llmcond.base.metrics import choose_metrics
+from llmcond.base.output import format_duration, log
+from llmcond.base.package import bundled_names
+from llmcond.base.records import build
 from llmcond.data.datasets import DataOptions, Dataset
+from llmcond.data.guides import AspectSample, dataset_files, read_aspect_datasets
 from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import ResolvedEncoder
-from llmcond.encoders.checkpoints.adapter import (
-    member_folders,
-    read_encoder_record,
-    write_encoder_record,
-)
-from llmcond.errors import LlmcondError, UserError
+from llmcond.encoders.adapter import member_folders, read_encoder_record, write_encoder_record
 from llmcond.evaluation.results import Result, check_fold_count
 from llmcond.features.view import FeatureView, recipe_view
-from llmcond.files import check_writable, digest_file, digest_text, read_json, write_json
 from llmcond.finetune.model import (
     AspectModel,
     AspectSampler,
@@ -48,28 +46,22 @@ from llmcond.finetune.model import (
 )
 from llmcond.finetune.settings import AspectSettings, StageSettings
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
-from llmcond.heads.dense import RegressionSettings
-from llmcond.heads.objectives import check_contrasts
-from llmcond.heads.pairs import FitReport
+from llmcond.heads.conditioned import RegressionSettings
+from llmcond.heads.module import check_contrasts
+from llmcond.heads.numpy_heads import FitReport
 from llmcond.heads.recipes import parse_settings
 from llmcond.heads.settings import ObjectiveSettings
-from llmcond.log import log
-from llmcond.metrics import choose_metrics
-from llmcond.progress import format_duration
+from llmcond.options.training import TrainCrossOptions, TrainLoraOptions
 from llmcond.prompts import list_fields, load_prompt
 from llmcond.runs import Run, open_run
 from llmcond.runs.cross import KIND, NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import Embedder, make_embedder
 from llmcond.runs.examples import AnyPredictor, RowFeatures, predict, score_predictors
-from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.open import LazyEncoder
 from llmcond.runs.run import encoder_and_data_record, is_selected_on_dev
 from llmcond.runs.trials import size_recipe
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import check_prompts, check_router_used, read_data
-from llmcond.workflows.options.training import (
-    TrainCrossOptions,
-    TrainLoraOptions,
-)
 from llmcond.workflows.train_job import (
     DataReader,
     RankingJob,
@@ -91,7 +83,7 @@ from llmcond.workflows.training_record import (
 )
 
 if TYPE_CHECKING:
-    from llmcond.encoders.engine.tokenizing import InputTokenizer
+    from llmcond.encoders.tokenizing import InputTokenizer
     from llmcond.finetune.encoder import TrainableEncoder
 
 

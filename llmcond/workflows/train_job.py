@@ -11,43 +11,42 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from typing_extensions import override
 
-from llmcond.config import build
+from llmcond.base.errors import UserError
+from llmcond.base.files import check_writable, write_json, write_text
+from llmcond.base.metrics import finite_or_none
+from llmcond.base.output import FitBar, format_duration, log
+from llmcond.base.records import build
+from llmcond.base.run_log import TRAINING, RunLog, log_path
+from llmcond.base.system import provenance, require_libraries
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import Orders
-from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView, recipe_view
-from llmcond.files import check_writable, write_json, write_text
 from llmcond.finetune.loop import TrainingState
 from llmcond.finetune.settings import TuneSettings, default_learning_rate
 from llmcond.heads import Recipe, load_recipe, save_head
 from llmcond.heads.fitted import FittedModule
-from llmcond.log import log
-from llmcond.metrics import finite_or_none
-from llmcond.progress import FitBar, format_duration
-from llmcond.prompts import Prompt, load_prompt, prompt_from_json
-from llmcond.report.card import model_card
-from llmcond.report.tables import estimate_text
-from llmcond.run_log import TRAINING, RunLog, log_path
-from llmcond.runs import Run, complete_run, head_name, head_record, portable_model_name
-from llmcond.runs.examples import load_examples
-from llmcond.runs.extraction import LazyEncoder, extract_run
-from llmcond.runs.run import check_head_record
-from llmcond.runs.trials import size_recipe
-from llmcond.system import provenance, require_libraries
-from llmcond.tasks import AnyTask, Data
-from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.extract import check_prompts, check_router_used, read_data
-from llmcond.workflows.options.common import Split
-from llmcond.workflows.options.scoring import EvaluateOptions
-from llmcond.workflows.options.training import (
+from llmcond.options.common import Split
+from llmcond.options.scoring import EvaluateOptions
+from llmcond.options.training import (
     HeadTrainingOptions,
     TeacherOptions,
     TrainCrossOptions,
     TrainingOptions,
     TrainLoraOptions,
 )
+from llmcond.prompts import Prompt, load_prompt, prompt_from_json
+from llmcond.report.card import model_card
+from llmcond.report.tables import estimate_text
+from llmcond.runs import Run, complete_run, head_name, head_record, portable_model_name
+from llmcond.runs.examples import load_examples
+from llmcond.runs.open import LazyEncoder, extract_run
+from llmcond.runs.run import check_head_record
+from llmcond.runs.trials import size_recipe
+from llmcond.tasks import AnyTask, Data
+from llmcond.workflows.evaluate import evaluate
+from llmcond.workflows.extract import check_prompts, check_router_used, read_data
 from llmcond.workflows.training_record import (
     RECORD,
     STATE,
@@ -59,7 +58,7 @@ from llmcond.workflows.training_record import (
 )
 
 if TYPE_CHECKING:
-    from llmcond.encoders.engine.tokenizing import InputTokenizer
+    from llmcond.encoders.tokenizing import InputTokenizer
     from llmcond.finetune.encoder import TrainableEncoder
     from llmcond.finetune.model import TrainedModel
 

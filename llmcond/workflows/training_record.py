@@ -13,22 +13,21 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from llmcond.display import Displayed
+from llmcond.base.errors import UserError
+from llmcond.base.files import read_json
+from llmcond.base.metrics import Estimate
+from llmcond.base.output import Displayed, log
+from llmcond.base.records import RECORD as RECORDED
+from llmcond.base.records import check_record, read_record
+from llmcond.base.run_log import LOGS
 from llmcond.encoders import ResolvedEncoder
-from llmcond.encoders.checkpoints.adapter import TRAINING_RECORD
-from llmcond.errors import UserError
-from llmcond.files import read_json
+from llmcond.encoders.adapter import TRAINING_RECORD
 from llmcond.finetune.settings import TuneSettings, describe_differences
 from llmcond.heads import Recipe
-from llmcond.log import log
-from llmcond.metrics import Estimate
+from llmcond.options.training import TrainCrossOptions, TrainLoraOptions
 from llmcond.prompts import Prompt
-from llmcond.records import RECORD as RECORDED
-from llmcond.records import check_record, read_record
-from llmcond.run_log import LOGS
 from llmcond.runs import open_any_run
 from llmcond.tasks import Data
-from llmcond.workflows.options.training import TrainCrossOptions, TrainLoraOptions
 
 #: The version of the training record's format.
 TRAINING_FORMAT = 1

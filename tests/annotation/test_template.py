@@ -4,14 +4,9 @@ import math
 
 import pytest
 
-from llmcond.annotation.template import (
-    bundled_templates,
-    load_template,
-    parse_proposal,
-    parse_rating,
-)
-from llmcond.config import bundled_folder
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.records import bundled_folder
+from llmcond.prompts.questions import bundled_templates, load_template, parse_proposal, parse_rating
 
 VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"}
 

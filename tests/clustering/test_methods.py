@@ -7,12 +7,12 @@ import pytest
 from scipy.linalg import orthogonal_procrustes
 from sklearn.metrics import adjusted_rand_score, v_measure_score
 
-from llmcond.clustering.describe import describe_clusters
-from llmcond.clustering.methods import (
+from llmcond.clustering import (
     CLEAR_SILHOUETTE,
     NOISE,
     choose_k,
     compute_maps,
+    describe_clusters,
     hdbscan,
     kmeans,
     number_by_size,

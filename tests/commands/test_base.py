@@ -17,11 +17,11 @@ from annotated_types import Ge, Lt
 
 import llmcond
 from llmcond import cli
+from llmcond.base.errors import UserError
+from llmcond.base.options import Amount, all_optional, option
 from llmcond.cli import _command
 from llmcond.commands import COMMANDS
 from llmcond.commands.base import Command, Parser, add_arguments, as_function, create_command
-from llmcond.errors import UserError
-from llmcond.options import Amount, all_optional, option
 
 
 @dataclass(frozen=True, kw_only=True)

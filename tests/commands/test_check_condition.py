@@ -10,7 +10,7 @@ from helpers.pages import ParsedPage
 
 import llmcond
 from llmcond.cli import run
-from llmcond.evaluation.condition_checks import INDICATORS, Calibration
+from llmcond.evaluation.analyses import INDICATORS, Calibration
 from llmcond.search import Index
 
 #: Captions that differ in the number of people and in the place.

@@ -11,7 +11,7 @@ from helpers.processes import Command
 from helpers.serving import Client
 from helpers.waiting import PATIENCE, wait_until
 
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
 from llmcond.serving.server import read_keys
 
 

@@ -14,16 +14,16 @@ from helpers.serving import serve
 from helpers.standin import StandIn
 from helpers.training import build_trainer, resume_training
 
+from llmcond.base.errors import LlmcondError
 from llmcond.benchmark import checks
 from llmcond.benchmark.checks import CheckEnvironment, distance
 from llmcond.benchmark.shapes import csts_inputs, long_inputs
-from llmcond.encoders import EncoderOptions
+from llmcond.encoders import EncoderOptions, loading
+from llmcond.encoders import loading as memory
 from llmcond.encoders.encoder import Encoder, load_encoder
-from llmcond.encoders.engine import engine
-from llmcond.encoders.loading import loading, memory
-from llmcond.encoders.loading.memory import measure_footprint
+from llmcond.encoders.loading import measure_footprint
 from llmcond.encoders.spec import Router
-from llmcond.errors import LlmcondError
+from llmcond.encoders.torch import engine
 from llmcond.runs.embedder import load_embedder
 from llmcond.serving.model import ServedModel
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers.standin import StandIn
 
+from llmcond.base.errors import LlmcondError
 from llmcond.benchmark.checks import CheckEnvironment
 from llmcond.benchmark.shapes import csts_inputs
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.engine import engine, forward
-from llmcond.errors import LlmcondError
+from llmcond.encoders.torch import engine, forward
 
 INPUTS = csts_inputs(8, instruct=False)
 

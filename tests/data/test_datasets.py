@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcond.base.errors import UserError
 from llmcond.data.datasets import (
     FRACTIONS,
     Columns,
@@ -25,7 +26,6 @@ from llmcond.data.datasets import (
     resolve_conditions,
 )
 from llmcond.data.rows import Rows, leaked_pairs, rows_digest, shares_sentence, split_by_pair
-from llmcond.errors import UserError
 
 WriteRows = Callable[..., Path]
 NAMES = ("sentence1", "sentence2", "condition", "label")

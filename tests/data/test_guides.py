@@ -10,8 +10,8 @@ from helpers.commands import run_json, run_rejected
 from helpers.serving import serve
 
 import llmcond
+from llmcond.base.errors import UserError
 from llmcond.data.guides import read_guide
-from llmcond.errors import UserError
 from llmcond.serving.model_server import load_model
 from llmcond.serving.settings import ServedSource
 

@@ -15,15 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 import llmcond
+from llmcond.base.errors import UserError
 from llmcond.data.datasets import open_collection, read_collection, read_dataset, read_rows
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import read_guide
 from llmcond.data.readers import list_texts
 from llmcond.data.rows import to_arrow
-from llmcond.errors import UserError
-from llmcond.workflows.analyse import read_questions
+from llmcond.options.texts import IndexOptions
+from llmcond.workflows.evaluate import read_questions
 from llmcond.workflows.index import index_texts
-from llmcond.workflows.options.texts import IndexOptions
 
 TEXTS = ["red", "blue"]
 RATED = {"sentence1": ["a"] * 4, "sentence2": list("bcde"), "condition": ["c"] * 4}

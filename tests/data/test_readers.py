@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openpyxl import Workbook
 
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.data.datasets import (
     Columns,
     open_collection,
@@ -37,7 +38,6 @@ from llmcond.data.datasets import (
 from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import Source, read_records
 from llmcond.data.rows import Rows
-from llmcond.errors import LlmcondError, UserError
 
 NAMES = ("sentence1", "sentence2", "condition", "label")
 HEADER = b"sentence1,sentence2,condition,label\n"
@@ -631,7 +631,7 @@ READ_SCRIPT = """
 import json, sys, time
 time.sleep = lambda seconds: None  # The hub's client would wait half a minute before it gives up.
 from llmcond.data.datasets import read_dataset
-from llmcond.errors import LlmcondError
+from llmcond.base.errors import LlmcondError
 for source in sys.argv[1:]:
     try:
         dataset = read_dataset(source)

@@ -18,7 +18,7 @@ from helpers.commands import run_json
 from helpers.paths import ROOT
 
 import llmcond.data.datasets
-from llmcond import plugins
+from llmcond.base import package as plugins
 from llmcond.cli import _parser, run
 from llmcond.data.datasets import sample_folder
 

@@ -14,10 +14,10 @@ from helpers.vectors import cosines
 from safetensors.torch import load_file, save_file
 
 import llmcond
+from llmcond.base.errors import UserError
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.engine.forward import mean_pooling
 from llmcond.encoders.spec import NotFiniteError, Router
-from llmcond.errors import UserError
+from llmcond.encoders.torch.forward import mean_pooling
 
 FORMAT = "Instruct: {instruction}\nQuery: {text}"
 TEXTS = [
@@ -343,7 +343,7 @@ def test_benchmark_does_not_import_optional_libraries(tiny_checkpoint):
         import llmcond.commands.encode
         import llmcond.workflows.bench
         from llmcond.encoders.encoder import load_encoder
-        from llmcond.errors import UserError
+        from llmcond.base.errors import UserError
         try:
             load_encoder(sys.argv[1], device="cpu", quantize="8bit")
         except UserError as error:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import llmcond
+from llmcond.base.errors import LlmcondError
 from llmcond.encoders.encoder import load_encoder
-from llmcond.errors import LlmcondError
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),

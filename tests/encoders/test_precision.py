@@ -8,11 +8,11 @@ import torch
 from helpers import checkpoints
 
 import llmcond
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.openvino import support
 from llmcond.encoders.settings import _log_emulated
-from llmcond.errors import LlmcondError, UserError
 from llmcond.runs.open import open_run
 
 pytestmark = pytest.mark.processor

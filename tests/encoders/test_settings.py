@@ -15,17 +15,23 @@ from helpers.identities import IDENTITY
 from rich.console import Console
 
 import llmcond
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.options import declaration_of
 from llmcond.cli import run
+from llmcond.commands.lists import check_model
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions, find_model
-from llmcond.encoders.checkpoints import checkpoint as checkpoints
+from llmcond.encoders import checkpoint as checkpoints
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.known import known_names, read_model
-from llmcond.encoders.settings import CHOICES, MODEL_SETTINGS, STATED, EncoderIdentity
+from llmcond.encoders.settings import (
+    CHOICES,
+    MODEL_SETTINGS,
+    STATED,
+    EncoderIdentity,
+    known_names,
+    read_model,
+)
 from llmcond.encoders.spec import POOLINGS
-from llmcond.errors import LlmcondError, UserError
-from llmcond.options import declaration_of
 from llmcond.report.tables import render_checkup
-from llmcond.workflows.check import check_model
 
 CPU = EncoderOptions(device="cpu")
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmcond.evaluation.analyses as analyses_module
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import METRICS
 from llmcond.evaluation.analyses import (
     Change,
     by_condition,
@@ -27,7 +28,6 @@ from llmcond.evaluation.analyses import (
     seen_unseen,
 )
 from llmcond.evaluation.paired import bootstrap_metrics
-from llmcond.metrics import METRICS
 
 
 def sample_gaussians(n, dim, seed=0, shift=0.0, dtype=np.float32):

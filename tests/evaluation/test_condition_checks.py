@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from llmcond.bundled import DEFAULT_MODEL
-from llmcond.conditions import Condition
-from llmcond.errors import LlmcondError
-from llmcond.evaluation import condition_checks
-from llmcond.evaluation.condition_checks import (
+from llmcond.base.errors import LlmcondError
+from llmcond.base.package import DEFAULT_MODEL
+from llmcond.base.text import Condition
+from llmcond.evaluation import analyses as condition_checks
+from llmcond.evaluation.analyses import (
     INDICATORS,
     MOST_TEXTS,
     Calibration,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy.stats import pearsonr, spearmanr
 from scipy.stats import t as student
 
+from llmcond.base.metrics import DEFAULT_METRICS, METRICS, Metric
 from llmcond.evaluation import paired
 from llmcond.evaluation.paired import MIN_PAIRS, bootstrap_metrics, holm, paired_differences
-from llmcond.metrics import DEFAULT_METRICS, METRICS, Metric
 
 METRIC_NAMES = ("spearman", "pearson", "accuracy")
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from helpers.graphs import random_graph
 
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import RANKING_METRICS, choose_metrics, mean_over_strata
 from llmcond.evaluation.paired import bootstrap_metrics
-from llmcond.evaluation.ranking import (
+from llmcond.evaluation.results import (
     CandidatePool,
     Ranks,
     rank,
@@ -20,7 +21,6 @@ from llmcond.evaluation.ranking import (
 )
 from llmcond.kinds.ranking.examples import TrainGraph
 from llmcond.kinds.ranking.graph import Graph, KnownTriples
-from llmcond.metrics import RANKING_METRICS, choose_metrics, mean_over_strata
 
 TIES = ("realistic", "optimistic", "pessimistic")
 

@@ -8,8 +8,9 @@ from math import nan
 import numpy as np
 import pytest
 
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import DEFAULT_METRICS, Estimate, Metric
 from llmcond.data.rows import Rows
-from llmcond.errors import UserError
 from llmcond.evaluation.paired import PairedDifference, bootstrap_metrics, paired_differences
 from llmcond.evaluation.results import (
     ComparedSystem,
@@ -23,7 +24,6 @@ from llmcond.evaluation.results import (
     score_results,
     take_scored,
 )
-from llmcond.metrics import DEFAULT_METRICS, Estimate, Metric
 
 ABOUT = {"name": "mlp@a+b", "head": "mlp", "prompts": ("a", "b"), "subtract": True, "split": "dev"}
 FIGURES = {"spearman": Estimate(0.5, 0.4, 0.6), "accuracy": Estimate(nan)}

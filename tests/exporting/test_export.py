@@ -13,9 +13,9 @@ from helpers import checkpoints
 from helpers.commands import run_json, run_rejected
 
 import llmcond
-from llmcond.bundled import DEFAULT_MODEL
-from llmcond.exporting import export as exporting
-from llmcond.exporting.export import to_modules
+from llmcond.base.package import DEFAULT_MODEL
+from llmcond.integrations import export as exporting
+from llmcond.integrations.export import to_modules
 
 TEXTS = ["Two women read at the beach.", "three dogs play in the park", "rain " * 90]
 #: The second is not a valid name of a torch module.

@@ -17,10 +17,10 @@ from helpers.processes import FORK_CONTEXT
 from helpers.waiting import PATIENCE
 from safetensors.torch import load_file, save_file
 
+from llmcond.base.errors import DiskFullError
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Concurrency, Encoder
 from llmcond.encoders.spec import InputError
-from llmcond.errors import DiskFullError
 from llmcond.features import extract as extract_module
 from llmcond.features.extract import Chunking, extract, order_inputs
 from llmcond.features.store import FeatureStore

@@ -10,13 +10,13 @@ from helpers.identities import IDENTITY
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcond.base.output import format_duration
 from llmcond.cli import run
 from llmcond.encoders.spec import Encoded, EncoderInput
-from llmcond.features import missing
-from llmcond.features.keys import KeyIndex
-from llmcond.features.missing import count_missing, merge_counts
+from llmcond.features import extract as missing
+from llmcond.features.extract import count_missing, merge_counts
 from llmcond.features.store import FeatureStore
-from llmcond.progress import format_duration
+from llmcond.features.view import KeyIndex
 
 #: There are only a few halves, so that keys repeat or differ in one half only.
 HALVES = st.sampled_from([b"\0" * 8, b"\0" * 7 + b"\1", b"\1" + b"\0" * 7, b"\xff" * 8])

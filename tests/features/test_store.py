@@ -17,14 +17,14 @@ from filelock import FileLock, Timeout
 from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy
 from helpers.identities import IDENTITY
 
-from llmcond import lance_io, object_stores
+from llmcond.base import stores as lance_io
+from llmcond.base import stores as object_stores
+from llmcond.base.errors import DiskFullError, LlmcondError, UserError
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.spec import Encoded
-from llmcond.errors import DiskFullError, LlmcondError, UserError
-from llmcond.features import location as location_module
+from llmcond.features import store as location_module
 from llmcond.features import store as store_module
-from llmcond.features.location import BucketLocation, resolve_store_uri
-from llmcond.features.store import FeatureStore
+from llmcond.features.store import BucketLocation, FeatureStore, resolve_store_uri
 
 N = 600
 INPUTS = [EncoderInput("", f"text {i}") for i in range(N)]

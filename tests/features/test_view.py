@@ -18,10 +18,10 @@ from helpers.commands import run_json, run_rejected
 from scipy.stats import spearmanr
 
 import llmcond
-from llmcond.arrays import as_matrix
+from llmcond.base.arrays import as_matrix
+from llmcond.base.errors import UserError
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
-from llmcond.errors import UserError
 from llmcond.features.view import FeatureView
 from llmcond.prompts import InputTemplate, Prompt
 from llmcond.runs import head_name, open_run
@@ -451,7 +451,7 @@ def test_order_of_prompts_does_not_change_a_head(capsys, run_copy):
 
 
 def test_head_is_named_after_its_recipe_and_prompts(capsys, run_copy):
-    bundled = (llmcond.bundled.bundled_folder("prompts") / f"{J}.toml").read_text()
+    bundled = (llmcond.base.package.bundled_folder("prompts") / f"{J}.toml").read_text()
     Path("c.toml").write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
     extract = ("extract", "--model", read_model(run_copy), "--run", run_copy, *ENCODER)
     run_json(capsys, *extract, "--prompt", "c.toml")

@@ -13,16 +13,16 @@ from helpers.flags import change_flags
 from helpers.serving import serve
 
 import llmcond
-from llmcond import plugins
+from llmcond.base import package as plugins
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.metrics import METRICS
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.errors import LlmcondError, UserError
 from llmcond.finetune.encoder import load_trainable
 from llmcond.finetune.model import CrossInputs, CrossModel
 from llmcond.finetune.settings import TuneSettings
-from llmcond.heads.dense import RegressionSettings
-from llmcond.metrics import METRICS
+from llmcond.heads.conditioned import RegressionSettings
 from llmcond.serving.model_server import load_model
 from llmcond.serving.settings import ServedSource
 

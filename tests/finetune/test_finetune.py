@@ -22,15 +22,17 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
 import llmcond
-from llmcond.bundled import bundled_names
+from llmcond.base.errors import UserError
+from llmcond.base.files import digest_file
+from llmcond.base.output import FitBar
+from llmcond.base.package import bundled_names
+from llmcond.base.run_log import TRAINING, log_path, read_log
+from llmcond.base.text import Condition
 from llmcond.cli import run
-from llmcond.conditions import Condition
-from llmcond.data.aspects import read_aspect_datasets
 from llmcond.data.datasets import read_dataset
+from llmcond.data.guides import read_aspect_datasets
 from llmcond.data.rows import fold_of_pair
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.errors import UserError
-from llmcond.files import digest_file
 from llmcond.finetune.loop import BEST, STATE, BatchSchedule, stage_rows
 from llmcond.finetune.model import SHAPES, AspectSampler, supervised_contrast
 from llmcond.finetune.settings import (
@@ -40,11 +42,9 @@ from llmcond.finetune.settings import (
     describe_differences,
 )
 from llmcond.heads import load_recipe
-from llmcond.heads.objectives import contrast_groups
+from llmcond.heads.module import contrast_groups
 from llmcond.heads.settings import learning_rate_factor
-from llmcond.progress import FitBar
 from llmcond.prompts import load_prompt
-from llmcond.run_log import TRAINING, log_path, read_log
 from llmcond.workflows.extract import _choose_default_prompt
 from llmcond.workflows.train_job import build_tune_settings
 

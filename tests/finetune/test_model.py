@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModel
 
 import llmcond
+from llmcond.base.errors import UserError
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.errors import UserError
+from llmcond.encoders.tokenizing import Tokens
 from llmcond.features.view import recipe_view
 from llmcond.finetune.encoder import load_trainable, save_encoder, select_projections
 from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs

@@ -14,17 +14,12 @@ import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.clustering import methods as cluster_scores
+from llmcond import clustering as cluster_scores
+from llmcond.base.metrics import METRICS, choose_metrics
 from llmcond.evaluation import paired
 from llmcond.evaluation.analyses import impurity_from_counts
-from llmcond.evaluation.paired import (
-    bootstrap_metrics,
-    combine_errors,
-    holm,
-    paired_differences,
-)
-from llmcond.evaluation.ranking import ranks_among, score_rankings
-from llmcond.metrics import METRICS, choose_metrics
+from llmcond.evaluation.paired import bootstrap_metrics, combine_errors, holm, paired_differences
+from llmcond.evaluation.results import ranks_among, score_rankings
 
 PEERS = json.loads(Path(__file__).with_name("peers.json").read_text(encoding="utf-8"))
 RANKINGS = PEERS["rankings"]

@@ -13,7 +13,7 @@ from helpers.heads import fit, make_recipe
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
 from llmcond.heads import (
     ConcatenatedMatrix,
     Difference,

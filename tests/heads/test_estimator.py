@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils import get_tags
 from sklearn.utils.estimator_checks import check_estimator
 
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
 from llmcond.heads import PairArrays, fit_recipe, load_recipe
 from llmcond.heads.estimator import Head
 

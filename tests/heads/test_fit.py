@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from llmcond.arrays import as_matrix
-from llmcond.errors import UserError
+from llmcond.base.arrays import as_matrix
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import METRICS, Metric
 from llmcond.heads import (
     ConcatenatedMatrix,
     Difference,
@@ -23,11 +24,10 @@ from llmcond.heads import (
     load_head,
     save_head,
 )
-from llmcond.heads.dense import Linear
+from llmcond.heads.conditioned import Linear
 from llmcond.heads.fit import entries_since_best, fit_by_gradient
 from llmcond.heads.module import Batch, HeadModule, seeded
 from llmcond.heads.recipes import find_family
-from llmcond.metrics import METRICS, Metric
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ from helpers.vectors import normalize
 from safetensors.numpy import save_file
 from sklearn.linear_model import Ridge
 
-from llmcond.errors import LlmcondError, UserError
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.heads.guide import Guides, apply_guides, fit_guide, guide_file, load_guides, save_guide
 
 RNG = np.random.default_rng(0)

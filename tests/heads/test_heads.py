@@ -12,7 +12,7 @@ from helpers.heads import fit, ignore_progress, make_recipe, tensors
 from safetensors.numpy import load_file, save
 
 import llmcond.heads.storage
-from llmcond.errors import LlmcondError, UserError
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.heads import (
     FittedHead,
     PairArrays,

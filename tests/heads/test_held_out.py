@@ -10,10 +10,10 @@ from helpers.commands import run_json
 from helpers.heads import fit
 
 import llmcond
+from llmcond.base.metrics import METRICS, Metric
 from llmcond.cli import run
 from llmcond.heads import PairArrays
-from llmcond.heads.pairs import FOLDS, assign_folds, choose_settings, hold_out
-from llmcond.metrics import METRICS, Metric
+from llmcond.heads.numpy_heads import FOLDS, assign_folds, choose_settings, hold_out
 
 SPEARMAN = METRICS["spearman"]
 

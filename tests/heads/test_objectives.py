@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.config import build
-from llmcond.errors import UserError
-from llmcond.heads.objectives import (
+from llmcond.base.errors import UserError
+from llmcond.base.records import build
+from llmcond.heads.module import (
     Objective,
     RatedBatch,
     adjacent_pairs,

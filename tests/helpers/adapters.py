@@ -3,7 +3,7 @@
 import torch
 
 from helpers import checkpoints
-from llmcond.encoders.checkpoints.adapter import CONFIG
+from llmcond.encoders.adapter import CONFIG
 
 
 def save_adapter(network, folder, base, seed=0, **config):

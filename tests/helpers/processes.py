@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from helpers.waiting import PATIENCE
-from llmcond.system import process_context
+from llmcond.base.system import process_context
 
 FORK_CONTEXT = process_context(
     "lance",

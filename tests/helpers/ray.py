@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
 
 
 class SquareWorker:

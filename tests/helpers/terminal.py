@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from llmcond.display import Table
+from llmcond.base.output import Table
 
 
 def render_text(table, width=120):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from llmcond.scale import outputs
+from llmcond.features import outputs
 from llmcond.workflows import embed_stream
 from llmcond.workflows.embed_stream import UnitEmbedder
 

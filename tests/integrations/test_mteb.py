@@ -119,7 +119,7 @@ def test_description_of_bundled_model_is_complete(wrapper):
     import mteb
     from huggingface_hub import metadata_load
 
-    from llmcond.bundled import pretrained_folder
+    from llmcond.base.package import pretrained_folder
 
     model = wrapper.MtebEncoder("minilm-csts", device="cpu")
     meta = model.mteb_model_meta

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmcond
-from llmcond.bundled import bundled_names
+from llmcond.base.errors import UserError
+from llmcond.base.package import bundled_names
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import Rows
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput, Router
-from llmcond.errors import UserError
 from llmcond.features.view import FeatureView
 from llmcond.prompts import InputTemplate, Prompt, load_prompt, prompt_from_json
-from llmcond.prompts.inputs import SplitInputs, find_same_inputs, input_conditions, render_rows
+from llmcond.prompts.template import SplitInputs, find_same_inputs, input_conditions, render_rows
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from helpers.pages import HOSTILE, ParsedPage, check_views, open_page
 
-from llmcond.encoders.engine.tokenizing import Token
-from llmcond.errors import UserError
-from llmcond.files import PAGE_SUFFIXES, check_figure
-from llmcond.report.explanations import show_explanation, write_explanation
+from llmcond.base.errors import UserError
+from llmcond.base.files import PAGE_SUFFIXES, check_figure
+from llmcond.encoders.tokenizing import Token
+from llmcond.report.analyses import show_explanation, write_explanation
 from llmcond.runs.explanation import ConditionExplanation, Explanation
 
 SENTENCE = "Snowboarding $is$ fun"

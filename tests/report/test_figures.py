@@ -12,8 +12,8 @@ import pytest
 import vl_convert
 
 import llmcond
-from llmcond.errors import UserError
-from llmcond.files import check_figure
+from llmcond.base.errors import UserError
+from llmcond.base.files import check_figure
 from llmcond.report.figures import plot_clusters, plot_curve
 
 NAMES = [

@@ -16,12 +16,12 @@ from helpers.pages import (
     open_page,
 )
 
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import METRICS, Estimate
 from llmcond.data.rows import Rows
-from llmcond.errors import UserError
 from llmcond.evaluation.analyses import rank_error
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import ComparedSystem, Result, compare_with_baseline
-from llmcond.metrics import METRICS, Estimate
 from llmcond.report.content import Page, with_minus_signs
 from llmcond.report.page import check_page, write_page
 from llmcond.report.tables import range_text

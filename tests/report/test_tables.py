@@ -8,9 +8,9 @@ from math import nan
 import pytest
 from helpers.terminal import render_text
 
-from llmcond.display import Table
+from llmcond.base.metrics import METRICS, Estimate
+from llmcond.base.output import Table
 from llmcond.evaluation.results import Result, RowCounts
-from llmcond.metrics import METRICS, Estimate
 from llmcond.report.content import with_minus_signs
 from llmcond.report.tables import p_value_text, range_text, results_table
 

@@ -7,12 +7,12 @@ import pytest
 from helpers.commands import run_json, run_rejected
 
 from llmcond import cli
+from llmcond.base.files import digest_file
+from llmcond.base.metrics import METRICS, finite_or_none, spearman
 from llmcond.data.rows import join_rows
 from llmcond.evaluation.results import CrossValidatedGain
 from llmcond.features.view import FeatureView
-from llmcond.files import digest_file
 from llmcond.heads import load_recipe
-from llmcond.metrics import METRICS, finite_or_none, spearman
 from llmcond.report.tables import dev_gain_text
 from llmcond.runs import open_run
 from llmcond.runs.examples import RowFeatures

@@ -13,16 +13,14 @@ from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond import fit_head
-from llmcond.arrays import as_matrix, cosine
-from llmcond.bundled import DEFAULT_MODEL
+from llmcond.base.arrays import PRECISIONS, as_matrix, cosine
+from llmcond.base.errors import UserError
+from llmcond.base.package import DEFAULT_MODEL
 from llmcond.cli import run
-from llmcond.errors import UserError
 from llmcond.heads.numpy_heads import ZERO_SHOT
-from llmcond.quantization import PRECISIONS
 from llmcond.runs import open_run
-from llmcond.runs.embedder import Embedder, EmbeddingModel, base_encoder
+from llmcond.runs.embedder import Embedder, EmbeddingModel, base_encoder, find_unfamiliar_conditions
 from llmcond.runs.examples import predict, zero_shot_heads
-from llmcond.runs.familiarity import find_unfamiliar_conditions
 from llmcond.runs.rated import RatedExamples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,7 +162,7 @@ def test_encoder_has_options_of_sentence_transformers(tiny_bert, normalises):
 
 
 def test_batch_size_and_progress_are_options(fitted, monkeypatch, caplog):
-    monkeypatch.setattr("llmcond.progress.EVERY_SECONDS", 0)
+    monkeypatch.setattr("llmcond.base.output.EVERY_SECONDS", 0)
     caplog.set_level("INFO", "llmcond")
     embedder = llmcond.load_embedder(fitted, device="cpu")
     engine, sizes = embedder.encoder.engine, []

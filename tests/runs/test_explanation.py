@@ -9,7 +9,7 @@ from helpers import checkpoints
 
 import llmcond
 from llmcond import extract, fit_head
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
 
 FIRST, SECOND = "three women sit on the beach", "two dogs play in the rain"
 CONDITIONS = ["the number of people", "the place"]

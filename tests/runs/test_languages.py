@@ -7,13 +7,13 @@ import pytest
 from helpers.commands import run_json
 from scipy.stats import spearmanr
 
+from llmcond.base.output import log
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
-from llmcond.encoders.checkpoints.checkpoint import Checkpoint
-from llmcond.encoders.known import find_model
-from llmcond.log import log
-from llmcond.runs.languages import report_foreign_texts, seems_foreign
+from llmcond.encoders.checkpoint import Checkpoint
+from llmcond.encoders.settings import find_model
 from llmcond.runs.rated import log_rows
+from llmcond.runs.similarity import report_foreign_texts, seems_foreign
 
 FOREIGN = (
     "Wo ist mein Paket?", "Où est mon colis ?", "¿Dónde está mi paquete?", "Dov'è il mio pacco?",

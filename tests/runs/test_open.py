@@ -16,10 +16,11 @@ from helpers.hub import COMMIT, serve_hub
 from huggingface_hub import ModelCard
 
 import llmcond
-from llmcond import cli, metrics
-from llmcond.bundled import DEFAULT_MODEL, pretrained_folder, pretrained_names
-from llmcond.encoders.checkpoints.adapter import CREDITS
-from llmcond.errors import LlmcondError, UserError
+from llmcond import cli
+from llmcond.base import metrics
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.package import DEFAULT_MODEL, pretrained_folder, pretrained_names
+from llmcond.encoders.adapter import CREDITS
 from llmcond.runs.open import open_any_run
 from llmcond.runs.portable import read_credits
 from llmcond.tasks import KINDS, find_kind
@@ -184,7 +185,7 @@ def test_encoder_embeds_as_a_run_of_it_does(capsys, encoder, tiny_run):
 #: A package that adds a kind of task, a task of this kind, a head and a metric.
 PACKAGE = """
 from llmcond import Task
-from llmcond.heads.dense import Linear
+from llmcond.heads.conditioned import Linear
 
 
 class Answers(Task):
@@ -205,7 +206,7 @@ pairs = pairs_kind:Answers
 answers = pairs_kind:Answers
 [llmcond.heads]
 scaled = pairs_kind:Scaled
-[llmcond.metrics]
+[llmcond.base.metrics]
 overlap = pairs_kind:overlap
 gone = pairs_kind:Gone
 """

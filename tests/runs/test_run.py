@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json
 
+from llmcond.base.errors import LlmcondError
 from llmcond.cli import run
-from llmcond.errors import LlmcondError
 from llmcond.runs import open_run
 
 

@@ -20,13 +20,13 @@ from helpers.waiting import PATIENCE, wait_until
 from safetensors.torch import load_file, save_file
 
 from llmcond import extract
+from llmcond.base.errors import UserError
 from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.errors import UserError
+from llmcond.features.workers import EncoderSpec, ExtractionWorker
 from llmcond.prompts import load_prompt
-from llmcond.prompts.inputs import SplitInputs, render_rows
+from llmcond.prompts.template import SplitInputs, render_rows
 from llmcond.runs import open_any_run, open_run
-from llmcond.scale.extraction import EncoderSpec, ExtractionWorker
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--pooling", "mean", "--normalize")

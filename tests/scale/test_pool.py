@@ -9,9 +9,9 @@ import pytest
 from helpers.ray import SquareWorker
 from helpers.waiting import wait_until
 
-from llmcond.errors import LlmcondError, UserError
-from llmcond.scale import pool
-from llmcond.scale.pool import Workers, worker_pool
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.features import pool
+from llmcond.features.pool import Workers, worker_pool
 
 ACTORS = Workers(2, "auto")
 ON_RAY = pytest.param(ACTORS, id="actors", marks=pytest.mark.slow)
@@ -95,8 +95,8 @@ def test_cluster_without_gpus_is_reported(ray):
 
 CLUSTER_SCRIPT = """
 from helpers.ray import SquareWorker
-from llmcond.errors import UserError
-from llmcond.scale.pool import Workers, worker_pool
+from llmcond.base.errors import UserError
+from llmcond.features.pool import Workers, worker_pool
 for address in ("127.0.0.1:1", "somewhere"):
     try:
         with worker_pool(Workers(address=address), SquareWorker):

@@ -112,7 +112,7 @@ def test_script_runs(
 def test_calibration_is_fitted_and_read(tmp_path, tiny_run, capsys):
     from calibrate_conditions import main
 
-    from llmcond.evaluation.condition_checks import find_calibration
+    from llmcond.evaluation.analyses import find_calibration
 
     parts = {"who": ("men", "women"), "where": ("beach", "park"), "when": ("noon", "night")}
     parts |= {"what": ("ride", "play"), "colour": ("red", "blue")}

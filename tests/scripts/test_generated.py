@@ -10,7 +10,7 @@ import pytest
 from helpers.paths import ROOT
 from scipy.stats import spearmanr
 
-from llmcond.arrays import cosine
+from llmcond.base.arrays import cosine
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders.spec import EncoderInput
 

@@ -18,7 +18,7 @@ def run(monkeypatch, *arguments):
 
 
 def test_next_version_is_tagged_from_clean_main_branch(tmp_path, monkeypatch, capsys):
-    for name in ("CHANGELOG.md", "CITATION.cff", "llmcond/version.py"):
+    for name in ("CHANGELOG.md", "CITATION.cff", "llmcond/base/package.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for name in ("CHANGELOG", "CITATION", "VERSION", "ROOT"):

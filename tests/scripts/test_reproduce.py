@@ -12,8 +12,8 @@ from helpers.dialogues import write_dialogues
 from helpers.paths import ROOT
 from reproduce import Value, average_over_seeds, to_value
 
+from llmcond.base.metrics import METRICS
 from llmcond.evaluation.paired import bootstrap_metrics
-from llmcond.metrics import METRICS
 
 FOLDER = ROOT / "docs" / "reproduced"
 QUICK = ["--quick", "--device", "cpu", "--dtype", "float32", "--json"]

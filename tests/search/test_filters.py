@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
 from llmcond.search.filters import MAX_LENGTH, MAX_NESTING, parse_filter
 from llmcond.search.table import TextTable
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.serving import serve
 
-from llmcond.conditions import Condition
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.text import Condition
 from llmcond.search import Index
 from llmcond.search.table import TextTable
 from llmcond.serving.model_server import load_model

@@ -8,7 +8,7 @@ import pytest
 from helpers.waiting import PATIENCE, wait_until
 
 from llmcond.encoders.spec import Encoded
-from llmcond.serving.batching import Batcher, ClosedError
+from llmcond.serving.model import Batcher, ClosedError
 
 
 class Model:

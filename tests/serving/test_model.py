@@ -9,7 +9,7 @@ import pytest
 from helpers.serving import serve
 
 import llmcond
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
 from llmcond.search import Index
 from llmcond.serving.model import ServedModel
 from llmcond.serving.model_server import load_model

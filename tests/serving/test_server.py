@@ -15,8 +15,8 @@ from helpers.hub import serve_storing_hub, use_hub
 from helpers.serving import serve
 from helpers.waiting import PATIENCE, wait_until
 
-from llmcond.conditions import Condition
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.text import Condition
 from llmcond.runs.embedder import Embedder
 from llmcond.serving.model import ServedModel
 from llmcond.serving.server import bind_socket

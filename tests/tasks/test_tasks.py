@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from helpers.commands import run_json
 
-from llmcond import plugins
+from llmcond.base import package as plugins
+from llmcond.base.errors import UserError
 from llmcond.cli import run
 from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.data.rows import load_rows, save_rows
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError
 from llmcond.prompts import load_prompt
-from llmcond.prompts.inputs import SplitInputs, render_rows
+from llmcond.prompts.template import SplitInputs, render_rows
 from llmcond.tasks import find_task
 
 # -- reading and rendering ----------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_invalid_task_names_are_rejected():
 
 ERROR_TASK = """
 import numpy as np
-from llmcond.metrics import Metric
+from llmcond.base.metrics import Metric
 from llmcond.tasks import Task
 
 

@@ -9,9 +9,9 @@ import pytest
 from helpers.commands import run_rejected
 
 import llmcond
-from llmcond.arrays import as_matrix
+from llmcond.base.arrays import as_matrix
+from llmcond.base.errors import UserError
 from llmcond.cli import run
-from llmcond.errors import UserError
 from llmcond.evaluation.analyses import impurity
 from llmcond.runs import open_run
 from llmcond.runs.rated import RatedExamples

@@ -13,9 +13,9 @@ from helpers.commands import run_json, run_rejected
 from helpers.flags import change_flags
 from helpers.processes import Command
 
-from llmcond.annotation.questions import Journal
 from llmcond.cli import run
 from llmcond.data.datasets import read_rows
+from llmcond.workflows.annotate import Journal
 
 SECRET = "sk-never-to-be-seen-0123456789"
 #: Rows that the server rates 5, 3, 1 and ill-defined, by the words that they share.

@@ -14,12 +14,12 @@ import pytest
 from helpers.commands import read_page_data, run_json, run_rejected
 
 import llmcond
+from llmcond.base.metrics import Estimate
 from llmcond.cli import run
 from llmcond.evaluation.paired import PairedDifference, holm
 from llmcond.evaluation.results import Result, RowCounts
-from llmcond.metrics import Estimate
 from llmcond.report.tables import summary
-from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.open import LazyEncoder
 from llmcond.workflows.compare import _parse_reference
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
@@ -36,7 +36,7 @@ ENCODER = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": 
 def in_tmp(tmp_path, monkeypatch):
     """Run in a folder with a small recipe."""
     monkeypatch.chdir(tmp_path)
-    recipe = (llmcond.bundled.bundled_folder("heads") / "linear.toml").read_text()
+    recipe = (llmcond.base.package.bundled_folder("heads") / "linear.toml").read_text()
     Path("quick.toml").write_text(recipe.replace("epochs = 200", "epochs = 2"))
     return tmp_path
 
@@ -135,7 +135,7 @@ def test_finished_fits_are_reused_when_prompt_is_added(call, monkeypatch):
 
 def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows, monkeypatch):
     monkeypatch.setattr(LazyEncoder, "__call__", forbid)
-    shutil.copy(llmcond.bundled.bundled_folder("prompts") / f"{SENT_COND}.toml", "copy.toml")
+    shutil.copy(llmcond.base.package.bundled_folder("prompts") / f"{SENT_COND}.toml", "copy.toml")
     glued = ['description = "Mine."', 'source = "mine"', "[conditional]"]
     glued += ['text = "{sentence} {condition}"', "[unconditional]", 'text = "{condition}"', ""]
     Path("glued.toml").write_text("\n".join(glued))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
 
-from llmcond.quantization import quantize_embeddings
+from llmcond.base.arrays import quantize_embeddings
 
 CONDITIONS = ("the animal", "the U.S. number", "aspect")
 NAMES = ["embedding (the animal)", "embedding (the U_S_ number)", "embedding (aspect)"]

@@ -18,9 +18,9 @@ from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
 from helpers.units import KilledOnce, embed_command, kill_at, text_table
 
+from llmcond.base.arrays import quantize_embeddings
 from llmcond.cli import run
-from llmcond.quantization import quantize_embeddings
-from llmcond.scale import outputs
+from llmcond.features import outputs
 from llmcond.workflows import embed_stream
 
 OUTPUTS = ["out", "out.lance"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.commands import run_json, run_rejected
 
-from llmcond.run_log import log_path, read_log
+from llmcond.base.run_log import log_path, read_log
 from llmcond.runs import open_any_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,8 +9,8 @@ from helpers.commands import run_json, run_rejected
 
 from llmcond import Index
 from llmcond.cli import run
+from llmcond.options.texts import IndexOptions
 from llmcond.workflows.index import index_texts
-from llmcond.workflows.options.texts import IndexOptions
 
 ROWS = [("a", "two men play in the park", "2019"), ("b", "children sit at the beach", "2024")]
 ROWS += [("c", "three women walk in the rain", "2025"), ("d", "two dogs play at the beach", "2020")]

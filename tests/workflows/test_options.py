@@ -9,7 +9,7 @@ from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
-from llmcond.workflows.options.texts import ClusterOptions
+from llmcond.options.texts import ClusterOptions
 
 PAIR = ("two men play in the park", "children sit at the beach")
 PLACE = ("--condition", "the place")

@@ -8,14 +8,14 @@ import pytest
 from helpers.identities import IDENTITY
 
 from llmcond import extract
+from llmcond.base.errors import LlmcondError
 from llmcond.cli import run
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import LlmcondError
-from llmcond.features.missing import count_missing
+from llmcond.features.extract import count_missing
+from llmcond.features.pool import Workers
 from llmcond.features.store import FeatureStore
+from llmcond.features.workers import estimate_commits
 from llmcond.runs import open_any_run
-from llmcond.scale.extraction import estimate_commits
-from llmcond.scale.pool import Workers
 from llmcond.workflows.extract import _estimate_seconds
 
 FLAGS = ("--pooling", "mean", "--normalize", "--dtype", "float32", "--device", "cpu")

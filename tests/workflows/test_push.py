@@ -14,10 +14,10 @@ from huggingface_hub import ModelCard, constants
 
 import llmcond
 from llmcond import push
-from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.package import DEFAULT_MODEL, pretrained_folder
 from llmcond.cli import run
-from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.condition_checks import CALIBRATION
+from llmcond.evaluation.analyses import CALIBRATION
 from llmcond.runs import dev_score, open_run
 from llmcond.runs.portable import _PATH
 

@@ -17,11 +17,11 @@ from helpers.waiting import wait_until
 
 import llmcond
 from llmcond import extract, sweep
-from llmcond.bundled import bundled_folder
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.package import bundled_folder
+from llmcond.base.run_log import read_log
 from llmcond.cli import run
-from llmcond.errors import LlmcondError, UserError
 from llmcond.report import figures
-from llmcond.run_log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 

@@ -10,10 +10,10 @@ from helpers.dialogues import write_dialogues
 from helpers.flags import change_flags
 
 import llmcond
+from llmcond.base.run_log import read_log
 from llmcond.cli import run
-from llmcond.run_log import read_log
+from llmcond.options.training import SweepLoraOptions
 from llmcond.workflows import sweep_lora
-from llmcond.workflows.options.training import SweepLoraOptions
 from llmcond.workflows.sweep_lora import plan_trainings
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,10 +10,10 @@ from helpers.commands import run_json, run_rejected
 from helpers.flags import change_flags
 
 import llmcond
+from llmcond.base.errors import UserError
+from llmcond.base.files import digest_file
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
-from llmcond.errors import UserError
-from llmcond.files import digest_file
 from llmcond.runs.embedder import Embedder
 from llmcond.workflows import train as teachers
 from llmcond.workflows.train import find_teacher, sample_unrated_rows

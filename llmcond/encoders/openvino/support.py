@@ -14,14 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from llmcond.encoders.checkpoints.adapter import (
-    CONFIG,
-    PREFIX,
-    WEIGHTS,
-    NotPlainError,
-    plain_lora,
-)
-from llmcond.encoders.checkpoints.checkpoint import (
+from llmcond.base.errors import first_line, install_command
+from llmcond.base.system import is_installed, native_bfloat16
+from llmcond.encoders.adapter import CONFIG, PREFIX, WEIGHTS, NotPlainError, plain_lora
+from llmcond.encoders.checkpoint import (
     IGNORED_WEIGHTS,
     Checkpoint,
     check_dense,
@@ -38,8 +34,6 @@ from llmcond.encoders.openvino.architectures import (
 )
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import get_pooling
-from llmcond.errors import first_line, install_command
-from llmcond.system import is_installed, native_bfloat16
 
 
 class CannotRunError(Exception):

@@ -15,7 +15,10 @@ from typing import Any, Self
 import numpy as np
 from typing_extensions import override
 
-from llmcond.arrays import Positions
+from llmcond.base.arrays import Positions
+from llmcond.base.errors import UserError, shortened_repr
+from llmcond.base.files import digest_bytes, digest_text
+from llmcond.base.output import ProgressBar, log
 from llmcond.data.datasets import DEV_FRACTION, FRACTIONS, SPLITS, Problems
 from llmcond.data.formats import MissingColumnError, ReadOptions
 from llmcond.data.readers import (
@@ -28,10 +31,6 @@ from llmcond.data.readers import (
 )
 from llmcond.data.rows import split_keys
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError, shortened_repr
-from llmcond.files import digest_bytes, digest_text
-from llmcond.log import log
-from llmcond.progress import ProgressBar
 from llmcond.prompts.template import Prompt
 from llmcond.tasks import OTHER_SPLIT, SplitData
 

@@ -16,12 +16,15 @@ import torch
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, Positions
+from llmcond.base.arrays import Array, Positions
+from llmcond.base.errors import UserError, first_line
+from llmcond.base.files import digest_files, digest_text
+from llmcond.base.metrics import Floats, Metric, choose_metrics, estimates_json
+from llmcond.base.options import Ties
+from llmcond.base.output import ProgressBar, log
+from llmcond.base.system import choose_device
 from llmcond.data.datasets import read_candidates
-from llmcond.errors import UserError, first_line
-from llmcond.evaluation.ranking import score_rankings
-from llmcond.evaluation.results import Result, Results, RowCounts
-from llmcond.files import digest_files, digest_text
+from llmcond.evaluation.results import Result, Results, RowCounts, score_rankings
 from llmcond.kinds.dialogue.data import Dialogues, UtteranceInputs
 from llmcond.kinds.dialogue.examples import (
     PLAN_DISTANCES,
@@ -47,10 +50,7 @@ from llmcond.kinds.dialogue.examples import (
     stack_queries,
 )
 from llmcond.kinds.dialogue.heads import ContextScore, inverse_lengths, query_vectors
-from llmcond.log import log
-from llmcond.metrics import Floats, Metric, choose_metrics, estimates_json
-from llmcond.options import Ties
-from llmcond.progress import ProgressBar
+from llmcond.options.scoring import AnalyseOptions, EvaluateOptions
 from llmcond.runs.examples import (
     AnyPredictor,
     Evaluation,
@@ -58,10 +58,8 @@ from llmcond.runs.examples import (
     resolve_predictors,
     result_without_metrics,
 )
-from llmcond.runs.extraction import extract_other_data
+from llmcond.runs.open import extract_other_data
 from llmcond.runs.run import Run
-from llmcond.system import choose_device
-from llmcond.workflows.options.scoring import AnalyseOptions, EvaluateOptions
 
 #: Scores with which zero-shot is evaluated by default, in addition to the score of its recipe.
 _ZERO_SHOT_SCORES = ("average", "bi", "maxsim")

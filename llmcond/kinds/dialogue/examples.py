@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import Array, ConcatenatedMatrix, Matrix, MatrixLike, Positions, as_matrix
+from llmcond.base.arrays import Array, ConcatenatedMatrix, Matrix, MatrixLike, Positions, as_matrix
+from llmcond.base.errors import UserError, format_count, shortened_repr
+from llmcond.base.metrics import METRICS, Floats, Metric, get_metric, mean_over_strata
 from llmcond.data.datasets import Problems
 from llmcond.data.formats import MissingColumnError
 from llmcond.data.readers import Source, open_source, read_records
 from llmcond.data.rows import QueryRows
-from llmcond.errors import UserError, format_count, shortened_repr
-from llmcond.evaluation.ranking import Ranks, ranks_among, score_rankings
-from llmcond.evaluation.results import RankedQueries, Subset
+from llmcond.evaluation.results import RankedQueries, Ranks, Subset, ranks_among, score_rankings
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe, load_recipe
-from llmcond.heads.pairs import DevScore, OnEpoch, score_key
+from llmcond.heads.numpy_heads import DevScore, OnEpoch, score_key
 from llmcond.kinds.dialogue.data import Dialogues, Turns, UtteranceInputs
 from llmcond.kinds.dialogue.heads import (
     FittedRoleHead,
@@ -34,7 +34,6 @@ from llmcond.kinds.dialogue.heads import (
     plan_scores,
     turn_scores,
 )
-from llmcond.metrics import METRICS, Floats, Metric, get_metric, mean_over_strata
 from llmcond.runs.examples import AnyPredictor, Examples
 from llmcond.runs.run import Run
 

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 from typing_extensions import override
 
-from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
-from llmcond.errors import UserError
+from llmcond.base.arrays import Array, MatrixLike, Positions, as_matrix
+from llmcond.base.errors import UserError
+from llmcond.base.system import choose_device
 from llmcond.heads.fit import HeadTrainer, fit_members
 from llmcond.heads.fitted import FittedModule, UnitRows
 from llmcond.heads.module import HeadModule
-from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.heads.numpy_heads import DevScore, OnEpoch
 from llmcond.heads.recipes import Recipe
 from llmcond.heads.settings import GradientSettings, SizeOrNone, learning_rate_factor
 from llmcond.heads.storage import read_head, restore_head
-from llmcond.system import choose_device
 
 #: Number of utterances that are mapped at once.
 _BLOCK = 8_192

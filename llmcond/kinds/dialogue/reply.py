@@ -13,22 +13,20 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_tensors
 
-from llmcond.arrays import Array
-from llmcond.bundled import DEFAULT_RUN
+from llmcond.base.arrays import Array
+from llmcond.base.errors import UserError, first_line
+from llmcond.base.files import digest_bytes, digest_text, replace_atomically
+from llmcond.base.output import Displayed, log
+from llmcond.base.package import DEFAULT_RUN
 from llmcond.data.datasets import read_candidates
-from llmcond.display import Displayed
-from llmcond.errors import UserError, first_line
-from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.kinds.dialogue.data import UtteranceInputs
 from llmcond.kinds.dialogue.examples import resolve_head
 from llmcond.kinds.dialogue.heads import ContextScore, ContextState, FittedRoleHead
 from llmcond.kinds.dialogue.task import DialogueTask
-from llmcond.log import log
+from llmcond.options.scoring import ReplyOptions
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head, log_model
-from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.open import open_any_run, resolve_run
-from llmcond.workflows.options.ranking import ReplyOptions
+from llmcond.runs.open import LazyEncoder, open_any_run, resolve_run
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from llmcond.heads import Recipe
     from llmcond.kinds.dialogue.examples import DialogueExamples
     from llmcond.kinds.dialogue.heads import FittedRoleHead
+    from llmcond.options.scoring import AnalyseOptions, EvaluateOptions
     from llmcond.runs import Run
     from llmcond.runs.examples import Evaluation
-    from llmcond.workflows.options.scoring import AnalyseOptions, EvaluateOptions
 
 
 class DialogueTask(AnyTask[Dialogues]):

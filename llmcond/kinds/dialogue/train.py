@@ -19,16 +19,17 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from typing_extensions import override
 
-from llmcond.arrays import Positions
-from llmcond.encoders.engine.engine import Engine
-from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.errors import UserError
-from llmcond.evaluation.ranking import ranks_among
+from llmcond.base.arrays import Positions
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import METRICS, Metric
+from llmcond.encoders.tokenizing import Tokens
+from llmcond.encoders.torch.engine import Engine
+from llmcond.evaluation.results import ranks_among
 from llmcond.finetune.model import DistributedCompute, TrainedModel
 from llmcond.heads import Recipe
 from llmcond.heads.fit import load_start
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import DEV_SCORE_KEY
+from llmcond.heads.numpy_heads import DEV_SCORE_KEY
 from llmcond.kinds.dialogue.data import Dialogues, Turns, UtteranceInputs
 from llmcond.kinds.dialogue.heads import (
     FittedRoleHead,
@@ -39,7 +40,6 @@ from llmcond.kinds.dialogue.heads import (
     turn_scores,
     windows,
 )
-from llmcond.metrics import METRICS, Metric
 from llmcond.tasks import AnyTask
 
 if TYPE_CHECKING:

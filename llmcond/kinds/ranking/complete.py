@@ -11,23 +11,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import DenseMatrix, Matrix, MatrixLike
-from llmcond.bundled import DEFAULT_RUN
-from llmcond.display import Displayed
-from llmcond.errors import UserError, did_you_mean
-from llmcond.evaluation.ranking import CandidatePool, Term, rank, top_entities
+from llmcond.base.arrays import DenseMatrix, Matrix, MatrixLike
+from llmcond.base.errors import UserError, did_you_mean
+from llmcond.base.output import Displayed
+from llmcond.base.package import DEFAULT_RUN
+from llmcond.evaluation.results import CandidatePool, Term, rank, top_entities
 from llmcond.features.view import FeaturePart
-from llmcond.kinds.ranking.evaluate import GraphTerms
-from llmcond.kinds.ranking.examples import QueryExamples
+from llmcond.kinds.ranking.examples import GraphTerms, QueryExamples
 from llmcond.kinds.ranking.graph import Graph, Texts, both_directions
 from llmcond.kinds.ranking.heads import joint_keys
 from llmcond.kinds.ranking.task import RankingTask
+from llmcond.options.scoring import CompleteOptions, TripleOptions
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head, log_model
 from llmcond.runs.examples import AnyPredictor
-from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.open import open_any_run
-from llmcond.workflows.options.ranking import CompleteOptions, TripleOptions
+from llmcond.runs.open import LazyEncoder, open_any_run
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder

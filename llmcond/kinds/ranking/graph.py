@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import Positions
+from llmcond.base.arrays import Positions
+from llmcond.base.errors import UserError, format_list
+from llmcond.base.files import digest_bytes, digest_text
+from llmcond.base.output import log
+from llmcond.base.text import read_text_file
 from llmcond.data.datasets import SPLITS, Problems
 from llmcond.data.readers import source_name
-from llmcond.decoding import read_text_file
-from llmcond.errors import UserError, format_list
-from llmcond.files import digest_bytes, digest_text
-from llmcond.log import log
 from llmcond.tasks import OTHER_SPLIT, SplitData
 
 Triples = NDArray[np.int32]

@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
 from typing_extensions import override
 
-from llmcond.arrays import Array, Matrix, MatrixLike, Positions
-from llmcond.config import STRICT
-from llmcond.errors import UserError
+from llmcond.base.arrays import Array, Matrix, MatrixLike, Positions
+from llmcond.base.errors import UserError
+from llmcond.base.records import STRICT
+from llmcond.base.system import choose_device
 from llmcond.heads.fit import HeadTrainer, fit_members
 from llmcond.heads.fitted import FittedModule, UnitRows
 from llmcond.heads.module import HeadModule, members_of
-from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.heads.numpy_heads import DevScore, OnEpoch
 from llmcond.heads.recipes import Recipe
 from llmcond.heads.settings import (
     LARGEST,
@@ -47,7 +48,6 @@ from llmcond.heads.settings import (
 )
 from llmcond.heads.storage import read_head, restore_head
 from llmcond.kinds.ranking.graph import KnownTriples, adjacency, both_directions
-from llmcond.system import choose_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import MatrixLike
+from llmcond.base.arrays import MatrixLike
+from llmcond.base.errors import UserError
 from llmcond.data.rows import KnownAnswers, QueryRows
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError
-from llmcond.prompts.inputs import shuffle_conditions
-from llmcond.prompts.template import InputTemplate, Prompt
+from llmcond.prompts.template import InputTemplate, Prompt, shuffle_conditions
 from llmcond.tasks import AnyTask, Data
 
 if TYPE_CHECKING:

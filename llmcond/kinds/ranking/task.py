@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import MatrixLike
+from llmcond.base.arrays import MatrixLike
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import RANKING_NAMES
 from llmcond.data.datasets import DataOptions
 from llmcond.data.formats import ReadOptions
 from llmcond.data.rows import QueryRows
-from llmcond.errors import UserError
 from llmcond.kinds.ranking.graph import (
     Graph,
     KnownTriples,
@@ -28,7 +29,6 @@ from llmcond.kinds.ranking.graph import (
     read_graph,
 )
 from llmcond.kinds.ranking.inputs import Q, QueryInputs, QueryTask, QueryTexts
-from llmcond.metrics import RANKING_NAMES
 from llmcond.prompts.template import Prompt
 from llmcond.tasks import CardText
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from llmcond.heads import Recipe
     from llmcond.kinds.ranking.examples import QueryExamples
     from llmcond.kinds.ranking.heads import FittedQueryHead, QueryArrays
+    from llmcond.options.scoring import EvaluateOptions
     from llmcond.runs import Run
     from llmcond.runs.examples import Evaluation
-    from llmcond.workflows.options.scoring import EvaluateOptions
 
 
 class RankingTask(QueryTask[Q]):
@@ -129,7 +129,7 @@ class RankingTask(QueryTask[Q]):
 
     @override
     def evaluate(self, run: Run, options: EvaluateOptions) -> Evaluation:
-        from llmcond.kinds.ranking.evaluate import evaluate_ranking
+        from llmcond.kinds.ranking.examples import evaluate_ranking
 
         return evaluate_ranking(run, options)
 

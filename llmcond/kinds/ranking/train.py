@@ -19,15 +19,16 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from typing_extensions import override
 
-from llmcond.arrays import Positions
-from llmcond.encoders.engine.engine import Engine
-from llmcond.errors import UserError
-from llmcond.evaluation.ranking import rank
+from llmcond.base.arrays import Positions
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import METRICS, Metric
+from llmcond.encoders.torch.engine import Engine
+from llmcond.evaluation.results import rank
 from llmcond.finetune.model import DistributedCompute, TokenizedInputs, TrainedModel
 from llmcond.heads import Recipe
 from llmcond.heads.fit import load_start
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import DEV_SCORE_KEY
+from llmcond.heads.numpy_heads import DEV_SCORE_KEY
 from llmcond.kinds.ranking.graph import Graph, KnownTriples, Triples, both_directions
 from llmcond.kinds.ranking.heads import (
     FittedQueryHead,
@@ -39,7 +40,6 @@ from llmcond.kinds.ranking.heads import (
     replace_relations,
 )
 from llmcond.kinds.ranking.inputs import QueryInputs, QueryTask
-from llmcond.metrics import METRICS, Metric
 from llmcond.runs.trials import size_recipe
 
 if TYPE_CHECKING:

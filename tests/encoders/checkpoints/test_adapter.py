@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import llmcond
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.cli import run
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve, resolve_base
-from llmcond.encoders.checkpoints.adapter import (
+from llmcond.encoders.adapter import (
     CONFIG,
     ENCODER_RECORD,
     WEIGHTS,
@@ -32,10 +33,8 @@ from llmcond.encoders.checkpoints.adapter import (
     read_encoder_record,
     write_encoder_record,
 )
-from llmcond.encoders.engine.nv_embed import NVEmbedModel
-from llmcond.encoders.loading.loading import load_config
-from llmcond.encoders.loading.memory import quantization_config
-from llmcond.errors import LlmcondError, UserError
+from llmcond.encoders.loading import load_config, quantization_config
+from llmcond.encoders.torch.forward import NVEmbedModel
 from llmcond.runs import open_run
 
 # Work on networks this small is done before a second thread has woken up.
@@ -439,7 +438,7 @@ def test_invalid_adapters_are_rejected_before_download(bert, monkeypatch, config
     change_tensors(folder, **tensors)
     if "overflow" not in message:
         monkeypatch.setattr(
-            "llmcond.encoders.loading.loading.fetch_weights",
+            "llmcond.encoders.loading.fetch_weights",
             lambda _: pytest.fail("weights were fetched"),
         )
     with pytest.raises(LlmcondError, match=message) as raised:
@@ -501,7 +500,7 @@ def test_only_special_adapters_need_peft(bert, monkeypatch):
     assert np.abs(encode_texts(folder) - encode_texts(base)).max() > 0.01
     change_json(folder / CONFIG, use_dora=True)
     monkeypatch.setattr(
-        "llmcond.encoders.loading.loading.fetch_weights",
+        "llmcond.encoders.loading.fetch_weights",
         lambda _: pytest.fail("weights were fetched"),
     )
     expected = r"not plain LoRA on unquantised .*needs peft\. .*pip install 'llmcond\[lora\]'"

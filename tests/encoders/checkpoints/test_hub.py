@@ -13,9 +13,9 @@ from helpers.hub import COMMIT, serve_hub
 from helpers.processes import FORK_CONTEXT
 from safetensors.torch import load_file
 
+from llmcond.base.errors import LlmcondError
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.errors import LlmcondError
 
 #: Nothing listens on this port.
 UNREACHABLE_HUB = "http://127.0.0.1:9"

@@ -21,10 +21,10 @@ from helpers.vectors import assert_close, cosines
 from torch import nn
 from torch.nn import functional
 
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine import engine
-from llmcond.errors import LlmcondError, UserError
+from llmcond.encoders.torch import engine
 
 # Networks this small finish before a second thread would have started.
 pytestmark = [

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from llmcond.encoders.engine import attention, batching
-from llmcond.encoders.engine.attention import plan_attention, plan_varlen
-from llmcond.encoders.engine.batching import pack, pack_shared
+from llmcond.encoders.torch import attention, batching
+from llmcond.encoders.torch.attention import plan_attention, plan_varlen
+from llmcond.encoders.torch.batching import pack, pack_shared
 
 # Networks this small finish before a second thread would have started.
 pytestmark = pytest.mark.usefixtures("one_thread")

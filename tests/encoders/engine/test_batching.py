@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.encoders.engine import batching
-from llmcond.encoders.engine.batching import MIN_SHARED, STEP, pack, pack_shared, plan_batches
+from llmcond.encoders.torch import batching
+from llmcond.encoders.torch.batching import MIN_SHARED, STEP, pack, pack_shared, plan_batches
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 BUDGETS = st.integers(1, 1_000)

@@ -14,10 +14,10 @@ from helpers.kernels import reference_attention
 from helpers.vectors import assert_close
 from transformers import AttentionInterface
 
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.encoders import MODELS, EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine import attention, engine
-from llmcond.errors import LlmcondError, UserError
+from llmcond.encoders.torch import attention, engine
 
 # Networks this small finish before a second thread would have started.
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,12 +5,13 @@ import pytest
 import torch
 from helpers.vectors import assert_close
 
-from llmcond import extract, load_encoder, plugins
+from llmcond import extract, load_encoder
+from llmcond.base import package as plugins
+from llmcond.base.errors import UserError
 from llmcond.cli import run
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.engine.forward import find_pooling
 from llmcond.encoders.spec import POOLINGS
-from llmcond.errors import UserError
+from llmcond.encoders.torch.forward import find_pooling
 from llmcond.runs import open_run
 
 SOURCE = """

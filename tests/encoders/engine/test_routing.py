@@ -11,12 +11,12 @@ from helpers.cases import CASES, MAX_LENGTH, WORDS
 from helpers.identities import IDENTITY
 from helpers.vectors import assert_close
 
+from llmcond.base.errors import UserError
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import Concurrency, load_encoder
-from llmcond.encoders.engine.forward import pool_routed
-from llmcond.encoders.engine.interface import Routes, record_weights, recording_weights
 from llmcond.encoders.spec import Router
-from llmcond.errors import UserError
+from llmcond.encoders.tokenizing import Routes, record_weights, recording_weights
+from llmcond.encoders.torch.forward import pool_routed
 from llmcond.features.extract import Chunking, extract
 from llmcond.features.store import FeatureStore
 

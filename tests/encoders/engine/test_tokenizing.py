@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
-from llmcond.bundled import bundled_names
+from llmcond.base.errors import UserError
+from llmcond.base.files import digest_bytes
+from llmcond.base.package import bundled_names
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import InputError, Router
-from llmcond.errors import UserError
-from llmcond.files import digest_bytes
+from llmcond.encoders.tokenizing import InputTokenizer, Tokens
 from llmcond.prompts import load_prompt
 from llmcond.prompts.template import InputTemplate
 

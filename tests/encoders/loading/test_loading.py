@@ -18,12 +18,17 @@ from helpers.checkpoints import (
 )
 from safetensors.torch import load_file, save_file
 
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.system import check_capability
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel
-from llmcond.encoders.loading.loading import build_on_meta, load_config, load_model
-from llmcond.encoders.loading.memory import measure_footprint, quantization_config
-from llmcond.errors import LlmcondError, UserError
-from llmcond.system import check_capability
+from llmcond.encoders.loading import (
+    build_on_meta,
+    load_config,
+    load_model,
+    measure_footprint,
+    quantization_config,
+)
+from llmcond.encoders.torch.forward import LatentConfig, NVEmbedModel
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
 #: Sizes of every tiny network in this file. bitsandbytes packs rows of 64 numbers.
@@ -315,11 +320,11 @@ def set_free_memory(monkeypatch):
         n_gpus = sum(name.startswith("cuda") for name in devices)
         monkeypatch.setattr("torch.cuda.device_count", lambda: n_gpus)
         monkeypatch.setattr(
-            "llmcond.encoders.loading.loading.available_memory",
+            "llmcond.encoders.loading.available_memory",
             lambda device: devices[device.replace(":", "")],
         )
 
-    monkeypatch.setattr("llmcond.encoders.loading.loading.fetch_weights", fetch)
+    monkeypatch.setattr("llmcond.encoders.loading.fetch_weights", fetch)
     return set_bytes
 
 

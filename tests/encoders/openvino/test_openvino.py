@@ -19,13 +19,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertModel, MPNetConfig, MPNetModel
 
 import llmcond
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.openvino import engine, support
-from llmcond.encoders.openvino.engine import OpenVinoEngine, plan_packed
-from llmcond.encoders.openvino.tokenizer import JsonTokenizer, can_read
+from llmcond.encoders.openvino.engine import JsonTokenizer, OpenVinoEngine, can_read, plan_packed
 from llmcond.encoders.spec import Router
-from llmcond.errors import LlmcondError, UserError
 from llmcond.runs import open_run
 
 pytest.importorskip("openvino")

@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine.engine import embed_routed
-from llmcond.encoders.engine.interface import router_inputs
-from llmcond.encoders.routers.csr import HeavyRouter
 from llmcond.encoders.settings import RELEASED_MODES
 from llmcond.encoders.spec import Router
-from llmcond.errors import LlmcondError, UserError
+from llmcond.encoders.tokenizing import router_inputs
+from llmcond.encoders.torch.csr import HeavyRouter
+from llmcond.encoders.torch.engine import embed_routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 import llmcond
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.checkpoints.adapter import read_encoder_record
-from llmcond.encoders.engine.engine import embed_routed
-from llmcond.encoders.engine.interface import router_inputs
+from llmcond.encoders.adapter import read_encoder_record
 from llmcond.encoders.spec import Router
+from llmcond.encoders.tokenizing import router_inputs
+from llmcond.encoders.torch.engine import embed_routed
 from llmcond.finetune.encoder import load_trainable
 from llmcond.finetune.settings import TuneSettings
 from llmcond.runs import open_run

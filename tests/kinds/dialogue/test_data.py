@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llmcond.base.errors import UserError
 from llmcond.data.datasets import DataOptions
-from llmcond.errors import UserError
 from llmcond.kinds.dialogue.data import Dialogues, Turns, read_dialogues
 from llmcond.tasks import find_task
 

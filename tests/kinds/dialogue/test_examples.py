@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import choose_metrics
 from llmcond.kinds.dialogue.data import Dialogues, Turns
 from llmcond.kinds.dialogue.examples import (
     PLAN_METRICS,
@@ -20,7 +21,6 @@ from llmcond.kinds.dialogue.examples import (
     rank_plans,
     read_samples,
 )
-from llmcond.metrics import choose_metrics
 
 #: Seven texts. The first, "x", occurs in all dialogues but one and twice as the third turn.
 TEXTS = ("x", "a", "b", "c", "d", "e", "f")

@@ -6,10 +6,10 @@ import torch
 from helpers.heads import ignore_progress
 from helpers.vectors import normalize
 
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import PairArrays
+from llmcond.heads.numpy_heads import PairArrays
 from llmcond.kinds.dialogue.heads import (
     ContextScore,
     ContextState,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers.graphs import random_graph
 
+from llmcond.base.errors import UserError
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError
-from llmcond.evaluation.ranking import rank
+from llmcond.evaluation.results import rank
 from llmcond.kinds.ranking.examples import (
     TrainGraph,
     fit_reverse_weights,
@@ -18,12 +18,7 @@ from llmcond.kinds.ranking.examples import (
     relation_categories,
     relation_subsets,
 )
-from llmcond.kinds.ranking.graph import (
-    Graph,
-    KnownTriples,
-    both_directions,
-    read_graph,
-)
+from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions, read_graph
 from llmcond.kinds.ranking.inputs import QueryInputs, QueryTexts
 from llmcond.prompts import load_prompt
 

@@ -10,11 +10,12 @@ from helpers.heads import make_recipe as pair_recipe
 from helpers.vectors import normalize
 from torch.nn.functional import cross_entropy
 
-from llmcond.config import build
-from llmcond.errors import UserError
+from llmcond.base.errors import UserError
+from llmcond.base.metrics import METRICS
+from llmcond.base.records import build
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.module import members_of, seeded
-from llmcond.heads.pairs import DevScore
+from llmcond.heads.numpy_heads import DevScore
 from llmcond.kinds.ranking.graph import KnownTriples
 from llmcond.kinds.ranking.heads import (
     ContrastSettings,
@@ -25,7 +26,6 @@ from llmcond.kinds.ranking.heads import (
     fit_queries,
     load_query_head,
 )
-from llmcond.metrics import METRICS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,1 +1,0 @@
-"""Ratings by a language model: questions, the server that answers them, and stored answers."""

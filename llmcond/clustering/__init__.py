@@ -1,1 +1,0 @@
-"""Clustering of texts: finding, guiding, naming, scoring and drawing clusters."""

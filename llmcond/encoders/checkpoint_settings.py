@@ -1,0 +1,406 @@
+"""The settings of an encoder in the small JSON files of its checkpoint."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmcond.base.errors import UserError, did_you_mean, shortened_repr
+from llmcond.encoders.checkpoint import (
+    TRANSFORMER_SETTINGS,
+    Checkpoint,
+    module_class,
+    read_settings,
+)
+from llmcond.encoders.settings import TOKENIZER_DECIDES, known_names
+from llmcond.encoders.spec import MAX_LAYERS, POOLINGS, Attention
+
+#: Architectures whose position table starts after the padding index.
+_OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
+#: Tokenizers without a limit state a ``model_max_length`` of about 1e30.
+_NO_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """The contents of a checkpoint's small JSON files; those of missing files are empty.
+
+    Attributes:
+        config: config.json.
+        tokenizer: tokenizer_config.json.
+        modules: modules.json of sentence-transformers.
+        pooling_config: config.json of the pooling module.
+        transformer: sentence_bert_config.json, or the same file under a former name.
+        transformer_file: name of that file.
+        sentence_transformers: config_sentence_transformers.json.
+    """
+
+    config: dict[str, Any]
+    tokenizer: dict[str, Any]
+    modules: list[dict[str, Any]]
+    pooling_config: dict[str, Any]
+    transformer: dict[str, Any]
+    transformer_file: str
+    sentence_transformers: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointSettings:
+        """Read the files of a folder.
+
+        Raises:
+            UserError: a file cannot be read, or modules.json names a path outside of the folder.
+        """
+        modules = read_settings(folder / "modules.json", [])
+        pooling_config = {}
+        for module in modules:
+            path = Path(str(module.get("path", "")))
+            if path.is_absolute() or ".." in path.parts:
+                raise UserError(
+                    f"modules.json of the checkpoint names {str(path)!r}, a path outside of its "
+                    "folder."
+                )
+            if module_class(module) == "Pooling":
+                pooling_config = read_settings(folder / path / "config.json", {})
+        names = (name for name in TRANSFORMER_SETTINGS if (folder / name).exists())
+        transformer_file = next(names, TRANSFORMER_SETTINGS[0])
+        return cls(
+            config=read_settings(folder / "config.json", {}),
+            tokenizer=read_settings(folder / "tokenizer_config.json", {}),
+            modules=modules,
+            pooling_config=pooling_config,
+            transformer=read_settings(folder / transformer_file, {}),
+            transformer_file=transformer_file,
+            sentence_transformers=read_settings(folder / "config_sentence_transformers.json", {}),
+        )
+
+    @property
+    def encoder_settings(self) -> dict[str, Any]:
+        """The encoder settings that the files state; None or missing where they do not."""
+        special_tokens = self.special_tokens
+        return {
+            "pooling": self.pooling or None,
+            "attention": self.attention,
+            "normalize": self.normalize,
+            "max_length": self.max_length,
+            "special_tokens": None if special_tokens == TOKENIZER_DECIDES else special_tokens,
+        }
+
+    @property
+    def pooling(self) -> str:
+        """The name of the pooling, from the old or the new layout of its config; may be empty.
+
+        Several poolings are joined by a plus sign.
+        """
+        modes = self.pooling_config.get("pooling_mode")
+        if modes is None:
+            on = (key for key, value in self.pooling_config.items() if value is True)
+            modes = [key for key in on if key.startswith("pooling_mode_")]
+        names = modes if isinstance(modes, list) else [modes] if isinstance(modes, str) else []
+        return "+".join(
+            _POOLING_MODES.get(str(name).removeprefix("pooling_mode_"), str(name)) for name in names
+        )
+
+    @property
+    def normalize(self) -> bool | None:
+        """Whether vectors have unit norm; None if the files do not say."""
+        return any(module_class(m) == "Normalize" for m in self.modules) if self.modules else None
+
+    @property
+    def ignored_steps(self) -> list[str]:
+        """Steps of sentence-transformers that are not applied, as phrases for the user."""
+        config, notes = self.sentence_transformers, []
+        name, prompts = config.get("default_prompt_name"), config.get("prompts")
+        prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+        if prompt:
+            notes.append(
+                f"texts without the prefix {prompt!r}, which config_sentence_transformers.json "
+                "adds by default (add it to a prompt file)"
+            )
+        if config.get("truncate_dim"):
+            notes.append(
+                "vectors with all their dimensions, which config_sentence_transformers.json "
+                f"truncates to {config['truncate_dim']}"
+            )
+        return notes
+
+    @property
+    def positions(self) -> int | None:
+        """The number of positions that the model has; None if the config does not say."""
+        nested = self.config.get("text_config")
+        config = nested if isinstance(nested, dict) else self.config
+        positions = config.get("max_position_embeddings")
+        if not isinstance(positions, int) or positions <= 0:
+            return None
+        offset = str(config.get("model_type")) in _OFFSET_POSITIONS
+        return positions - 2 if offset else positions
+
+    @property
+    def max_length(self) -> int | None:
+        """The maximum length of an input in tokens; None if the files do not say."""
+        stated = (self.transformer.get("max_seq_length"), self.tokenizer.get("model_max_length"))
+        numbers = (n for n in stated if isinstance(n, int | float) and 8 <= n < _NO_LIMIT)
+        return next((int(number) for number in numbers), None)
+
+    @property
+    def attention(self) -> Attention | None:
+        """The direction of attention that the config states; None if it does not."""
+        if self.config.get("use_bidirectional_attention") is True:
+            return "bidirectional"
+        causal = self.config.get("is_causal", self.config.get("is_decoder") or None)
+        return None if causal is None else "causal" if causal else "bidirectional"
+
+    @property
+    def special_tokens(self) -> str:
+        """The special tokens around an input, if the tokenizer's config requests an end token.
+
+        transformers 5 follows tokenizer.json instead and silently drops that token (mteb #5237).
+        """
+        if self.tokenizer.get("add_eos_token") is not True:
+            return TOKENIZER_DECIDES
+        first, last = (_token_text(self.tokenizer.get(key)) for key in ("bos_token", "eos_token"))
+        # The tokenizer classes of Llama and Gemma add a first token by default.
+        kind = str(self.tokenizer.get("tokenizer_class"))
+        adds_first = self.tokenizer.get("add_bos_token", "Llama" in kind or "Gemma" in kind)
+        if last is None or (adds_first and first is None):
+            return TOKENIZER_DECIDES
+        return f"{first} {{text}} {last}" if adds_first else f"{{text}} {last}"
+
+
+#: Our names of poolings, keyed by their names in the pooling module of sentence-transformers.
+_POOLING_MODES = {
+    pooling.module: name for name, pooling in POOLINGS.items() if pooling.supports_routers
+}
+
+
+def _token_text(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+#: Settings whose values sentence-transformers passes to transformers, and the arguments among
+#: them that do not affect vectors in llmcond.
+_TRANSFORMERS_ARGUMENTS = (
+    "model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args",
+    "config_kwargs", "processing_kwargs", "tokenizer_name_or_path",
+)  # fmt: skip
+_HARMLESS_ARGUMENTS = {
+    "attn_implementation", "cache_dir", "device_map", "dtype", "local_files_only",
+    "low_cpu_mem_usage", "padding_side", "token", "torch_dtype", "trust_remote_code",
+    "use_safetensors",
+}  # fmt: skip
+_SUPPORTED_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+
+
+def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
+    """Read a checkpoint's settings, and check that llmcond can compute its vectors as intended.
+
+    Raises:
+        UserError: the checkpoint is an adapter, is not a copy of the requested model, needs code
+            from its repository, has unsupported modules or an unsupported order of them, or has
+            unsupported settings that would change its vectors.
+    """
+    settings = CheckpointSettings.read(checkpoint.folder)
+    check_numbers(settings.config, checkpoint.name)
+    _check_special_tokens(checkpoint, settings)
+    _check_kind(checkpoint, settings)
+    if checkpoint.known is None:
+        _check_code(checkpoint, settings)
+    _check_modules(checkpoint, settings)
+    return settings
+
+
+#: The largest counts in a config by the last word of their keys. Modules (or labels) are created
+#: one by one for them.
+_MAX_COUNTS = {"layer": MAX_LAYERS, "layers": MAX_LAYERS, "experts": 10_000, "labels": 100_000}
+#: Keys of sizes and counts of a network, which are whole numbers of at least 1.
+_COUNTS = re.compile(
+    r"(num_|n_)?(hidden_|attention_|key_value_)?(layers?|heads?|kv_heads)|n_embd|d_model|d_ff|dim|"
+    r"(hidden|intermediate|embedding|vocab)_size|hidden_dim|head_dim|"
+    r"(max_position_embeddings|n_positions|sliding_window|local_attention)"
+)
+#: Keys of the numbers that keep divisions from dividing by zero.
+_EPSILONS = re.compile(r".*_(eps|epsilon)")
+
+
+def check_numbers(config: Mapping[str, Any], name: str) -> None:
+    """Check the numbers of a config.json, before anything is built from them.
+
+    Raises:
+        UserError: a number is NaN, a size is not a whole number of at least 1, or modules would
+            take hours, or all memory, to create.
+    """
+    pending = [config]
+    for values in pending:  # nested configs are appended during the loop
+        pending += [value for value in values.values() if isinstance(value, dict)]
+        for key, value in values.items():
+            expected = _expected_number(key, value)
+            if expected:
+                raise UserError(
+                    f"config.json of {name} has {key} = {shortened_repr(value)}; expected "
+                    f"{expected}. The file may be damaged: copy it again."
+                )
+
+
+def _check_special_tokens(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
+    """Raise a UserError if a special token is neither a text nor a description that has one."""
+    file = "special_tokens_map.json"
+    records = {
+        "tokenizer_config.json": settings.tokenizer,
+        file: read_settings(checkpoint.folder / file, {}),
+    }
+    for file, values in records.items():
+        for key in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+            token = values.get(f"{key}_token")
+            content = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(content, str | None):
+                raise UserError(
+                    f"{file} of {checkpoint.name} has {key}_token = {shortened_repr(token)}; "
+                    "expected a text. The file may be damaged: copy it again."
+                )
+
+
+def _expected_number(key: str, value: Any) -> str:
+    """Return what is expected instead of a value of a config; empty if the value is valid."""
+    most = _MAX_COUNTS.get(key.rpartition("_")[2])
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if most is not None and is_number and value > most:
+        return f"at most {most:,}"
+    if is_number and math.isnan(value):
+        return "a number"
+    # Some architectures have a list of sizes, one for each layer.
+    is_absent = value is None or isinstance(value, list | dict)
+    if _COUNTS.fullmatch(key) and not is_absent and not (type(value) is int and value >= 1):
+        return "a whole number of at least 1"
+    if _EPSILONS.fullmatch(key) and not is_absent and not (is_number and 0 <= value < 1):
+        return "a number from 0 to 1"
+    return ""
+
+
+def _check_modules(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
+    """Raise a ``UserError`` for steps of sentence-transformers that are not supported."""
+    name, kinds = checkpoint.name, [module_class(module) for module in settings.modules]
+    consequence = "without it, the vectors would be different."
+    for kind in kinds:
+        if kind not in _SUPPORTED_MODULES:
+            raise UserError(
+                f"{name} has a sentence-transformers module {kind!r}, which is not supported; "
+                f"{consequence} Supported: {', '.join(_SUPPORTED_MODULES)}."
+            )
+    if kinds and not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)):
+        raise UserError(
+            f"modules.json of {name} has the sentence-transformers modules {', '.join(kinds)}. "
+            "Supported are Transformer, Pooling, any number of Dense and optionally Normalize, in "
+            "this order; in another order, the vectors would be different."
+        )
+    if settings.modules and settings.modules[0].get("path") not in (None, "", "."):
+        raise UserError(
+            f"modules.json of {name} has its Transformer in {settings.modules[0]['path']!r}, but "
+            "it must be in the folder of modules.json. Name the folder of the Transformer instead, "
+            "with --pooling and --normalize as in the modules."
+        )
+    for key in _TRANSFORMERS_ARGUMENTS:
+        value = settings.transformer.get(key)
+        if value and (not isinstance(value, dict) or value.keys() - _HARMLESS_ARGUMENTS):
+            raise UserError(
+                f"{settings.transformer_file} of {name} has {key} = {value!r}, which is not "
+                f"supported; {consequence}"
+            )
+    tokenizer_lowercases = settings.tokenizer.get("do_lower_case") is True
+    if settings.transformer.get("do_lower_case") and not tokenizer_lowercases:
+        raise UserError(
+            f"{settings.transformer_file} of {name} has do_lower_case, which is not supported; "
+            f"{consequence} Save a tokenizer that converts texts to lower case itself, and set "
+            "do_lower_case to false."
+        )
+
+
+def read_adapter_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the settings that sentence-transformers wrote next to an adapter; {} without any.
+
+    Raises:
+        UserError: a module is not supported.
+    """
+    if checkpoint.adapter is None or not (checkpoint.adapter / "modules.json").is_file():
+        return {}
+    settings = CheckpointSettings.read(checkpoint.adapter)
+    _check_modules(checkpoint, settings)
+    if "Dense" in map(module_class, settings.modules):
+        raise UserError(
+            f"{checkpoint.name} is an adapter with a dense layer after its pooling, which is not "
+            "supported; without it, the vectors would be different. Merge the adapter into its "
+            "base, and save the whole model."
+        )
+    max_length = settings.transformer.get("max_seq_length")
+    stated = {"pooling": settings.pooling or None, "normalize": settings.normalize}
+    return stated | ({"max_length": max_length} if isinstance(max_length, int) else {})
+
+
+def _check_kind(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
+    """Raise a ``UserError`` for redirected files, another architecture, or an unapplied adapter."""
+    for key, values, file in (
+        ("transformers_weights", settings.config, "config.json"),
+        ("fast_tokenizer_files", settings.tokenizer, "tokenizer_config.json"),
+    ):
+        if values.get(key):
+            # transformers would read a file that is neither listed nor identified.
+            raise UserError(
+                f"{file} of {checkpoint.name} names a file in {key} ({values[key]!r}), which is "
+                "not supported. Rename that file to model.safetensors or tokenizer.json, and "
+                f"remove {key}."
+            )
+    known, kind = checkpoint.known, settings.config.get("model_type")
+    if known is not None and kind != known.architecture["model_type"]:
+        raise UserError(
+            f"{checkpoint.name} has the architecture {kind!r}, but {known.name} has "
+            f"{known.architecture['model_type']!r}, so it is not a copy of {known.name}."
+        )
+    if (checkpoint.folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{checkpoint.name} contains both a model and an adapter. Remove config.json to apply "
+            "the adapter to the base that it names, or remove adapter_config.json to use the model "
+            "without the adapter."
+        )
+
+
+def _check_code(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
+    """Raise a ``UserError`` for an unknown checkpoint that needs code from its repository."""
+    if _has_nested_code(settings.config):
+        raise UserError(
+            f"{checkpoint.name} needs code from its repository for one of its parts (auto_map in a "
+            "nested part of its config.json), which llmcond never runs. Use another model."
+        )
+    auto_map, tokenizer = settings.config.get("auto_map"), settings.tokenizer.get("auto_map")
+    code_references = dict(auto_map) if isinstance(auto_map, dict) else {}
+    if isinstance(tokenizer, dict):
+        tokenizer = tokenizer.get("AutoTokenizer")
+    if tokenizer:  # old tokenizers have a list instead of a mapping
+        code_references["AutoTokenizer"] = tokenizer
+    for key in filter(code_references.get, ("AutoModel", "AutoConfig", "AutoTokenizer")):
+        reference = code_references[key]
+        name = checkpoint.name.rstrip("/").rpartition("/")[2]
+        model_names = [known.rpartition("/")[2] for known in known_names()]
+        if isinstance(reference, list):
+            reference = next(filter(None, reference), "")
+        raise UserError(
+            f"{checkpoint.name} needs code from its repository ({key}: {reference}), which llmcond "
+            "never runs. It is not one of the models that llmcond supports without such code: "
+            f"{', '.join(known_names())}. {did_you_mean(name, model_names)} If it is a copy of one "
+            "of these, name that with --like NAME."
+        )
+
+
+def _has_nested_code(config: Mapping[str, Any]) -> bool:
+    """Return whether a nested config names code, which transformers uses for some parts."""
+    pending = [value for key, value in config.items() if key != "auto_map"]
+    for value in pending:  # the list grows during the loop
+        if isinstance(value, dict):
+            if value.get("auto_map"):
+                return True
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return False

@@ -1,1 +1,0 @@
-"""The files of a checkpoint: finding them, reading their settings, and loading their weights."""

@@ -1,1 +1,0 @@
-"""Loading an encoder onto a device: architecture, number type, quantisation and memory."""

@@ -1,1 +1,0 @@
-"""Routers that act inside an encoder's network: their settings, their weights and their passes."""

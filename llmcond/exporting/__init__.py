@@ -1,1 +1,0 @@
-"""Export of fitted embedders as models of other libraries."""

@@ -1,0 +1,333 @@
+"""Options of commands that embed, cluster, index, check or rate a user's texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from llmcond.base.errors import UserError
+from llmcond.base.files import (
+    PAGE_SUFFIXES,
+    check_figure,
+    check_folder,
+    check_output,
+    file_output,
+    is_folder,
+    suffix,
+)
+from llmcond.base.options import Amount, IndexPrecision, Positive, Seed, option
+from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
+from llmcond.options.common import (
+    CHECK_HELP,
+    DATA,
+    IN_PYTHON,
+    TEXT_HELP,
+    VALUES_HELP,
+    ColumnOptions,
+    ConditionOptions,
+    EmbedderOptions,
+    GuideOption,
+    PrecisionOptions,
+    ScaleOptions,
+    Split,
+    TextInputOptions,
+    TruncateOption,
+    condition_option,
+)
+
+_SERVER = "server"
+_PROPOSE = "texts without pairs"
+_Rate = Annotated[float, Gt(0), Lt(math.inf)]
+
+
+def _parse_clusters(text: str) -> int | str:
+    """Convert a text to an integer if it is one; clustering checks any other text."""
+    return int(text) if text.isdecimal() else text
+
+
+def ranges_path(out: Path) -> Path:
+    """Return the file of the ranges of 8-bit embeddings in ``out``: ``v-ranges.npy``."""
+    return out.with_name(f"{out.stem}-ranges.npy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOptions, ScaleOptions):
+    """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
+
+    texts: Any = option(
+        flag="",
+        source=TEXT_FILES,
+        help=f"rows to embed: {TEXT_FILES}; with --out FOLDER also a folder of .parquet files, "
+        f"or a .lance dataset, also by URI (s3://BUCKET/PATH); {IN_PYTHON}",
+    )
+    out: str | Path = option(
+        metavar="OUT",
+        parse=str,  # Path would change a URI.
+        help=".parquet, .csv or .npy file, or FOLDER: a folder (of Parquet files) or a .lance "
+        "dataset, also by URI; if interrupted, the same command resumes a FOLDER",
+    )
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
+    condition: Sequence[str] = condition_option(
+        "column of the conditions or, if there is no such column, one condition for every row; may "
+        "be repeated, which gives one column of vectors each, embedding (CONDITION) (default: the "
+        "column condition)",
+        (),
+        metavar="COL_OR_TEXT",
+    )
+    values: Sequence[str] = option(
+        (),
+        metavar="VALUES",
+        repeat=True,
+        help=f"{VALUES_HELP}. They apply to every condition of a column. With several --condition, "
+        "repeat --values once for each, in the same order ('' for a condition without values)",
+    )
+    keep: Sequence[str] = option(
+        (),
+        metavar="COL",
+        help="other columns of the source to write, such as an id (default: none, or all with "
+        "--out FOLDER)",
+    )
+    condition_text: str | None = option(
+        None, metavar="TEXT", help="condition of every row, even if a column has the same name"
+    )
+    normalize: bool = option(
+        True,
+        help="scale vectors to unit L2 norm, so that inner products are cosines",
+    )
+
+    def __post_init__(self) -> None:
+        """Also check the output."""
+        super().__post_init__()
+        out = Path(self.out)
+        if not self.is_streamed:
+            check_output(out, EMBEDDING_SUFFIXES, [self.texts, self.guide])
+            if out.is_symlink():  # Its target is written, and the link stays.
+                out = out.resolve()
+                object.__setattr__(self, "out", out)
+            if self.precision in ("int8", "uint8") and self.ranges is None:
+                check_output(ranges_path(out), (".npy",), [self.texts])
+        elif "://" not in str(self.out):
+            check_folder(out)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether ``out`` names a folder or a Lance dataset, not a file.
+
+        Raises:
+            UserError: ``out`` is the URI of a file.
+        """
+        name, ending = str(self.out), suffix(self.out)
+        if ending in EMBEDDING_SUFFIXES:
+            if "://" in name:
+                raise UserError(
+                    f"{name} is a file in an object store, and files are written on this machine "
+                    "only. Name a folder or a .lance dataset."
+                )
+            return False
+        named_so = ending in ("", ".lance") or name.endswith("/") or "://" in name
+        return named_so or is_folder(Path(name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOptions):
+    """Options of ``llmcond cluster``: the texts, the method, and the files to write."""
+
+    texts: Any = option(
+        flag="",
+        metavar="TEXTS",
+        source=TEXT_FILES,
+        help=f"texts to use: {TEXT_FILES}; {IN_PYTHON}",
+    )
+    out: str | Path | None = option(
+        None,
+        writes=file_output(".parquet", ".csv"),
+        help=".parquet or .csv file to write each text with its clusters to (default: only print "
+        "the clusters)",
+    )
+    condition: Sequence[str] = condition_option(
+        "condition that texts are compared under, such as 'the topic'; may be repeated", ()
+    )
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
+    keep: Sequence[str] = option(
+        (), metavar="COL", help="other columns of the source to write, such as an id"
+    )
+    clusters: int | Literal["auto"] = option(
+        "auto",
+        metavar="K",
+        parse=_parse_clusters,
+        help="number of K-means clusters; auto: the number with the highest silhouette, or the "
+        "number of labels of the guide",
+        conflicts="--method hdbscan",
+    )
+    method: Literal["kmeans", "hdbscan"] = option(
+        "kmeans",
+        help="clustering method; hdbscan chooses the number of clusters, and leaves outliers out",
+    )
+    min_cluster_size: Annotated[int, Ge(2)] | None = option(
+        None,
+        help="with --method hdbscan: smallest cluster, in texts (default: 1 % of the texts, at "
+        "least 5)",
+        needs="--method hdbscan",
+    )
+    labels: Sequence[str] = option(
+        (),
+        metavar="COL",
+        help="column of known labels, or one for each condition; clusters are scored against them, "
+        "next to clusters of the base encoder's vectors without a condition",
+    )
+    report: str | Path | None = option(
+        None,
+        metavar="FILE.html",
+        writes=file_output(*PAGE_SUFFIXES),
+        help="HTML report to write, with an interactive map of the texts",
+    )
+    map: str | Path | None = option(
+        None,
+        metavar="FIGURE",
+        writes=check_figure,
+        help="picture of the map: .png, .svg or .pdf; its positions are written next to it, as "
+        "FIGURE-data.csv",
+    )
+    check: bool = option(True, help=f"without --guide: {CHECK_HELP}")
+    seed: Seed = option(0, metavar="S", help="random seed of K-means, sampling and the map")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConditionOptions(ConditionOptions, EmbedderOptions, TextInputOptions):
+    """Options of ``llmcond check-condition``: the conditions to check, and the texts."""
+
+    texts: Any = option(
+        flag="",
+        metavar="TEXTS",
+        source=TEXT_FILES,
+        help=f"texts to use: {TEXT_FILES}; {IN_PYTHON}",
+    )
+    condition: Sequence[str] = condition_option("condition to check; may be repeated")
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
+    seed: Seed = option(0, metavar="S", help="random seed of the sample of texts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption, TextInputOptions):
+    """Options of ``llmcond index``: the texts to add to an index, and those to delete."""
+
+    texts: Any = option(
+        None,
+        flag="",
+        metavar="TEXTS",
+        source=TEXT_FILES,
+        help=f"texts to add: {TEXT_FILES}; {IN_PYTHON}",
+    )
+    out: str | Path = option(metavar="DIR", writes=check_folder, help="folder of the index")
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
+    id: str | None = option(
+        None, metavar="COL", help="column of unique ids (default: ids derived from the texts)"
+    )
+    keep: Sequence[str] = option(
+        (), metavar="COL", help="other columns to store, for filters and search results"
+    )
+    condition: Sequence[str] = condition_option(
+        "condition to embed all texts under now; may be repeated. Later searches under it are "
+        "faster if the model encodes each text together with the condition. The index records its "
+        "--values",
+        (),
+    )
+    guide: Any = option(
+        None,
+        help="table of a few labelled texts that guide all later searches: columns text and label, "
+        "and also condition unless there is one --condition; none: remove the guide of each "
+        "--condition",
+    )
+    precision: IndexPrecision | None = option(
+        None,
+        help="number type of the vectors under conditions, of a new index: float16, int8, uint8, "
+        "binary or ubinary (default: float16)",
+    )
+    delete: Sequence[str] = option(
+        (), metavar="ID", help="ids of texts to delete, or a file with one id per line"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnotateOptions(ColumnOptions, TextInputOptions):
+    """Options of ``llmcond annotate``: the rows to rate, the server, and limits and prices."""
+
+    data: Any = option(
+        flag="",
+        source=DATA,
+        help=f"rows to rate, whether they have ratings or not: {DATA}; with --propose: texts, "
+        "as llmcond embed reads them",
+    )
+    endpoint: str = option(
+        metavar="URL", help="address of the server, such as http://localhost:8000/v1"
+    )
+    model: str = option(help="name of the language model on the server")
+    out: str | Path = option(
+        metavar="FILE.csv",
+        writes=file_output(".csv"),
+        help="file to write the rated rows to, which `extract --data` reads",
+    )
+    prompt: str = option(
+        "rate",
+        metavar="NAME_OR_FILE",
+        help="prompt that asks for a rating: rate, answer-then-compare, or a .toml file",
+    )
+    samples: Positive = option(
+        1, metavar="K", help="number of answers per question, which are averaged"
+    )
+    rows: Positive | None = option(
+        None, help="number of rows to rate, sampled at random (default: all)"
+    )
+    split: Split | None = option(
+        None, help="split to rate if the data is a folder (default: train)"
+    )
+    seed: Seed = option(
+        0,
+        metavar="S",
+        help="random seed; with another seed all questions are asked again",
+    )
+    yes: bool = option(
+        False, help="continue without asking for confirmation of the estimated cost and time"
+    )
+    price_in: Amount | None = option(None, metavar="P", help="price per million input tokens")
+    price_out: Amount | None = option(None, metavar="P", help="price per million output tokens")
+    propose: Positive | None = option(
+        None,
+        group=_PROPOSE,
+        help="number of rows for which the model first proposes the sentence pair and condition, "
+        "and which it then rates",
+        conflicts="--columns or --rating-range or --unrated or --split or --rows",
+    )
+    text: str | None = option(
+        None,
+        metavar="COL",
+        group=_PROPOSE,
+        needs="--propose",
+        help=TEXT_HELP,
+    )
+    concurrency: Positive = option(4, group=_SERVER, help="number of concurrent requests")
+    per_minute: _Rate | None = option(
+        None, metavar="N", group=_SERVER, help="largest number of requests per minute"
+    )
+    timeout: _Rate = option(
+        60.0,
+        metavar="S",
+        group=_SERVER,
+        help="seconds after which a request without a complete answer is retried",
+    )
+    retries: Annotated[int, Ge(0)] = option(
+        6,
+        group=_SERVER,
+        help="number of retries per request, after growing pauses or when the server says",
+    )
+    request: Mapping[str, str] | None = option(
+        None,
+        metavar="NAME=VALUE",
+        group=_SERVER,
+        help="other fields of each request, such as temperature=0.7 max_tokens=300",
+    )

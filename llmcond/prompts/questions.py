@@ -1,0 +1,332 @@
+"""Templates of questions to a language model, settings of its server, and parsers of its answers.
+
+A template is a bundled TOML file in ``prompts/annotate``, or another TOML file. The model has to
+answer with one JSON object, which has the fields of ``QuestionTemplate.schema``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from llmcond.base.errors import UserError, shortened_repr
+from llmcond.base.files import digest_text
+from llmcond.base.output import log
+from llmcond.base.package import bundled_names
+from llmcond.base.records import STRICT, build, read_toml, resolve_toml
+from llmcond.base.text import condition_cell
+from llmcond.data.datasets import RatingScale
+from llmcond.prompts.template import placeholders
+
+#: Folder of the bundled templates in ``prompts``.
+FOLDER = "annotate"
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+#: Kinds of questions: rate a pair under a condition, or propose pairs and conditions.
+Kind = Literal["rate", "propose"]
+#: The placeholders of each kind, all of which are required.
+PLACEHOLDERS: Mapping[Kind, tuple[str, ...]] = {
+    "rate": ("sentence1", "sentence2", "condition"),
+    "propose": ("sentence", "others"),
+}
+#: The range of ratings, and the label of ill-defined rows, as in the files of C-STS.
+SCALE = RatingScale()
+ILL_DEFINED = "ill-defined"
+_STEPS = [str(step) for step in range(int(SCALE.low), int(SCALE.high) + 1)]
+_TEXT = {"type": "string"}
+#: The fields of the answers of each kind. A template's ``first`` fields precede them.
+_FIELDS: Mapping[Kind, Mapping[str, Any]] = {
+    "rate": {"rating": {"type": "string", "enum": [*_STEPS, ILL_DEFINED]}},
+    "propose": {"partner": {"type": "integer"}, "alike": _TEXT, "different": _TEXT},
+}
+#: End of the thoughts that reasoning models write before they answer.
+_THOUGHT_ENDS = ("</think>", "</thinking>")
+_PLAIN = re.compile(
+    r"(?:rating|score|similarity)\W{0,4}(?:[:=]|\bis\b)\W{0,6}?(-?\d+(?:\.\d+)?|ill.?defined)",
+    re.IGNORECASE,
+)
+_OPENS = re.compile(r'\{\s*"')
+#: Number of characters at the end of an answer that are searched, because answers may be very long.
+_MAX_CHARACTERS = 8_000
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionTemplate:
+    """A checked template file.
+
+    Attributes:
+        kind: kind of the question.
+        description: description in one line.
+        source: origin of the wording.
+        question: the user's message, with all placeholders of its kind.
+        system: the system message; empty: none.
+        first: names of text fields that the model writes before its answer, such as reasons.
+        name: name of the template.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    kind: Kind
+    description: str
+    source: str
+    question: str
+    system: str = ""
+    first: tuple[str, ...] = ()
+    name: str = field(default="", kw_only=True)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """JSON schema of each field of an answer, in their order."""
+        return {**dict.fromkeys(self.first, _TEXT), **_FIELDS[self.kind]}
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of an answer."""
+        return {
+            "type": "object",
+            "properties": self.fields,
+            "required": list(self.fields),
+            "additionalProperties": False,
+        }
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything in the template that changes the question."""
+        return digest_text(self.kind, self.system, self.question, *self.first)
+
+    def messages(self, values: Mapping[str, str]) -> list[dict[str, str]]:
+        """Return the messages of a question, in the chat protocol.
+
+        The question describes the format of the answer, which servers without structured output
+        need.
+
+        Args:
+            values: texts for the placeholders.
+        """
+        legal = {
+            name: " or ".join(schema.get("enum", ["..."])) for name, schema in self.fields.items()
+        }
+        form = json.dumps(legal).replace('"..."', "...")
+        question = self.question.strip().format(**values)
+        content = f"{question}\n\nAnswer with one JSON object and nothing else: {form}"
+        system = [{"role": "system", "content": self.system.strip()}] if self.system.strip() else []
+        return [*system, {"role": "user", "content": content}]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the template and its digest as a JSON object."""
+        return {**asdict(self), "digest": self.digest}
+
+
+def load_template(name_or_file: str, kind: Kind) -> QuestionTemplate:
+    """Read a template by its bundled name or by the path of a ``.toml`` file.
+
+    Raises:
+        UserError: there is no such template, it is of another kind, or a key or placeholder is
+            unknown or missing.
+    """
+    path = resolve_toml(name_or_file, "prompts", FOLDER)
+    values = read_toml(path)
+    if "name" in values:
+        raise UserError(f"{path}: unknown key 'name'; the name of a prompt is that of its file.")
+    template = build(QuestionTemplate, {**values, "name": path.stem}, str(path))
+    if template.kind != kind:
+        others = [other for other in bundled_templates() if other.kind == kind]
+        raise UserError(
+            f"{path} is of the kind {template.kind!r}; expected the kind {kind!r}, such as "
+            f"{', '.join(other.name for other in others)}."
+        )
+    _check(template, str(path))
+    return template
+
+
+def bundled_templates() -> list[QuestionTemplate]:
+    """Return all bundled templates, sorted by their names."""
+    templates = []
+    for name in bundled_names("prompts", FOLDER):
+        path = resolve_toml(name, "prompts", FOLDER)
+        templates.append(build(QuestionTemplate, {**read_toml(path), "name": name}, str(path)))
+    return templates
+
+
+def _check(template: QuestionTemplate, source: str) -> None:
+    required = PLACEHOLDERS[template.kind]
+    present = placeholders(template.question, f"{source}: question", required)
+    missing = [name for name in required if name not in present]
+    if missing:
+        raise UserError(f"{source}: question lacks the placeholder {{{missing[0]}}}.")
+    invalid = [
+        name for name in template.first if name in _FIELDS[template.kind] or not name.strip()
+    ]
+    if invalid:
+        raise UserError(
+            f"{source}: first has {invalid[0]!r}, which is empty or a field of every answer."
+        )
+
+
+def _final_answer(answer: str) -> str:
+    """Return the end of an answer, without the model's thoughts before it."""
+    starts = [answer.rfind(end) + len(end) for end in _THOUGHT_ENDS if end in answer]
+    return answer[max(starts, default=0) :][-_MAX_CHARACTERS:]
+
+
+def _find_object(text: str, field: str) -> dict[str, Any] | None:
+    """Return the last JSON object within a text that has a field; None if there is none."""
+    last, decoder, end = None, json.JSONDecoder(), 0
+    for opens in _OPENS.finditer(text):
+        if opens.start() < end:  # This brace is within the previous object.
+            continue
+        try:
+            value, end = decoder.raw_decode(text, opens.start())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict) and field in value:
+            last = value
+    return last
+
+
+def parse_rating(answer: str) -> float | None:
+    """Parse the rating of an answer from a JSON object, or from words such as "Rating: 4".
+
+    Returns:
+        The rating from 0 to 1; NaN if the answer is "ill-defined"; None if it has no rating.
+    """
+    text = _final_answer(answer)
+    value = _find_object(text, "rating")
+    if value is not None:
+        rating = str(value["rating"])
+    else:
+        matches = _PLAIN.findall(text)
+        rating = matches[-1] if matches else text.strip().strip("*.\"'")
+    if re.fullmatch(r"ill.?defined", rating.strip(), re.IGNORECASE):
+        return SCALE.to_unit(SCALE.unrated)
+    try:
+        return SCALE.to_unit(rating)
+    except ValueError:
+        return None
+
+
+def parse_proposal(
+    answer: str, sentence: str, candidates: Sequence[str]
+) -> list[tuple[str, str, str]] | None:
+    """Parse the proposal of an answer.
+
+    Args:
+        answer: the answer.
+        sentence: the first sentence of the pair.
+        candidates: the candidates for the second sentence.
+
+    Returns:
+        The pair with a condition under which it is similar, and with one under which it differs.
+        Empty if no candidate fits; None if the answer cannot be parsed.
+    """
+    value = _find_object(_final_answer(answer), "partner")
+    if value is None:
+        return None
+    try:
+        number = int(str(value["partner"]))
+        if not number:
+            return []
+        conditions = [condition_cell(value.get(name)) for name in ("alike", "different")]
+    except ValueError:
+        return None
+    if not 1 <= number <= len(candidates):
+        return None
+    return [(sentence, candidates[number - 1], condition) for condition in conditions]
+
+
+# -- the server and its answers -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a model.
+
+    Attributes:
+        text: text of the answer, unchanged; empty if there was none.
+        tokens_in, tokens_out: numbers of tokens that the server counted; None if it did not.
+        seconds: time from the question to the answer, including retries.
+    """
+
+    text: str
+    tokens_in: int | None
+    tokens_out: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Settings of the server, the model and the requests.
+
+    Attributes:
+        endpoint: address of the server, such as ``http://localhost:8000/v1``.
+        model: name of the model on the server.
+        request: other fields of every request, such as ``temperature``.
+        timeout: seconds after which a request is cancelled and retried.
+        retries: number of retries per request.
+        per_minute: largest number of requests per minute, including retries; None: no limit.
+    """
+
+    endpoint: str
+    model: str
+    request: Mapping[str, Any]
+    timeout: float = 60.0
+    retries: int = 6
+    per_minute: float | None = None
+
+    def check(self) -> None:
+        """Check the settings before any request.
+
+        Raises:
+            UserError: a setting is invalid.
+        """
+        try:
+            parts = urlsplit(self.endpoint if _is_printable(self.endpoint) else "")
+            secret = parts.username is not None or parts.password is not None or bool(parts.query)
+            _ = parts.port  # a number that is no port raises an error
+        except ValueError:
+            parts, secret = urlsplit(""), False
+        if secret:
+            raise UserError(
+                "--endpoint contains a user name, a password or a query, which messages would "
+                f"show. Leave them out; the key is read from {API_KEY_VARIABLE}."
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(
+                f"--endpoint is {shortened_repr(self.endpoint)}; expected an address such as "
+                "http://localhost:8000/v1."
+            )
+        reserved = {"model", "messages", "seed", "response_format", "stream", "n"}
+        conflicts = reserved & set(self.request)
+        if conflicts:
+            raise UserError(
+                f"--request has {sorted(conflicts)[0]!r}, which llmcond sets itself. Leave it out."
+            )
+        try:
+            json.dumps(self.request, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"--request cannot be sent as JSON: {error}. Correct it.") from None
+        key = read_api_key()
+        if not (key.isascii() and _is_printable(key)):
+            raise UserError(
+                f"{API_KEY_VARIABLE} is no key, because an HTTP header cannot contain it: it has a "
+                "space, a line break or a character outside of ASCII. Copy the key again."
+            )
+        if parts.scheme == "http" and parts.hostname not in _LOCAL and key:
+            log.warning(
+                f"{API_KEY_VARIABLE} is sent to {parts.hostname} unencrypted; use https to "
+                "protect it."
+            )
+
+
+def read_api_key() -> str:
+    """Return the key in the environment; empty if there is none."""
+    return os.environ.get(API_KEY_VARIABLE, "").strip()
+
+
+def _is_printable(text: str) -> bool:
+    return text.isprintable() and " " not in text

@@ -1,1 +1,0 @@
-"""Extraction on several cores or machines, with Ray."""
