@@ -3,7 +3,7 @@
     python scripts/make_pretrained.py runs/csts --name minilm-csts
     python scripts/make_pretrained.py runs/conditions
 
-docs/results-models.md has the commands that trained the runs. The script writes what `llmcond push`
+docs/results.md has the commands that trained the runs. The script writes what `llmcond push`
 uploads: the adapter, the head, the training record and the model card, without rows, features and
 paths. The model computes in float32, whatever its training used. Its card ends with its credits in
 models/credits.toml.
