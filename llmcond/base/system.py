@@ -7,8 +7,10 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -23,6 +25,7 @@ from llmcond.base.files import format_bytes
 from llmcond.base.package import __version__
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerContext, SpawnContext
 
     import torch
@@ -70,6 +73,21 @@ def local_rank() -> int:
     """Return the local rank of this process under torchrun or accelerate; 0 without a launcher."""
     value = os.environ.get("LOCAL_RANK", "")
     return int(value) if value.isdecimal() else 0
+
+
+def follow_parent(pipe: Connection) -> None:
+    """Leave Ctrl-C to the parent process, and end this one when the parent closes the pipe or dies.
+
+    Args:
+        pipe: end of a pipe whose other end only the parent has.
+    """
+
+    def wait() -> None:
+        pipe.poll(None)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def choose_device(device: str) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from llmcond.base.errors import LlmcondError, UserError, install_command
 from llmcond.base.output import log
 from llmcond.base.package import load, loaded_names
-from llmcond.base.system import cpu_threads, limit_cpu_threads, process_context
+from llmcond.base.system import cpu_threads, follow_parent, limit_cpu_threads, process_context
 
 if TYPE_CHECKING:
     from llmcond.encoders import ResolvedEncoder
@@ -145,17 +145,10 @@ _worker_of_process: _Worker | None = None
 
 def _start_process(parent: Connection, gpu: str | None, setup: tuple[Any, ...]) -> None:
     global _worker_of_process  # noqa: PLW0603 - it belongs to the process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    follow_parent(parent)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     _worker_of_process = _Worker(*setup)
-
-
-def _exit_with_parent(parent: Connection) -> None:
-    """End this process when the parent closes its end of the pipe, or is killed."""
-    parent.poll(None)
-    os._exit(1)
 
 
 def _call_in_process(method: str, *args: Any) -> _Answer:

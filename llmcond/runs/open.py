@@ -86,8 +86,8 @@ def open_any_run(folder: Path, *, cross: bool = False) -> Run:
         )
     if not (folder / "run.json").is_file():
         raise UserError(
-            f"{folder} is not a run of llmcond (it has no run.json). Name another --run. The "
-            "folder was not changed."
+            f"{folder} is not a run of llmcond (it has no run.json). Name another folder. This one "
+            "was not changed."
         )
     run = Run(folder, read_manifest(folder))
     if run.cross is not None and not cross:
@@ -103,11 +103,7 @@ def check_run_exists(folder: Path) -> None:
     """
     if _is_vacant(folder):
         others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
-        named = (
-            f"Name an existing one with --run ({format_list(others)}), or extract"
-            if others
-            else "Extract"
-        )
+        named = f"Name an existing one ({format_list(others)}), or extract" if others else "Extract"
         raise UserError(
             f"there is no run at {folder}. {named} features first: llmcond extract --model MODEL "
             f"--run {folder}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -28,7 +26,7 @@ from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_met
 from llmcond.base.output import EVERY_SECONDS, FitBar, log
 from llmcond.base.records import RECORD, check_record, read_record
 from llmcond.base.run_log import RunLog, log_path, send_log
-from llmcond.base.system import choose_device, process_context, provenance
+from llmcond.base.system import choose_device, follow_parent, process_context, provenance
 from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe
@@ -397,19 +395,11 @@ def _initialise(
 ) -> None:
     import torch
 
-    # Only the parent process handles Ctrl-C.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(parent_pipe,), daemon=True).start()
+    follow_parent(parent_pipe)
     torch.set_num_threads(threads)
     for name in plugin_names:
         plugins.load(name)
     prepare(*arguments)
-
-
-def _exit_with_parent(parent_pipe: Connection) -> None:
-    """End this process when the parent closes its end of the pipe, or is killed."""
-    parent_pipe.poll(None)
-    os._exit(1)
 
 
 # -- fits on the features of a run -------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack, get_args, ov
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llmcond.base.arrays import CALIBRATED, MIN_CALIBRATION, as_list
+from llmcond.base.arrays import CALIBRATED, MIN_CALIBRATION, as_list, check_truncate_dim
 from llmcond.base.errors import (
     UserError,
     format_count,
@@ -205,6 +205,9 @@ class Index:
                     "nothing in this one was changed."
                 )
             search_model = SearchModel.find(**settings, device=device, truncate_dim=truncate_dim)
+            if truncate_dim is not None:
+                dim = search_model.head.head.dim_out or search_model.encoder().dim
+                check_truncate_dim(truncate_dim, dim)
             # An index without any texts may still change its model.
             arguments: Any = search_model.find_arguments
             identity = search_model.identity

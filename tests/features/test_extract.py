@@ -17,7 +17,7 @@ from helpers.processes import FORK_CONTEXT
 from helpers.waiting import PATIENCE
 from safetensors.torch import load_file, save_file
 
-from llmcond.base.errors import DiskFullError
+from llmcond.base.errors import DiskFullError, LlmcondError
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Concurrency, Encoder
 from llmcond.encoders.spec import InputError
@@ -363,6 +363,42 @@ def test_truncated_inputs_are_counted_once_across_windows(tmp_path, checkpoint):
 
 
 # -- threads ---------------------------------------------------------------------------------------
+
+
+class FailingEncoder:
+    """A real encoder that fails for one input while another thread is computing."""
+
+    def __init__(self, encoder, bad_input):
+        self.encoder, self.bad_input, self.concurrency = encoder, bad_input, encoder.concurrency
+        self.other_started, self.failing = threading.Event(), threading.Event()
+        self.other = []
+
+    def encode_with_counts(self, inputs):
+        if self.bad_input in inputs:
+            assert self.other_started.wait(PATIENCE)
+            self.failing.set()
+            raise LlmcondError("ran out of memory")
+        if not self.other_started.is_set():
+            self.other = list(inputs)
+            self.other_started.set()
+            assert self.failing.wait(PATIENCE)
+            # The error must be raised before these vectors are computed.
+            time.sleep(0.1)
+        return self.encoder.encode_with_counts(inputs)
+
+
+def test_error_in_one_thread_keeps_vectors_of_other_threads(store, encoder):
+    inputs = order_inputs(INPUTS[:64])
+    failing = FailingEncoder(encoder, inputs[0])
+    with pytest.raises(LlmcondError, match="ran out of memory"):
+        extract(inputs, store, lambda: failing, chunking=Chunking(CHUNK))
+    assert len(failing.other) == CHUNK // 2
+    assert store.missing(failing.other) == []
+    assert 0 in store.missing(inputs)
+    stored = read_rows(store)
+    result = extract(inputs, store, lambda: encoder, chunking=Chunking(CHUNK))
+    assert result.n_computed == 64 - len(stored)
+    assert stored.items() <= read_rows(store).items()
 
 
 @pytest.fixture

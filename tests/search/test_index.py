@@ -762,4 +762,4 @@ def test_form_of_vectors_is_recorded_and_cannot_change(build):
     with pytest.raises(UserError, match="a guide needs vectors of more than 1 bit"):
         index.guide(["a park", "a beach"], ["green", "blue"], LOCATION)
     with pytest.raises(UserError, match="truncate_dim is 500, but the embeddings have"):
-        build(TEXTS, truncate_dim=500, conditions=[LOCATION], name="long")
+        build(TEXTS, truncate_dim=500, name="long")
