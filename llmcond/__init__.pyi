@@ -13,6 +13,8 @@ from llmcond.base.package import register as register
 from llmcond.base.text import Condition as Condition
 from llmcond.clustering import Clustering as Clustering
 from llmcond.clustering import ClusterResult as ClusterResult
+from llmcond.commands.encode import bench as bench
+from llmcond.commands.encode import extract as extract
 from llmcond.commands.score import analyse as analyse
 from llmcond.commands.score import compare as compare
 from llmcond.commands.score import compare_prompts as compare_prompts
@@ -25,9 +27,7 @@ from llmcond.commands.texts import check_condition as check_condition
 from llmcond.commands.texts import cluster as cluster
 from llmcond.commands.texts import embed as embed
 from llmcond.commands.texts import explain as explain
-from llmcond.commands.train import bench as bench
 from llmcond.commands.train import export as export
-from llmcond.commands.train import extract as extract
 from llmcond.commands.train import fit_head as fit_head
 from llmcond.commands.train import push as push
 from llmcond.commands.train import sweep as sweep
@@ -62,8 +62,8 @@ from llmcond.runs.embedder import Embedder as Embedder
 from llmcond.runs.embedder import load_embedder as load_embedder
 from llmcond.runs.examples import PairFeatures as PairFeatures
 from llmcond.runs.examples import load_features as load_features
-from llmcond.runs.explanation import ConditionExplanation as ConditionExplanation
-from llmcond.runs.explanation import Explanation as Explanation
+from llmcond.runs.similarity import ConditionExplanation as ConditionExplanation
+from llmcond.runs.similarity import Explanation as Explanation
 from llmcond.search.index import Index as Index
 from llmcond.search.query import Hits as Hits
 from llmcond.serving.server import ServeResult as ServeResult

@@ -25,9 +25,8 @@ from llmcond.benchmark.shapes import make_tokenizer
 from llmcond.benchmark.speeds import product_peak
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading import build_on_meta, load_config
-from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.settings import KnownModel, find_model
-from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.spec import ARCHITECTURES, EncoderInput
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from pathlib import Path
 from common import Options
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSION = ROOT / "llmcond" / "version.py"
+VERSION = ROOT / "llmcond" / "base" / "package.py"
 CHANGELOG = ROOT / "CHANGELOG.md"
 CITATION = ROOT / "CITATION.cff"
 

@@ -29,8 +29,9 @@ from llmcond.base.options import option
 from llmcond.base.output import log, log_to_terminal
 from llmcond.base.system import provenance
 from llmcond.commands.base import Command, add_arguments, create_command
+from llmcond.commands.encode import extract
 from llmcond.commands.score import evaluate
-from llmcond.commands.train import extract, fit_head
+from llmcond.commands.train import fit_head
 from llmcond.data.datasets import Columns
 from llmcond.data.rows import Rows, split_by_pair
 from llmcond.encoders import EncoderOptions, resolve

@@ -49,8 +49,9 @@ from reproduce import RatedWork as Work
 from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.files import can_draw, write_text
 from llmcond.base.output import log
+from llmcond.commands.encode import extract
 from llmcond.commands.score import evaluate
-from llmcond.commands.train import extract, train_lora
+from llmcond.commands.train import train_lora
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder

@@ -36,8 +36,8 @@ from reproduce import (
 
 from llmcond.base.errors import LlmcondError
 from llmcond.base.output import log
+from llmcond.commands.encode import extract
 from llmcond.commands.score import evaluate
-from llmcond.commands.train import extract
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.options.common import Split
 from llmcond.runs.open import open_any_run

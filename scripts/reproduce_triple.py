@@ -41,8 +41,8 @@ from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.files import check_figure
 from llmcond.base.metrics import METRICS
 from llmcond.base.output import log
+from llmcond.commands.encode import extract
 from llmcond.commands.score import analyse, evaluate
-from llmcond.commands.train import extract
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading import load_config, load_tokenizer
 from llmcond.encoders.tokenizing import InputTokenizer

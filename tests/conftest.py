@@ -22,7 +22,7 @@ import pytest
 from llmcond.base.output import log_to_terminal
 from llmcond.base.system import cpu_features, is_installed
 from llmcond.encoders.encoder import Encoder, load_encoder
-from llmcond.encoders.openvino.architectures import import_openvino
+from llmcond.encoders.spec import import_openvino
 
 #: Networks with more bytes are compiled each time, because hashing their weights takes as long.
 _MAX_CACHED_BYTES = 2**20

@@ -2,7 +2,7 @@
 
 #: The module and class of each command, in the order of ``llmcond --help``.
 COMMANDS = {
-    "extract": "train:Extract",
+    "extract": "encode:Extract",
     "fit-head": "train:FitHead",
     "sweep": "train:Sweep",
     "train-lora": "train:TrainLora",
@@ -29,5 +29,5 @@ COMMANDS = {
     "prompts": "lists:Prompts",
     "prompts show": "lists:ShowPrompt",
     "heads": "lists:Heads",
-    "bench": "train:Bench",
+    "bench": "encode:Bench",
 }

@@ -23,7 +23,7 @@ from llmcond.options.texts import (
 
 if TYPE_CHECKING:
     from llmcond.clustering import ClusterResult
-    from llmcond.runs.explanation import Explanation
+    from llmcond.runs.similarity import Explanation
     from llmcond.workflows.annotate import AnnotationResult
     from llmcond.workflows.embed import EmbedResult
     from llmcond.workflows.evaluate import ConditionChecks

@@ -28,8 +28,8 @@ from llmcond.base.files import digest_bytes
 from llmcond.base.options import Option, check_argument, declaration_of, option
 from llmcond.base.output import log
 from llmcond.base.system import check_device_name, computes_natively
-from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.spec import (
+    ARCHITECTURES,
     POOLINGS,
     Attention,
     Dtype,

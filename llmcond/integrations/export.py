@@ -37,12 +37,11 @@ from llmcond.encoders.tokenizing import InputTokenizer
 from llmcond.finetune.loop import write_tensors
 from llmcond.heads.numpy_heads import DenseLayer
 from llmcond.heads.settings import Activation
-from llmcond.integrations.portable import copy_run, strip_path
 from llmcond.prompts import Prompt
 from llmcond.prompts.template import InputTemplate
 from llmcond.report.card import render_card
 from llmcond.runs.embedder import Embedder, describe, load_embedder
-from llmcond.runs.portable import read_credits
+from llmcond.runs.portable import copy_run, read_credits, strip_path
 from llmcond.runs.similarity import Vectors
 
 #: How a caller of the exported model selects the condition: it is fixed, one of several is selected
@@ -703,7 +702,8 @@ def _write_any_condition(run: Path, out: Path, embedder: Embedder) -> ExportResu
     about = describe(embedder)
     result = ExportResult(out, [], "any", modules, dtype, embedder.dim, None, [note], about)
     with create_folder_atomically(out) as folder:
-        copy_run(run, embedder, folder)
+        checkpoint = embedder.encoder.resolved.checkpoint
+        copy_run(run, embedder.name, embedder.view.name, checkpoint, folder)
         write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _MODULE}])
         _write_settings(folder, {}, None)
         return _finish_export(folder, result, embedder, run, expected)

@@ -11,8 +11,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import InputModule
 
 from llmcond.base.errors import UserError
-from llmcond.integrations.portable import EXPORT_SETTINGS, copy_run, read_export
 from llmcond.runs.embedder import Embedder, load_embedder
+from llmcond.runs.portable import EXPORT_SETTINGS, copy_run, read_export
 
 
 class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has no types
@@ -73,7 +73,9 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
         """Write the files that ``load`` reads."""
-        copy_run(self.run, self.embedder, Path(output_path))
+        embedder = self.embedder
+        checkpoint = embedder.encoder.resolved.checkpoint
+        copy_run(self.run, embedder.name, embedder.view.name, checkpoint, Path(output_path))
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Self:

@@ -16,7 +16,7 @@ from llmcond.base.text import condition_titles
 from llmcond.report.figures import ShadedToken, TokenRow, plot_tokens
 from llmcond.report.page import write_html
 from llmcond.report.tables import estimate_text, factors_text
-from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanation, Values
+from llmcond.runs.similarity import SUBTRACTED, ConditionExplanation, Explanation, Values
 
 JsonRows = Sequence[Mapping[str, Any]]
 

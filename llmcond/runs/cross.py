@@ -20,10 +20,15 @@ from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
 from llmcond.encoders.spec import Orders, check_finite
 from llmcond.runs.embedder import Embedder, load_embedder
-from llmcond.runs.explanation import Explanation, leave_one_out
 from llmcond.runs.open import LazyEncoder, open_run
 from llmcond.runs.run import TrainedHeadRecord
-from llmcond.runs.similarity import SimilarityModel, Vectors, as_conditions
+from llmcond.runs.similarity import (
+    Explanation,
+    SimilarityModel,
+    Vectors,
+    as_conditions,
+    leave_one_out,
+)
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from llmcond.features.pool import Workers
     from llmcond.features.store import FeatureStore
     from llmcond.heads.fitted import ConditionCache
-    from llmcond.runs.explanation import Explanation
+    from llmcond.runs.similarity import Explanation
 
 #: A condition is unfamiliar if it is further from its nearest training condition than this share
 #: of the training conditions are from theirs.
@@ -410,7 +410,7 @@ class Embedder(SimilarityModel):
             >>> explanation.method, explanation.conditions[0].values.shape
             ('leave-one-out', (4,))
         """
-        from llmcond.runs.explanation import explain_embedding
+        from llmcond.runs.similarity import explain_embedding
 
         names = as_conditions(conditions)
         is_mapped = self.head.kind != "none" or any(name in self.guides for name in names)

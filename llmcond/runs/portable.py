@@ -45,6 +45,8 @@ from llmcond.encoders.adapter import (
     read_encoder_record,
 )
 from llmcond.encoders.checkpoint import (
+    WEIGHT_FILES,
+    Checkpoint,
     check_inside_folder,
     find_checkpoint,
     settings_files,
@@ -53,7 +55,7 @@ from llmcond.encoders.checkpoint import (
 from llmcond.evaluation.analyses import CALIBRATION
 from llmcond.heads.storage import weights_path
 from llmcond.runs.open import open_any_run
-from llmcond.runs.run import IN_RUN_FOLDER, Run
+from llmcond.runs.run import IN_RUN_FOLDER, Run, read_manifest
 
 FORMAT = 1
 
@@ -436,3 +438,78 @@ def _check_no_paths(staged: Path, run_folder: Path) -> None:
 def list_files(folder: Path) -> list[Path]:
     """Return the files in a folder and its subfolders."""
     return [path for path in folder.rglob("*") if path.is_file()]
+
+
+# -- copies --------------------------------------------------------------------------------------
+
+#: Name of the file that ``read_export`` reads.
+EXPORT_SETTINGS = "llmcond.json"
+
+
+def copy_run(run: Path, head: str, prompt: str, checkpoint: Checkpoint, out: Path) -> None:
+    """Write a copy of a run to ``out/run``, and its selected head or prompt to ``out``.
+
+    The files of a trained encoder, and of one that is a local folder, are copied too; others are
+    found by name. Data and features are not copied, and records contain no local paths.
+
+    Args:
+        run: folder of the run.
+        head: name of the head; ``none``: zero-shot.
+        prompt: name of the prompt, for zero-shot embeddings.
+        checkpoint: checkpoint of the run's encoder.
+        out: folder of the copy.
+
+    Raises:
+        UserError, OSError: a file is a link to outside the run, or cannot be written.
+    """
+    manifest = read_manifest(run)
+    encoder, target = manifest["encoder"], out / "run"
+    local = run if encoder["model"] == IN_RUN_FOLDER else Path(encoder["model"]).expanduser()
+    if find_model(encoder["model"]) is None and local.is_dir():
+        for path in _list_encoder_files(local):
+            check_inside_folder(path, local)
+            path_copy = target / path.relative_to(local)
+            path_copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, path_copy)
+        encoder["model"] = IN_RUN_FOLDER
+        has_base_elsewhere = checkpoint.known is None and checkpoint.repo is None
+        if checkpoint.adapter is not None and has_base_elsewhere:
+            log.warning(f"the encoder's base is not copied; it stays in {checkpoint.folder}")
+    _write_record(target / "run.json", manifest, encoder["model"])
+    if head != "none":
+        folder = Path("heads", head)
+        record = read_json(run / folder / "head.json")
+        _write_record(target / folder / "head.json", record, encoder["model"])
+        shutil.copyfile(weights_path(run / folder, record), target / folder / "head.safetensors")
+    selected = {"head": head, "prompt": prompt if head == "none" else None}
+    write_json(out / EXPORT_SETTINGS, selected)
+
+
+def read_export(folder: Path) -> dict[str, Any]:
+    """Return the head and the prompt that an export's run is used with."""
+    record = read_json(folder / EXPORT_SETTINGS)
+    return {"head": record.get("head"), "prompt": record.get("prompt")}
+
+
+def _list_encoder_files(folder: Path) -> Iterator[Path]:
+    names = {CONFIG, WEIGHTS, ROUTER, ENCODER_RECORD, CREDITS}
+    yield from (path for path in folder.glob("*") if path.name in names)
+    yield from (path for path in folder.glob("adapter-*/*") if path.name in names)
+    if (folder / "config.json").is_file():
+        yield from settings_files(folder)
+        yield from (path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+
+
+def _write_record(path: Path, record: dict[str, Any], model: str) -> None:
+    """Write a record without local paths of data, encoder and features."""
+    encoder = {**record["encoder"], "model": model}
+    encoder["name"] = strip_path(encoder["name"])
+    data = {**record["data"], "source": PurePath(record["data"]["source"]).name}
+    portable = {key: value for key, value in record.items() if key != "store"}
+    write_json(path, {**portable, "encoder": encoder, "data": data})
+
+
+def strip_path(name: Any) -> Any:
+    """Return the last part of an absolute path, and any other value unchanged."""
+    is_path = isinstance(name, str) and PurePath(name).is_absolute()
+    return PurePath(name).name if is_path else name

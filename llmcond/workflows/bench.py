@@ -21,7 +21,7 @@ from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading import release_memory
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
-from llmcond.options.training import BenchOptions
+from llmcond.options.encoding import BenchOptions
 
 _log = logging.getLogger(__name__)
 #: The most tokens of an input that is timed.

@@ -42,8 +42,8 @@ from llmcond.evaluation.results import (
 from llmcond.features.view import recipe_view
 from llmcond.heads import Recipe, load_recipe
 from llmcond.options.common import RunOptions
+from llmcond.options.encoding import ExtractOptions
 from llmcond.options.scoring import CompareOptions, ComparePromptsOptions, CompareSystemsOptions
-from llmcond.options.training import ExtractOptions
 from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.report.content import Page, make_page
 from llmcond.report.page import check_figures, check_page, write_figures, write_page

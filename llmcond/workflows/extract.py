@@ -42,7 +42,7 @@ from llmcond.features.pool import Workers, assign_devices
 from llmcond.features.store import FeatureStore, resolve_store_uri, row_bytes
 from llmcond.features.view import KeyIndex, StoreDtype
 from llmcond.features.workers import estimate_commits, share_extraction
-from llmcond.options.training import ExtractOptions
+from llmcond.options.encoding import ExtractOptions
 from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.runs import (
     Run,

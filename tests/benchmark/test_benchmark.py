@@ -16,7 +16,7 @@ from llmcond.base.errors import LlmcondError
 from llmcond.benchmark import checks, speeds
 from llmcond.benchmark.shapes import Shape, csts_inputs, random_encoder
 from llmcond.benchmark.speeds import PlainLoop, sentence_transformers
-from llmcond.commands.train import Bench
+from llmcond.commands.encode import Bench
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.loading import build_on_meta, load_config, load_model

@@ -31,7 +31,7 @@ def test_wrong_copies_are_detected(encoder, monkeypatch):
     copy_to_cpu = engine.copy_to_cpu
     with monkeypatch.context() as patch:
         patch.setattr(engine, "copy_to_cpu", lambda values: (copy_to_cpu(values)[0], None))
-        with pytest.raises(RuntimeError, match=r"read before its event, encoders/engine/engine"):
+        with pytest.raises(RuntimeError, match=r"read before its event, encoders/torch/engine"):
             encoder.encode_with_counts(INPUTS)
 
     def copy_unpinned(values, device):

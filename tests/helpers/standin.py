@@ -111,7 +111,7 @@ def _where() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if "standin" not in line and "/torch/" not in line:
+        if "standin" not in line and "site-packages/torch/" not in line:
             return line.rpartition("/llmcond/")[2]
         frame = frame.f_back
     return "?"

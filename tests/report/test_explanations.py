@@ -10,7 +10,7 @@ from llmcond.base.errors import UserError
 from llmcond.base.files import PAGE_SUFFIXES, check_figure
 from llmcond.encoders.tokenizing import Token
 from llmcond.report.analyses import show_explanation, write_explanation
-from llmcond.runs.explanation import ConditionExplanation, Explanation
+from llmcond.runs.similarity import ConditionExplanation, Explanation
 
 SENTENCE = "Snowboarding $is$ fun"
 TOKENS = [

@@ -206,7 +206,7 @@ pairs = pairs_kind:Answers
 answers = pairs_kind:Answers
 [llmcond.heads]
 scaled = pairs_kind:Scaled
-[llmcond.base.metrics]
+[llmcond.metrics]
 overlap = pairs_kind:overlap
 gone = pairs_kind:Gone
 """

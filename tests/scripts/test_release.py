@@ -19,7 +19,7 @@ def run(monkeypatch, *arguments):
 
 def test_next_version_is_tagged_from_clean_main_branch(tmp_path, monkeypatch, capsys):
     for name in ("CHANGELOG.md", "CITATION.cff", "llmcond/base/package.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for name in ("CHANGELOG", "CITATION", "VERSION", "ROOT"):
         path = getattr(release, name)
@@ -39,7 +39,7 @@ def test_next_version_is_tagged_from_clean_main_branch(tmp_path, monkeypatch, ca
     run(monkeypatch, "9.8.0")
     assert "git push origin main v9.8.0" in capsys.readouterr().out
     assert release.git("tag", "--list") == "v9.8.0"
-    assert '__version__ = "9.8.0"' in (tmp_path / "llmcond" / "version.py").read_text()
+    assert '__version__ = "9.8.0"' in (tmp_path / "llmcond" / "base" / "package.py").read_text()
     assert "\nversion: 9.8.0\n" in (tmp_path / "CITATION.cff").read_text()
     run(monkeypatch, "--check", "v9.8.0")
     run(monkeypatch, "--notes", "v9.8.0")

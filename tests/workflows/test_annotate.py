@@ -162,9 +162,6 @@ def test_temporary_failures_are_retried(write_many, capsys):
 
 def test_invalid_answer_is_not_stored(pairs, capsys):
     protocol = "does not answer in the chat protocol"
-    slow, slow_in_headers = (
-        Fault(200, without_end=b" ", pause=0.05, in_headers=flag) for flag in (False, True)
-    )
     for fault, expected in (
         (Fault(200, body="<html>A page</html>"), "<html>A page"),
         (Fault(200, body='{"choices": [', headers=JSON_HEADERS), "a text that is not JSON"),
@@ -175,8 +172,7 @@ def test_invalid_answer_is_not_stored(pairs, capsys):
         (Fault(418, text="a teapot"), "a teapot"),
         (Fault(200, without_end=b" " * 2**20), "has more than 8,388,608 bytes"),
         (Fault(200, body="x", headers={"Content-Encoding": "gzip"}), "compresses its answer"),
-        (slow, "--timeout 0.4): Request timed out"),
-        (slow_in_headers, "--timeout 0.4): Request timed out"),
+        (Fault(200, without_end=b" ", pause=0.05), "--timeout 0.4): Request timed out"),
     ):
         options = ("--timeout", "0.4", "--retries", 0) if fault.pause else ()
         with ChatServer(find_fault=lambda *_, fault=fault: fault) as server:

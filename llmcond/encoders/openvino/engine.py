@@ -22,15 +22,9 @@ from llmcond.base.errors import UserError, first_line
 from llmcond.base.files import format_bytes
 from llmcond.base.system import cpu_threads, free_memory
 from llmcond.encoders.checkpoint import fetch_weights, read_settings
-from llmcond.encoders.openvino.architectures import (
-    ARCHITECTURES,
-    GELU,
-    bytes_needed,
-    import_openvino,
-)
 from llmcond.encoders.openvino.support import CannotRunError, read_dense, read_tensors
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.spec import get_pooling
+from llmcond.encoders.spec import ARCHITECTURES, GELU, bytes_needed, get_pooling, import_openvino
 from llmcond.encoders.tokenizing import (
     BatchVectors,
     InputTokenizer,

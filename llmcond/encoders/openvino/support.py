@@ -25,15 +25,15 @@ from llmcond.encoders.checkpoint import (
     read_settings,
     weight_files,
 )
-from llmcond.encoders.openvino.architectures import (
+from llmcond.encoders.settings import EncoderIdentity
+from llmcond.encoders.spec import (
     ACTIVATIONS,
     ARCHITECTURES,
+    get_pooling,
     import_openvino,
     linear_layers,
     tensor_shapes,
 )
-from llmcond.encoders.settings import EncoderIdentity
-from llmcond.encoders.spec import get_pooling
 
 
 class CannotRunError(Exception):

@@ -367,7 +367,7 @@ def forbid(event, arguments):
 sys.addaudithook(forbid)
 import threading
 before = set(threading.enumerate())
-from llmcond.encoders.openvino.architectures import import_openvino
+from llmcond.encoders.spec import import_openvino
 openvino = import_openvino()
 started = [thread for thread in threading.enumerate() if thread not in before]
 print([name for name in sys.modules if name.startswith("openvino_telemetry")], started)
