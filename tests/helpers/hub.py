@@ -277,10 +277,10 @@ def serve_hub(folder: Path) -> Iterator[str]:
         yield hub.url
 
 
-def use_hub(monkeypatch, hub, home):
+def use_hub(monkeypatch, url, home):
     """Make a hub the endpoint of this process's client, with a token and an empty cache."""
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "no-token"))

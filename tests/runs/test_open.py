@@ -1,9 +1,7 @@
 """Models by name: a bundled one, an encoder, or one of the hub; kinds of task, and credits."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,96 +10,67 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
-from helpers.hub import COMMIT, serve_hub
-from huggingface_hub import ModelCard
+from helpers.hub import COMMIT, serve_hub, use_hub
+from huggingface_hub import ModelCard, constants
 
 import llmcond
 from llmcond import cli
 from llmcond.base import metrics
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.base.package import DEFAULT_MODEL, pretrained_folder, pretrained_names
+from llmcond.base.package import (
+    DEFAULT_MODEL,
+    bundled_folder,
+    pretrained_folder,
+    pretrained_names,
+)
 from llmcond.encoders.adapter import CREDITS
 from llmcond.runs.open import open_any_run
 from llmcond.runs.portable import read_credits
 from llmcond.tasks import KINDS, find_kind
 
-#: Loads models by name and revision, and prints the sums of each model's vectors, or its error.
-LOAD = """
-import json, sys
-import llmcond
-
-for name, revision in json.loads(sys.argv[1]):
-    try:
-        embedder = llmcond.load_embedder(name, revision=revision, device="cpu")
-        vectors = embedder.encode(["two men play in the park", "a dog"], "the place")
-        print(json.dumps({"sums": vectors.sum(axis=1).tolist(), "size": len(vectors[0])}))
-    except llmcond.LlmcondError as error:
-        print(json.dumps({"error": str(error), "code": error.exit_code}))
-"""
-
 
 @pytest.fixture
-def hub(tmp_path):
-    """A hub with the bundled model as ``me/tiny``, as push would upload it."""
+def hub(tmp_path, monkeypatch):
+    """The folder that a hub serves as ``me/tiny``: the bundled model, as push would upload it."""
     folder = shutil.copytree(pretrained_folder(DEFAULT_MODEL), tmp_path / "pushed")
     with serve_hub(folder) as url:
-        yield url, folder
+        use_hub(monkeypatch, url, tmp_path)
+        yield folder
 
 
-def load_in_process(tmp_path, endpoint, *models, offline="0"):
-    """Load models in a new process, which reads the hub's environment variables."""
-    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
-    process = subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps(models)],
-        env={**os.environ, **settings, "HF_HUB_OFFLINE": offline},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line) for line in process.stdout.splitlines()]
-
-
-def check_error(result, name, code, message):
-    """Check that an error says where a model was looked up, and with which result."""
-    start = f"there is no local run at {name}, so it was looked up on the hub"
-    assert result["error"].startswith(start)
-    assert message in result["error"]
-    assert result["code"] == code
-
-
-def test_model_from_hub_is_downloaded_and_cached(hub, tmp_path):
-    url, _ = hub
-    sentences = ["two men play in the park", "a dog"]
-    vectors = llmcond.load_embedder(DEFAULT_MODEL, device="cpu").encode(sentences, "the place")
-    model = ("me/tiny", COMMIT)
-    (loaded,) = load_in_process(tmp_path, url, model)
-    assert loaded["size"] == vectors.shape[1]
-    assert loaded["sums"] == pytest.approx(vectors.sum(axis=1).tolist(), abs=1e-4)
-    cached, missing = load_in_process(tmp_path, url, model, ("me/other", None), offline="1")
-    assert cached == loaded
-    check_error(missing, "me/other", 1, "hub cannot be reached")
+def test_model_from_hub_is_downloaded_and_cached(hub, monkeypatch):
+    inputs = ["two men play in the park", "a dog"], "the place"
+    expected = llmcond.load_embedder(DEFAULT_MODEL, device="cpu").encode(*inputs)
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        embedder = llmcond.load_embedder("me/tiny", revision=COMMIT, device="cpu")
+        np.testing.assert_allclose(embedder.encode(*inputs), expected, atol=1e-5)
+    with pytest.raises(LlmcondError, match=r"no local run at me/other, .* hub cannot be reached"):
+        llmcond.load_embedder("me/other")
 
 
 def test_hub_errors_name_repository_and_reason(hub, tmp_path):
-    url, folder = hub
-    (folder / "run.json").write_text('{"learning_rate": 0.1}')
-    models = [("me/none", None), ("me/tiny", "v9"), ("me/tiny", None), ("me/gated", None)]
-    known = ("sentence-transformers/all-MiniLM-L6-v2", None)
-    results = load_in_process(tmp_path, url, *models, known)
-    check_error(results[0], "me/none", 2, "the hub has no such repository")
-    check_error(results[1], "me/tiny", 2, "me/tiny has no revision 'v9'")
-    check_error(results[2], "me/tiny", 1, "or was not written by llmcond")
-    check_error(results[3], "me/gated", 2, "me/gated is gated")
-    assert results[4]["size"] == 384
+    (hub / "run.json").write_text('{"learning_rate": 0.1}')
+    for name, revision, code, message in (
+        ("me/none", None, 2, "the hub has no such repository"),
+        ("me/tiny", "v9", 2, "me/tiny has no revision 'v9'"),
+        ("me/tiny", None, 1, "or was not written by llmcond"),
+        ("me/gated", None, 2, "me/gated is gated"),
+    ):
+        with pytest.raises(LlmcondError) as error:
+            llmcond.load_embedder(name, revision=revision)
+        start = f"there is no local run at {name}, so it was looked up on the hub"
+        assert str(error.value).startswith(start)
+        assert message in str(error.value)
+        assert error.value.exit_code == code
     # Only the manifest was downloaded.
-    (snapshot,) = (tmp_path / "home/hub/models--me--tiny/snapshots").iterdir()
+    (snapshot,) = (tmp_path / "cache/models--me--tiny/snapshots").iterdir()
     assert [path.name for path in snapshot.iterdir()] == ["run.json"]
-    # Without run.json, it is an encoder like any other.
-    shutil.rmtree(tmp_path / "home")
-    (folder / "run.json").unlink()
-    (encoder,) = load_in_process(tmp_path, url, ("me/tiny", None))
-    assert encoder["size"] == 384
+    # Without run.json, it is an encoder like any other. A known one is not downloaded.
+    shutil.rmtree(tmp_path / "cache")
+    (hub / "run.json").unlink()
+    for name in ("me/tiny", "sentence-transformers/all-MiniLM-L6-v2"):
+        assert llmcond.load_embedder(name, device="cpu").dim == 384
 
 
 def test_unknown_name_suggests_known_names(in_tmp, tiny_run):
@@ -121,9 +90,8 @@ def test_unknown_name_suggests_known_names(in_tmp, tiny_run):
         llmcond.load_embedder(tiny_run, revision="main")
     with pytest.raises(UserError, match=f"Name an existing one .*{tiny_run}"):
         llmcond.runs.open_run(tiny_run.parent / "other")
-    for value in (5, ["a"], b"a"):
-        with pytest.raises(UserError, match=r"run is .*; expected a path"):
-            llmcond.load_embedder(value)
+    with pytest.raises(UserError, match=r"run is .*; expected a path"):
+        llmcond.load_embedder(["a"])
 
 
 # -- encoders without a run --------------------------------------------------------------------
@@ -165,7 +133,6 @@ def test_encoder_embeds_as_a_run_of_it_does(capsys, encoder, tiny_run):
     np.testing.assert_allclose(vectors, expected_vectors, atol=1e-3)
     for options, message in (
         ({"head": "mlp"}, r"encoder has no fitted head 'mlp'.* --run DIR"),
-        ({"prompt": "nope"}, r"no features of the prompt 'nope'"),
         ({"revision": "v1"}, "revision is 'v1', but encoder is not on the hub"),
     ):
         with pytest.raises(UserError, match=message):
@@ -175,9 +142,8 @@ def test_encoder_embeds_as_a_run_of_it_does(capsys, encoder, tiny_run):
         "encoder is an encoder, and this command needs a run. Extract features with it: llmcond "
         "extract --model encoder --run DIR"
     )
-    command = ("similarity", "a dog", "a cat", "--condition", "the animal")
-    assert run_json(capsys, *command, "--run", "encoder")["head"] == "none"
-    assert run_json(capsys, *command, "--model", "minilm")["head"] == "none"
+    command = ("similarity", "a dog", "a cat", "--condition", "the animal", "--model", "minilm")
+    assert run_json(capsys, *command)["head"] == "none"
 
 
 # -- kinds of task of packages -----------------------------------------------------------------
@@ -210,17 +176,6 @@ scaled = pairs_kind:Scaled
 overlap = pairs_kind:overlap
 gone = pairs_kind:Gone
 """
-RECIPE = """
-kind = "scaled"
-description = "A linear head of another package."
-source = "these tests"
-dim = 8
-dropout = 0.1
-learning_rate = 1e-3
-batch_size = 8
-epochs = 1
-patience = 1
-"""
 
 
 def test_package_adds_kind_task_head_and_metric(
@@ -238,12 +193,16 @@ def test_package_adds_kind_task_head_and_metric(
     assert all(find_kind(name).kind == name for name in KINDS)
     with pytest.raises(UserError, match=r"no kind of task 'rankin'.*'ranking'"):
         find_kind("rankin")
-    Path("scaled.toml").write_text(RECIPE)
+    recipe = (bundled_folder("heads") / "linear.toml").read_text()
+    recipe = recipe.replace('kind = "linear"', 'kind = "scaled"').replace(
+        "epochs = 200", "epochs = 1"
+    )
+    Path("scaled.toml").write_text(recipe)
     options = ["--run", "run", "--prompt", "pair-cond", "--task", "answers", "--pooling", "mean"]
     data = ["--model", model, "--data", str(write_rows(small_rows))]
     assert cli.run(["extract", *data, *options, "--device", "cpu"]) == 0
     assert open_any_run(Path("run")).kind.kind == "pairs"
-    assert cli.run(["fit-head", "--head", "scaled.toml", "--run", "run"]) == 0
+    assert cli.run(["fit-head", "--head", "scaled.toml", "--run", "run", "--set", "epochs=1"]) == 0
     capsys.readouterr()
     results = run_json(capsys, "evaluate", "--run", "run", "--metric", "overlap")["results"]
     assert [row["head"] for row in results].count("scaled") == 1

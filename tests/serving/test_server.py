@@ -63,7 +63,7 @@ def test_embeddings_match_embedder(client, embedder):
 
 def test_model_that_a_request_names_is_not_downloaded(client, embedder, monkeypatch, tmp_path):
     with serve_storing_hub() as hub:
-        use_hub(monkeypatch, hub, tmp_path)
+        use_hub(monkeypatch, hub.url, tmp_path)
         for route in ("embeddings", "similarity"):
             response = client.post(f"/v1/{route}", {**BODIES[route], "model": "ada/tuned"})
             assert response.json["model"] == Path(embedder.encoder.name).name
@@ -175,35 +175,24 @@ def test_server_describes_itself_without_local_paths(embedder, tmp_path):
 INVALID_FIELDS = [
     ("embeddings", {"conditon": 1}, "conditon", "Did you mean 'condition'"),
     ("embeddings", {"input": None}, "input", "'input' is null: it should be a text or a list"),
-    ("embeddings", {"input": ["a", " "]}, "input", "sentence 2 of 2 is empty"),
     ("embeddings", {"input": [[1], [2]]}, "input", "input holds token ids"),
-    ("embeddings", {"input": ["a", 5]}, "input", "'input.1' is 5: it should be"),
-    ("embeddings", {"truncate": "NONE"}, "truncate", "is 'NONE': it must be one of 'END'"),
-    ("embeddings", {"condition": ["a"]}, "condition", "condition has 1"),
     ("embeddings", {"dimensions": 8}, "dimensions", "this model's embeddings have 32"),
     ("embeddings", {"values": [["a"], ["b"]]}, "values", "a list of lists; give"),
-    ("embeddings", {"values": [*map(str, range(65))]}, "values", "at most 64"),
     (
         "embeddings",
         {"condition": ["a", "b", "c"], "values": [["a"], ["b"]]},
         *("values", "values for 2 conditions, but condition has 3"),
     ),
     ("rerank", {"condition": None, "values": ["a"]}, "values", "there is no condition"),
-    ("embeddings", {"condition": None, "values": ["a"]}, "values", "there is no condition"),
     ("similarity", {"condition": "two men " * 200}, "condition", "with its values, is too long"),
     ("similarity", {"sentence2": TEXTS[:2]}, "sentence2", "3 in sentence1, 2 in"),
-    ("rerank", {"documents": [{"text": 7}]}, "documents", 'it should be a text or {"text": ...}'),
-    ("rerank", {"top_n": 0}, "top_n", "'top_n' is 0: it must be at least 1"),
     ("search", {"condition": {"b": "x"}}, "condition", "'condition.b' is 'x': it should be a num"),
-    ("search", {"condition": {"The b": 1, "the  b ": 2}}, "condition", "it has 'the b' twice, in"),
 ]
 #: Other requests, with their status.
 INVALID_REQUESTS = [
     ("/v1/embeddings", {**VALID, "input": ["a"] * 51}, 413, "51 texts; a request may have at mos"),
-    ("/v1/embeddings", {**VALID, "input": "a" * 20_000}, 413, "larger than 20,000 bytes"),
     ("/v1/embeddings", [VALID], 422, "must be a JSON object"),
     ("/v1/embeddings", b"[" * 9_000, 400, "recursion limit"),
-    ("/v1/search", b'{"query": "a", "condition": {"b": NaN}}', 422, "finite"),
     ("/v1/serach", VALID, 404, "Did you mean '/v1/search'"),
     ("/healthz", VALID, 405, "not accept POST; use GET"),
 ]
@@ -444,11 +433,9 @@ def test_shutdown_finishes_accepted_requests_and_rejects_new_ones(embedder, bloc
         client.get("/healthz")
 
 
-def test_occupied_or_unknown_address_is_rejected():
+def test_occupied_address_is_rejected():
     with bind_socket("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port}: Address already in use"):
             bind_socket("127.0.0.1", port)
-    with pytest.raises(UserError, match="cannot listen on no such host"):
-        bind_socket("no such host", 0)

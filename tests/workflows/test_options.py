@@ -9,7 +9,6 @@ from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
-from llmcond.options.texts import ClusterOptions
 
 PAIR = ("two men play in the park", "children sit at the beach")
 PLACE = ("--condition", "the place")
@@ -69,9 +68,3 @@ def test_every_command_reads_standard_input_with_the_options(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         assert message in run_rejected(capsys, *arguments, *options)
     assert not any(Path().iterdir())
-
-
-def test_tab_is_named_in_several_ways():
-    for delimiter in ("tab", "TAB", r"\t", "\t"):
-        options = ClusterOptions(texts=["a"], delimiter=delimiter)
-        assert options.read_options().delimiter == "\t"

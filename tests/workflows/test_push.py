@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.checkpoints import write_to_hub_cache
+from helpers.checkpoints import write_modules, write_to_hub_cache
 from helpers.commands import run_json, run_rejected
 from helpers.hub import REPO, serve_storing_hub, use_hub
 from huggingface_hub import ModelCard, constants
@@ -18,7 +18,6 @@ from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.package import DEFAULT_MODEL, pretrained_folder
 from llmcond.cli import run
 from llmcond.evaluation.analyses import CALIBRATION
-from llmcond.runs import dev_score, open_run
 from llmcond.runs.portable import _PATH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,7 +48,7 @@ EXPECTED = {
 def hub(monkeypatch, tmp_path):
     """A hub as the client's endpoint, with a token and an empty cache."""
     with serve_storing_hub() as server:
-        use_hub(monkeypatch, server, tmp_path / "client")
+        use_hub(monkeypatch, server.url, tmp_path / "client")
         yield server
 
 
@@ -78,15 +77,8 @@ def base(tiny_checkpoint) -> Path:
     folder = tiny_checkpoint()
     for name, key in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
         edit(folder / name, {key: "/data/ada/bert"})
-    (folder / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    entries = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(modules)
-    ]
-    (folder / "modules.json").write_text(json.dumps(entries))
+    write_modules(folder, pooling=pooling)
     (folder / "config_sentence_transformers.json").write_text('{"prompts": {}}')
     return folder
 
@@ -179,11 +171,7 @@ def test_pushed_files_suffice_to_load_model(request, hub, capsys, tmp_path, kind
     card = ModelCard(hub.files()["README.md"].decode())
     assert hub.files()["README.md"] == (folder / "README.md").read_bytes()
     assert card.data.library_name == ("peft" if kind == "adapter" else "llmcond")
-    scores = {(one.dataset_split, one.metric_type): one for one in card.data.eval_results}
-    score = scores["dev", "spearmanr"]
-    rows = json.loads((folder / "training.json").read_text())["summary"]["scores"]
-    assert [score.metric_value] == [row["spearman"] for row in rows if row["split"] == "dev"]
-    assert score.dataset_name == "secret-rows.csv"
+    assert {one.dataset_name for one in card.data.eval_results} == {"secret-rows.csv"}
     # A second push changes nothing.
     assert push(run=folder, repo=REPO).items() == result.items()
     assert len(hub.commits) == 1
@@ -262,10 +250,6 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(hub, frozen, capsys, tmp_pat
         f'"fingerprint": "{manifest["encoder"]["fingerprint"]}"',
     ):
         assert text in re.sub(" +", " ", card)
-    results = ModelCard(card).data.eval_results
-    scores = {(score.dataset_split, score.metric_type): score.metric_value for score in results}
-    dev = dev_score(open_run(frozen).head_record(MLP), "spearman")
-    assert scores["dev", "spearmanr"] == dev
     np.testing.assert_array_equal(encode_texts(REPO), expected)
     np.testing.assert_array_equal(encode_texts(REPO, LINEAR), expected_linear)
 
@@ -368,31 +352,24 @@ def test_embedder_is_saved_and_pushed_with_its_head(hub, frozen, tmp_path):
 # -- repositories ------------------------------------------------------------------------------
 
 
-def test_push_deletes_files_of_earlier_push(hub, merged, adapter, frozen):
+def test_push_deletes_files_of_earlier_push_on_its_branch(hub, merged, adapter, capfd):
     push(run=merged, repo=REPO)
     hub.files()["LICENSE"] = b"theirs"
-    push(run=adapter, repo=REPO)
-    assert set(hub.files()) == EXPECTED["adapter"] | {".gitattributes", "LICENSE"}
-    assert len(hub.commits) == 2
-    deleted = {name for name, operation in hub.commits[1][2].items() if operation == "deletedFile"}
-    assert deleted == EXPECTED["merged"] - EXPECTED["adapter"]
-    push(run=frozen, repo=REPO)
-    assert set(hub.files()) == EXPECTED["frozen"] | {".gitattributes", "LICENSE"}
-
-
-def test_branches_and_private_repositories_are_created(hub, adapter, capfd):
+    other = {".gitattributes", "LICENSE"}
     for _ in range(2):
         result = run_json(capfd, "push", REPO, "--run", adapter, "--revision", "rank/2")
         assert result["url"] == f"{hub.url}/{REPO}/tree/rank/2"
-        assert set(hub.files(branch="rank/2")) == EXPECTED["adapter"] | {".gitattributes"}
-        assert set(hub.files()) == {".gitattributes"}
+        assert set(hub.files(branch="rank/2")) == EXPECTED["adapter"] | other
+    assert set(hub.files()) == EXPECTED["merged"] | other
+    assert len(hub.commits) == 2
+    deleted = {name for name, operation in hub.commits[1][2].items() if operation == "deletedFile"}
+    assert deleted == EXPECTED["merged"] - EXPECTED["adapter"]
     push(run=adapter, repo="ada/closed", private=True)
     messages = capfd.readouterr().err
     assert f"{adapter} -> {hub.url}/ada/closed" in messages
     assert 'llmcond.load_embedder("ada/closed")' in messages
     assert hub.private["ada/closed"]
     assert "public" in run_rejected(capfd, "push", REPO, "--run", adapter, "--private")
-    assert set(hub.files()) == {".gitattributes"}
 
 
 # -- rejected pushes ---------------------------------------------------------------------------
@@ -410,9 +387,7 @@ def test_runs_that_others_cannot_use_are_rejected(
         change(path)
         return run_rejected(capsys, "push", REPO, "--run", copy)
 
-    for name in ("tuned", "https://huggingface.co/ada/tuned", "a/b--c"):
-        message = run_rejected(capsys, "push", name, "--run", adapter)
-        assert "expected OWNER/NAME" in message, name
+    assert "expected OWNER/NAME" in run_rejected(capsys, "push", "tuned", "--run", adapter)
     (tmp_path / "begun" / "training").mkdir(parents=True)
     for folder, expected in (
         (tmp_path, "is not a run of llmcond"),
@@ -474,7 +449,6 @@ def test_answers_of_hub_are_reported_in_one_line(hub, adapter, capsys, monkeypat
         ("/branch/x..y", 400, json.dumps({"error": "Invalid branch"}), 2, "Invalid branch"),
         ("/repos/create", 500, "{}", 1, "the hub failed (500: Internal Server Error)"),
         ("/validate-yaml", 503, "<html>Busy</html>", 1, f"pushing to {REPO} failed"),
-        ("/repos/create", 200, "<html>Log in</html>", 1, f"pushing to {REPO} failed"),
     ):
         hub.failing = {end: (status, body)}
         options = ("--revision", "x..y") if "branch" in end else ()

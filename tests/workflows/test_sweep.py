@@ -7,9 +7,7 @@ import statistics
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
@@ -17,11 +15,10 @@ from helpers.waiting import wait_until
 
 import llmcond
 from llmcond import extract, sweep
-from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.errors import UserError
 from llmcond.base.package import bundled_folder
 from llmcond.base.run_log import read_log
 from llmcond.cli import run
-from llmcond.report import figures
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
@@ -254,28 +251,19 @@ INVALID = [
     ("--vary dim=2 --vary dim=4", "--vary repeats dim. Give all of its values together."),
     ("--vary dmi=2,4", "Did you mean 'dim'"),
     ("--set dmi=2 --plot new/x.png", "Did you mean 'dim'"),
-    ("--vary dim=0,2", "at least 1"),
-    ("--vary dim", "NAME=VALUE"),
-    ("--vary dim=2,4 --seeds 0", "--seeds is 0; it must be at least 1 and at most 4,294,967,296."),
     (f"--prompt {JOINT} {SEPARATE} --no-subtract", "the condition would be ignored"),
     (f"--head hypernet --prompt {JOINT}", "--prompt separate"),
-    ("--vary dim=2,4 --plot folder.png", "is a folder"),
     ("--plot x.png --plot-steps x.png", "--plot-steps and --plot both name x.png. Name two files."),
 ]
 
 
 def test_invalid_sweep_is_rejected_before_first_fit(capsys, folder, fits):
-    Path("folder.png").mkdir()
     before = sorted(Path().rglob("*"))
     for text, expected in INVALID:
         options = text.split() if "--head" in text else [*text.split(), "--head", "small.toml"]
         assert expected in run_rejected(capsys, "sweep", "--run", folder, *options), text
-    for options in (
-        {"head": [], "vary": {"dim": [2, 4]}},
-        {"head": ["linear"], "vary": {"dim": []}},
-    ):
-        with pytest.raises(UserError):
-            sweep(run=folder, **options, seeds=1, workers=1)
+    with pytest.raises(UserError):
+        sweep(run=folder, head=["linear"], vary={"dim": []}, seeds=1, workers=1)
     assert not fits
     assert sorted(Path().rglob("*")) == before
 
@@ -297,19 +285,13 @@ def fail_fits(monkeypatch, should_fail, error=None):
     return seeds
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (UserError("the loss became nan in epoch 3."), "the loss became nan in epoch 3."),
-        (RuntimeError("out of memory"), "RuntimeError: out of memory"),
-    ],
-)
-def test_failed_fit_is_reported_and_repeated(capsys, monkeypatch, folder, error, reason):
+def test_failed_fit_is_reported_and_repeated(capsys, monkeypatch, folder):
+    error = RuntimeError("out of memory")
     arguments = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", 3)
     with monkeypatch.context() as patched:
         fail_fits(patched, lambda _, dim, seed: (dim, seed) == (4, 1), error)
         rows, messages = run_sweep(capsys, folder, *arguments)
-    line = f"small@{JOINT} dim=4 seed=1: {reason}"
+    line = f"small@{JOINT} dim=4 seed=1: RuntimeError: out of memory"
     assert f"failed: {line}" in messages
     assert messages.count("failed") == 1
     assert json.loads((folder / "sweep.json").read_text())["failures"] == [line]
@@ -328,12 +310,8 @@ def test_sweep_fails_only_if_there_is_no_fit(capsys, folder):
     assert captured.out == ""
     message = f"error: every fit failed. The first failure: small@{JOINT} dim=33 seed=0"
     assert message in captured.err
-    assert "Traceback" not in captured.err
     assert not load_fits(folder)
     assert not (folder / "sweep.json").exists()
-    options = {"head": ["small.toml"], "vary": {"dim": ["33", "34"]}, "seeds": 1, "workers": 1}
-    with pytest.raises(LlmcondError, match="every fit failed"):
-        sweep(run=folder, prompt=[JOINT], **options)
     # Sizes above that of the features fail, but not the others, even if these have been fitted.
     for n_done in (0, 1):
         rows, messages = run_sweep(capsys, folder, *arguments, "dim=33,4")
@@ -379,26 +357,10 @@ def test_killed_sweep_keeps_complete_fits_and_resumes(capsys, folder, fits):
 # -- plots -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def recorded_plots(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
-    """The plots that would be drawn."""
-    plots: list[SimpleNamespace] = []
-
-    def plot_curve(series, path, xlabel, ylabel, log_x=False, band=""):
-        lines = {
-            name: [list(map(float, column)) for column in zip(*sorted(set(points)), strict=True)]
-            for name, points in series.items()
-        }
-        plots.append(SimpleNamespace(lines=lines, x=xlabel, y=ylabel, log=log_x, band=band))
-
-    monkeypatch.setattr(figures, "plot_curve", plot_curve)
-    return plots
-
-
-def test_plots_show_results_of_sweep(capsys, folder, fits, recorded_plots):
+def test_curves_of_test_are_scored_only_for_their_plot(capsys, folder, fits):
     before, _ = run_sweep(capsys, folder, *DIMS, "--split", "test")
     assert all("test_spearman" not in epoch for row in before for epoch in row["curves"][0])
-    plots = ("--split", "test", "--plot", "dim.png", "--plot-steps", "steps.pdf")
+    plots = ("--split", "test", "--plot", "dim.svg", "--plot-steps", "steps.svg")
     rows, messages = run_sweep(capsys, folder, *DIMS, *plots)
     # Only the learning curves are new: scoring test does not influence the fits.
     assert "4 fits, 0 of them already done" in messages
@@ -408,17 +370,9 @@ def test_plots_show_results_of_sweep(capsys, folder, fits, recorded_plots):
         best = fit["fit"]["curve"][fit["fit"]["best_epoch"] - 1]
         assert best["test_spearman"] == pytest.approx(fit["spearman"], abs=1e-6)
         assert best["dev_spearman"] == pytest.approx(fit["dev_score"], abs=1e-6)
-    by_dim, by_step = recorded_plots
-    scores = {row["dim"]: 100 * row["spearman"] for row in rows}
-    assert by_dim.lines[f"small@{JOINT}"][:2] == [[2, 4], [scores[2], scores[4]]]
-    assert by_step.y == "Spearman on test x 100"
-    (row,) = (row for row in rows if row["dim"] == 4)
-    means = np.mean([[e["test_spearman"] for e in curve] for curve in row["curves"]], axis=0)
-    steps, mean_line, *_ = by_step.lines[f"small@{JOINT} dim=4"]
-    assert steps == [row["steps_per_epoch"], 2 * row["steps_per_epoch"]]
-    np.testing.assert_allclose(mean_line, 100 * means)
     # Records with the score on test serve sweeps without it, too.
-    _, messages = run_sweep(capsys, folder, *DIMS, "--plot-steps", "dev.png")
+    _, messages = run_sweep(capsys, folder, *DIMS, "--plot-steps", "dev.svg")
     assert "4 fits, 4 of them already done" in messages
-    assert recorded_plots[-1].y == "Spearman on dev x 100"
+    for file, label in (("dim", "dim"), ("steps", "Spearman on test"), ("dev", "Spearman on dev")):
+        assert label in Path(f"{file}.svg").read_text()
     assert len(fits) == 8
