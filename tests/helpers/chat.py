@@ -28,6 +28,7 @@ class Fault:
         headers: additional HTTP headers.
         without_end: bytes sent every ``pause`` seconds, endlessly, instead of a body.
         pause: interval of ``without_end`` in seconds.
+        in_headers: whether ``without_end`` is sent within the headers.
     """
 
     status: int = 500
@@ -37,6 +38,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     without_end: bytes = b""
     pause: float = 0
+    in_headers: bool = False
 
 
 def question_texts(body: dict[str, Any]) -> dict[str, str]:
@@ -148,7 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_without_end(self, fault: Fault) -> None:
         self.close_connection = True
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+        end = b"" if fault.in_headers else b"no\r\n\r\n"
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nX-Long: " + end)
         while not self.server.ended.wait(fault.pause):
             self.wfile.write(fault.without_end)
 
@@ -158,21 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _completion(body: dict[str, Any], text: str) -> dict[str, Any]:
     read = sum(len(message["content"]) for message in body["messages"]) // 4
-    return {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 0,
-        "model": body["model"],
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": "stop",
-                "message": {"role": "assistant", "content": text},
-            }
-        ],
-        "usage": {
-            "prompt_tokens": read,
-            "completion_tokens": len(text) // 4,
-            "total_tokens": read + len(text) // 4,
-        },
-    }
+    message = {"role": "assistant", "content": text}
+    written = len(text) // 4
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    choices = [{"index": 0, "finish_reason": "stop", "message": message}]
+    about = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"]}
+    return {**about, "choices": choices, "usage": usage}

@@ -1,5 +1,6 @@
 """Run commands in this process, and read their output."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -26,6 +27,12 @@ def run_rejected(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert len(lines) == 1
     assert "Traceback" not in captured.err
     return lines[0].removeprefix("llmcond: error: ")
+
+
+def read_csv(path: str | Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with Path(path).open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
 
 
 def read_page_data(page: Path) -> dict:

@@ -1,6 +1,5 @@
 """Ratings by a language model: a real server that speaks the chat protocol, and its faults."""
 
-import csv
 import json
 import os
 import signal
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.chat import ChatServer, Fault, answer, question_texts
-from helpers.commands import run_json, run_rejected
+from helpers.commands import read_csv, run_json, run_rejected
 from helpers.flags import change_flags
 from helpers.processes import Command
 
@@ -48,11 +47,6 @@ def make_command(source, server, *options):
     return [str(part) for part in change_flags(command, *options)]
 
 
-def read_output(path="rated.csv"):
-    with Path(path).open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
-
-
 @pytest.fixture
 def write_many(write_rows):
     """Return a function that writes unrated rows whose first sentences end in their number."""
@@ -75,7 +69,7 @@ def test_rows_are_rated_once_and_read_back(pairs, capsys):
     with ChatServer() as server:
         prices = ("--price-in", "2", "--price-out", "10")
         result = run_json(capsys, *make_command(pairs, server, *prices))
-    before = read_output()
+    before = read_csv("rated.csv")
     assert [row["label"] for row in before] == ["5", "3", "1", "-1"]
     assert [row["human"] for row in before] == ["5", "2", "1", "-1"]
     counts = ("rows", "ill_defined", "unanswered", "questions")
@@ -92,7 +86,7 @@ def test_rows_are_rated_once_and_read_back(pairs, capsys):
     output = capsys.readouterr().out
     assert "3 rows that both rated" in output
     assert "the activity" in output
-    assert read_output() == before
+    assert read_csv("rated.csv") == before
     # The stored answers are not read as a file of the split.
     for suffix in ("csv", "answers"):
         Path(f"rated.{suffix}").rename(f"train.{suffix}")
@@ -120,23 +114,19 @@ def test_model_prompt_seed_and_request_identify_question(pairs, capsys):
 
 
 def test_samples_are_averaged_and_majority_decides_ill_defined(write_rows, capsys):
-    replies = {"first": ["4", "5", "ill-defined"], "second": ["ill-defined", "2", "ill-defined"]}
-    seeds = {}
+    replies = {"first": iter(["4", "5", "ill-defined"]), "second": iter(["ill-defined", "2", -1])}
 
     def answer_by_sample(body):
-        sentence = question_texts(body)["Sentence 1"]
-        samples = seeds.setdefault(sentence, {})
-        sample = samples.setdefault(body["seed"], len(samples))
-        return json.dumps({"rating": replies[sentence][sample]})
+        return json.dumps({"rating": next(replies[question_texts(body)["Sentence 1"]])})
 
     rows = [("first", "x", "c"), ("second", "x", "c")]
     path = write_rows(rows, "plain.csv", "sentence1,sentence2,condition")
     with ChatServer(answer_by_sample) as server:
         result = run_json(capsys, *make_command(path, server, "--samples", 3, "--concurrency", 1))
     assert result["agreement"] is None
-    assert [row["label"] for row in read_output()] == ["4.5", "-1"]
-    assert read_output()[1]["answers"] == "-1 2 -1"
-    assert "human" not in read_output()[0]
+    assert [row["label"] for row in read_csv("rated.csv")] == ["4.5", "-1"]
+    assert read_csv("rated.csv")[1]["answers"] == "-1 2 -1"
+    assert "human" not in read_csv("rated.csv")[0]
 
 
 # -- servers that fail -------------------------------------------------------------------------
@@ -207,19 +197,16 @@ def test_unreadable_answer_is_retried_then_left_out(write_many, capsys):
     assert time.process_time() - start < 5
     assert (result["rows"], result["unanswered"]) == (8, 1)
     assert (counts[5], counts[7], len(set(seeds))) == (2, 3, 3)
-    assert len(read_output()) == 8
+    assert len(read_csv("rated.csv")) == 8
     with ChatServer(lambda body: "<html>") as server:
         line = run_rejected(capsys, *make_command(write_many(50), server, "--seed", 1))
         assert len(server.bodies) == 9  # it stops early
     assert "'<html>'" in line
 
 
-@pytest.mark.parametrize(
-    "fault", [Fault(400, text="no response_format here"), Fault(500, headers=RETRY_AT_ONCE)]
-)
-def test_server_without_schemas_gets_plain_text_prompt(pairs, capsys, fault):
+def test_server_without_schemas_gets_plain_text_prompt(pairs, capsys):
     def reject_schema(body, _):
-        return fault if "response_format" in body else None
+        return Fault(400, text="no response_format") if "response_format" in body else None
 
     def answer_in_prose(body):
         return f"Let me think {{about}} it.\n\n**Rating:** {json.loads(answer(body))['rating']}"
@@ -227,7 +214,7 @@ def test_server_without_schemas_gets_plain_text_prompt(pairs, capsys, fault):
     with ChatServer(answer_in_prose, reject_schema) as server:
         run_json(capsys, *make_command(pairs, server, "--retries", 0))
         bodies = server.bodies
-    assert [row["label"] for row in read_output()] == ["5", "3", "1", "-1"]
+    assert [row["label"] for row in read_csv("rated.csv")] == ["5", "3", "1", "-1"]
     assert sum("response_format" in body for body in bodies) == 1
     assert "one JSON object" in bodies[-1]["messages"][-1]["content"]
 
@@ -252,7 +239,7 @@ def test_killed_command_resumes(write_many, tmp_path, capsys):
         assert run_json(capsys, *make_command(path, server))["questions"] == 20
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len(lines) == 40
-    assert len(read_output()) == 40
+    assert len(read_csv("rated.csv")) == 40
 
 
 # -- keys, addresses and other input -----------------------------------------------------------
@@ -288,9 +275,6 @@ INVALID = [
     ("--endpoint http://me:secret@localhost/v1", "contains a user name, a password or a query"),
     ("--endpoint http://127.0.0.1:9/v1", "no server answers at http://127.0.0.1:9/v1"),
     (r'--request user="\ud800"', "--request cannot be sent as JSON: 'utf-8' codec can't"),
-    ("--prompt rat", "unknown prompt 'rat'. Did you mean 'rate'"),
-    ("--text column", "--text needs --propose. Add it"),
-    ("--out pairs.csv", "is an input of the same command"),
     ("--columns label=stars", "has no column 'stars'"),
 ]
 
@@ -331,7 +315,7 @@ def test_pairs_and_conditions_are_proposed_and_rated(capsys):
         repeated = run_json(capsys, *command, 11)
         line = run_rejected(capsys, *command, 13)
     assert (result["rows"], len(proposals), repeated["questions"]) == (11, 6, 0)
-    rows = read_output()
+    rows = read_csv("rated.csv")
     assert {row["sentence1"] for row in rows} == set(texts[:6])
     assert all(row["sentence1"] != row["sentence2"] for row in rows)
     assert {row["condition"] for row in rows} == {"the words of a man rid", "the length"}

@@ -1,6 +1,5 @@
 """``llmcond cluster``: its output, its error messages and its page."""
 
-import csv
 import re
 from collections import Counter
 from pathlib import Path
@@ -9,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from helpers.commands import read_page_data, run_json, run_rejected
+from helpers.commands import read_csv, read_page_data, run_json, run_rejected
 from helpers.flags import change_flags
-from helpers.pages import HOSTILE, ParsedPage, check_views, open_page
+from helpers.pages import HOSTILE, ParsedPage
 from sklearn.metrics import v_measure_score
 
 import llmcond
@@ -39,11 +38,6 @@ def guide(write_rows):
 def call(capsys, run_copy, texts):
     """Return a function that clusters the texts with the run, and returns the JSON."""
     return lambda *options: run_json(capsys, "cluster", texts, "--run", run_copy, *options)
-
-
-def read_csv(path):
-    with Path(path).open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
 
 
 def test_each_text_is_written_with_cluster(call):
@@ -172,17 +166,14 @@ def test_guide_rows_apply_to_their_condition_only(call, write_rows, tmp_path):
 INVALID = [
     ((), "neither --condition nor --guide"),
     ((*PLACE, *PLACE, "--values", "", "--values", "a"), "'the place' is given more than once"),
-    ((*PLACE, "--clusters", "1"), "--clusters is 1; it must be at least 2"),
     ((*PLACE, "--clusters", "49"), "48 distinct texts, but --clusters is 49. Give at most 48"),
     (
         (*PLACE, "--method", "hdbscan", "--min-cluster-size", "49"),
         "--min-cluster-size is 49, but texts.csv has 48 texts. Give at most 48, or more texts",
     ),
-    ((*PLACE, "--method", "hdbscan", "--clusters", "3"), "--clusters cannot be given with"),
     ((*PLACE, "--keep", "text"), "--keep text: a column of that name is written"),
     ((*PLACE, "--labels", "place", "people"), "--labels names 2 columns"),
     ((*PLACE, "--map", "out.png", "--out", "out-data.csv"), "the positions of --map out.png"),
-    ((*PLACE, "--out", "texts.csv"), "is an input of the same command"),
     ((*PLACE, *PEOPLE_COUNT, "--guide", "guide.csv"), "there are 2 conditions"),
 ]
 GUIDES = [
@@ -244,10 +235,7 @@ def test_page_holds_every_text_once_and_loads_nothing(page):
     assert parsed.visible_text.count("24 clusters; silhouette 0.") == len(data["shown"])
     policy = parsed.all("meta")[1]["content"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    handlers = [
-        name for _, attributes in parsed.elements for name in attributes if name[:2] == "on"
-    ]
-    assert handlers == []
+    assert not [name for _, names in parsed.elements for name in names if name[:2] == "on"]
     assert parsed.all("img") == []
     assert not parsed.open
 
@@ -263,31 +251,3 @@ def test_map_is_picture_with_data(run_copy, tmp_path):
     labels = [label for one in result.clusterings for label in one.labels.tolist()]
     assert [int(row["cluster"]) for row in rows] == labels
     assert max(len(row["text"]) for row in rows) < 1_100
-
-
-def test_map_in_browser(browser, page):
-    data = read_page_data(page)
-    with open_page(browser, page, 390, "dark") as tab:
-        check_views(tab)
-        # Arrow keys step through the texts; without one, there is no band below the map.
-        canvas, text = tab.locator("#canvas"), tab.locator("#text")
-        assert not text.is_visible()
-        canvas.focus()
-        tab.keyboard.press("ArrowRight")
-        first = text.text_content()
-        tab.keyboard.press("ArrowDown")
-        second = text.text_content()
-        assert {first, second} <= set(data["texts"])
-        assert first != second
-        # Under another condition, points move and take its clusters.
-        tab.get_by_role("radio", name="no condition").check()
-        tab.locator("#canvas[data-moving=false]").wait_for()
-        label = data["shown"][2]["labels"][data["texts"].index(second)]
-        assert f"cluster {label}" in tab.locator("#of").inner_text()
-        # The legend shows one cluster only, or all again; then the search applies to all texts.
-        size = data["shown"][2]["clusters"][0][2]
-        tab.locator("#legend button").first.click()
-        assert tab.locator("#count").inner_text() == f"{size} of 56 texts"
-        tab.locator("#legend button").first.click()
-        tab.get_by_label("Search texts").fill("<b>PLAY</b>")
-        assert tab.locator("#count").inner_text() == "1 of 56 texts"

@@ -1,17 +1,15 @@
 """Comparison of prompts, and of heads and runs: equal rows, paired evidence, and reuse of fits."""
 
-import csv
 import json
 import re
 import shutil
 from dataclasses import replace
 from importlib import import_module
-from math import nan
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.commands import read_page_data, run_json, run_rejected
+from helpers.commands import read_csv, read_page_data, run_json, run_rejected
 
 import llmcond
 from llmcond.base.metrics import Estimate
@@ -139,8 +137,6 @@ def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows,
     glued = ['description = "Mine."', 'source = "mine"', "[conditional]"]
     glued += ['text = "{sentence} {condition}"', "[unconditional]", 'text = "{condition}"', ""]
     Path("glued.toml").write_text("\n".join(glued))
-    Path("folder.html").mkdir()
-    Path("taken").touch()
     rows = [("red hat", "blue hat", "on", 3), ("red", "blue", "hat on", 2), *small_rows]
     data = write_rows(rows)
     for options, expected in (
@@ -148,7 +144,6 @@ def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows,
         ([SENT_COND, "--baseline", COND_SENT], f"{COND_SENT} is not among the prompts"),
         (["cond"], "none of the prompts can be used with"),
         (["glued.toml"], "the prompt glued gives the same input for"),
-        ([SENT_COND, COND_SENT, "--figures", "taken"], "taken"),
     ):
         line = call(*options, "--data", data, folder="fresh", code=2).err.splitlines()[-1]
         assert line.startswith("llmcond: error: ")
@@ -156,40 +151,20 @@ def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows,
     assert not Path("fresh").exists()
 
 
-def read_csv(path):
-    with Path(path).open(encoding="utf-8", newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
 def test_page_and_figures_have_the_numbers_of_the_comparison(call):
     prompts = (SENT_COND, COND_SENT, LEFT_OUT, "cond", "--baseline", SENT_COND, "--seeds", 2)
     outputs = ("--figures", "figures", "--figure-format", "svg", "--report", "pages/page.html")
-    captured = call(*prompts, *outputs, "--json")
-    report = json.loads(captured.out)
+    report = json.loads(call(*prompts, *outputs, "--json").out)
     assert list(report["left_out"]) == ["cond"]
-    assert re.search(r"warning: \d+ sentence pairs are few", captured.err)
-    assert [path.name for path in Path("pages").iterdir()] == ["page.html"]
     text = Path("pages/page.html").read_text(encoding="utf-8")
     assert all(words in text for words in (LEFT_OUT, "the number of people", "no evidence"))
     # A prompt without subtraction is compared with the subtracted baseline of its head.
     results = report["results"]
     (bare,) = (row for row in results if (row["prompt"], row["head"]) == (LEFT_OUT, "quick"))
     assert (bare["subtract"], bare["against"]) == (False, f"quick@{SENT_COND}")
-
     names = ("scores", "differences", "predictions", "isotropy", "steps")
     files = {path.name for path in Path("figures").iterdir()}
     assert files == {f"{name}{end}" for name in names for end in (".svg", "-data.csv")}
-    scores = {(row["label"], row["series"]): row for row in read_csv("figures/scores-data.csv")}
-    for result in results:
-        if result["spearman"] is None or result["prompt"] == LEFT_OUT:
-            continue
-        minus = "minus c" if result["subtract"] else "no subtraction"
-        baseline = ", baseline" if result["prompt"] == SENT_COND else ""
-        row = scores[f"{result['prompt']}, {minus}{baseline}", result["head"]]
-        assert float(row["value"]) == pytest.approx(100 * result["spearman"])
-        low = result["spearman_ci"][0]
-        expected = nan if low is None else 100 * low
-        assert float(row["low"]) == pytest.approx(expected, nan_ok=True)
     values = [float(row["value"]) for row in read_csv("figures/differences-data.csv")]
     compared = [row["difference"]["spearman"]["value"] for row in results if row["difference"]]
     assert values == pytest.approx([100 * value for value in compared if value is not None])
@@ -312,13 +287,8 @@ def test_seeds_of_a_system_may_be_in_several_runs(seeded):
     seed1 = (str(seeded), "seed1")
     expected = [[seed1, (str(seeded), "seed2")], [seed1, (str(other), "seed2")]]
     assert sorted(heads) == sorted(expected)
-    table = comparison.to_pandas()
-    systems = set(zip(table["system"], table["seeds"], strict=True))
-    names = (f"{first}, 2 seeds", f"{second}, 2 seeds")
-    assert systems == {(comparison.baseline, 0), *((name, 2) for name in names)}
-    (row,) = table[(table["system"] == one.name) & (table["metric"] == "spearman")].iloc
-    difference = one.difference["spearman"].value
-    assert (row["value"], row["difference_value"]) == (one.main.value, difference)
+    systems = set(comparison.to_pandas()["system"])
+    assert systems == {comparison.baseline, f"{first}, 2 seeds", f"{second}, 2 seeds"}
 
 
 def test_differences_on_subsets_of_rows_are_reported(capsys, small_rows, write_rows, model):
@@ -380,7 +350,6 @@ def test_invalid_systems_are_rejected(capsys, seeded, dialogue_run, write_rows, 
     llmcond.fit_head(run=folder, head="linear", set=changed, seed=3, name="new", device="cpu")
     none = f"{seeded}:none"
     for systems, message in (
-        ([none, "data/missing"], "there is no run at"),
         ([none, f"{dialogue_run}:none"], "have different tasks"),
         ([none, f"{seeded}:seed1,seed1"], "were not fitted with different seeds"),
         ([none, "other:none", "--split", "dev"], "have different rows in dev"),

@@ -129,14 +129,11 @@ def test_invalid_options_report_one_line(capsys, settings, extracted, write_rows
     new, plan = ("--run", tmp_path / "run"), "--plan"
     old = ("--run", extracted[0], *FLAGS)
     for options, message in (
-        ((*new, "--price", "1"), "--price needs --plan"),
         ((*new, plan, "--bench", empty), "has no speed of"),
         ((*new, plan, *on_gpus), "no GPU to measure the speed on. Give --bench FILE"),
         ((*old, plan, "--data", other), "has other examples"),
         ((*old, "--data", other), "has other examples"),
         ((*old, plan, "--store", tmp_path / "store"), "stores features in"),
-        ((*old, "--store-dtype", "float32"), "stores features as float16"),
-        ((*old, plan, "--task", "kgc"), "is a run of the task csts"),
     ):
         arguments = ("extract", "--model", settings["model"], *options)
         assert run([str(argument) for argument in arguments]) == 2

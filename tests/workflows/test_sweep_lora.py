@@ -43,8 +43,7 @@ def complete(tiny_bert, data):
 def swept(complete, tmp_path_factory):
     """A finished sweep over two combinations with two seeds. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("swept") / "run"
-    plots = ("--plot", folder.parent / "rates.svg", "--plot-steps", folder.parent / "steps.svg")
-    assert run(complete(folder, *VARIED, *plots)) == 0
+    assert run(complete(folder, *VARIED, "--plot", folder.parent / "rates.svg")) == 0
     return folder
 
 
@@ -115,7 +114,6 @@ def test_results_are_means_over_seeds_on_dev_best_first(swept):
     assert "torch" in report["versions"]
     assert report["data"]["rows"]["dev"] == 12
     assert "learning rate" in (swept.parent / "rates.svg").read_text()
-    assert (swept.parent / "steps.svg").is_file()
 
 
 def test_only_best_encoder_is_kept_as_a_run(swept, complete, tmp_path, capsys):
@@ -174,9 +172,6 @@ def test_repeated_sweep_trains_only_what_is_missing(complete, folder, trainings,
     assert trainings == [(rate, result["best"]["seed"])]
     assert result["results"] == [other]
     assert find_weights(folder) == ["best"]
-
-
-# -- failed trainings --------------------------------------------------------------------------
 
 
 # -- other tasks -------------------------------------------------------------------------------
@@ -275,10 +270,8 @@ def test_sampled_combinations_are_part_of_larger_sample(plan):
 INVALID = [
     ("--vary rank=4 --seeds 1", "there is nothing to vary"),
     ("--vary lerning_rate=1,2", "Did you mean 'learning_rate'"),
-    ("--vary learning_rate=1e-3,fast", "learning_rate is 'fast'; expected a number."),
     ("--vary temperature=1.5,-1", "--vary temperature=-1: 'temperature' is -1.0"),
     ("--vary epochs=1,2", "epochs is both varied and set. Give it once."),
-    ("--vary rank=1,2 alpha+rank=1,2", "--vary repeats rank"),
     ("--vary rank=1,2 --then dev", "Leave out --then"),
 ]
 
