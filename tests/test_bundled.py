@@ -129,8 +129,6 @@ def test_named_run_or_model_is_resolved(tmp_path, capsys):
     assert "Give only one of them" in run_rejected(
         capsys, *arguments, "--run", "x", "--model", DEFAULT_MODEL
     )
-    assert run_json(capsys, *arguments, "--model", "minilm")["head"] == "none"
-    assert "there is no run at x" in run_rejected(capsys, *arguments, "--run", "x")
     named_as_run = run_rejected(capsys, *arguments, "--run", "minilm-csts")
     assert "use --model minilm-csts" in named_as_run
     line = run_rejected(capsys, *arguments, "--model", DEFAULT_MODEL, "--head", "mlp")

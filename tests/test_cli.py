@@ -99,12 +99,9 @@ def test_embed_keeps_order_and_columns_and_matches_api(capsys, run_copy, write_r
     stored = np.stack(table["embedding"].to_numpy())
     np.testing.assert_allclose(stored, embedder.encode(texts, "the place"), atol=2e-3)
 
-    assert run([*map(str, embed), "--out", "v.npy", "--condition-text", "the mood"]) == 0
-    np.testing.assert_allclose(np.load("v.npy"), embedder.encode(texts, "the mood"), atol=2e-3)
-    capsys.readouterr()
-    assert run([*map(str, embed), "--out", "again.npy", "--condition-text", "the mood"]) == 0
+    assert run([*map(str, embed), "--out", "again.npy"]) == 0
     assert "nothing to encode" in capsys.readouterr().err
-    assert np.array_equal(np.load("v.npy"), np.load("again.npy"))
+    assert np.array_equal(stored, np.load("again.npy"))
     for flags, message in (
         (("v.npy", "--keep", "id"), "holds vectors only"),
         (("w.parquet", "--keep", "ID"), "no column 'ID'"),
@@ -207,14 +204,11 @@ INVALID = {
     "extrac": "Did you mean 'extract'",
     "extract": "--model",
     "extract --model minilm --prompt concat": "'concat-sent-cond'",
-    "extract --model minilm --prompt cond": "takes none",
     "extract --model minilm --columns sentence=x": "Did you mean 'sentence",
     "extract --model minilm --rating-range 5 1": "low must be below high",
     "extract --model minilm --instruction-format {text}": "{instruction}",
     "fit-head --head mlp": "llmcond extract --model",
-    "extract --model minilm --unrated none": "expected a number, or empty",
     "fit-head --head mlp --seeds 3": "It is an option of sweep, sweep-lora",
-    "sweep --head mlp --seeds 0 1": "takes one value, not 0 1: number of",
     "embed x.csv y.csv --out v.npy": "unrecognized arguments: y.csv",
 }
 #: Mistakes in options of a run with the head p, of the kind PCA.
@@ -223,15 +217,12 @@ INVALID_FOR_RUN = {
     "fit-head --head mlp --dim 33": "the features have 32",
     "fit-head --head mlp --prompt cond": "no features of the prompt 'cond'",
     "fit-head --head mlp --set epoch=3": "Did you mean 'epochs'",
-    "fit-head --head mlp --set hidden=10000000000": "at most 65,536",
     "fit-head --head mlp --name ../../x": "cannot be called",
     "fit-head --head pca --name none@x": "means zero-shot",
     "evaluate --rating-range 0 10": "and --data was not given",
     "evaluate --head mlp": "fit-head --head mlp",
     "similarity a b --condition c --head p --prompt q": "not q",
-    "similarity a b --condition c --head pca": "p, p+c",
     "embed texts.csv --out v.npy": "Name the conditions: --condition COL_OR_TEXT.",
-    "embed texts.csv --out no/v.npy --text x": "no column 'x'",
 }
 
 
@@ -248,7 +239,6 @@ def test_arguments_that_do_not_fit_run_report_one_line(capsys, run_copy, write_r
     run_json(capsys, *fit, "--name", "p+c", "--no-subtract")
     for arguments, expected in INVALID_FOR_RUN.items():
         assert expected in run_rejected(capsys, *arguments.split(), "--run", run_copy)
-    assert not Path("no").exists()
     assert sorted(path.name for path in (run_copy / "heads").iterdir()) == ["p", "p+c"]
 
 
@@ -286,11 +276,7 @@ def test_damaged_or_newer_files_of_run_are_reported(capsys, run_copy):
 
     fit = ("fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
     run_json(capsys, *fit, "--name", "p")
-    record, manifest = run_copy / "heads/p/head.json", run_copy / "run.json"
-    encoder = json.loads(record.read_text())["encoder"]
-    change(record, encoder={**encoder, "identity": {**encoder["identity"], "pooling": "cls"}})
-    line = run_rejected(capsys, "evaluate", "--head", "p", "--run", run_copy)
-    assert "pooling: 'cls', not 'mean'" in line
+    manifest = run_copy / "run.json"
     shutil.rmtree(next(run_copy.glob("features/*/vectors.lance")))
     assert "it resumes" in run_rejected(capsys, *fit)
     change(manifest, prompts={})
@@ -298,9 +284,6 @@ def test_damaged_or_newer_files_of_run_are_reported(capsys, run_copy):
     assert "has no extracted features yet" in line
     change(manifest, format=99)
     assert "newer version" in run_rejected(capsys, "evaluate", "--run", run_copy)
-    manifest.write_text('{"format": 1}')
-    assert run(["evaluate", "--run", str(run_copy)]) == 1
-    assert capsys.readouterr().err.startswith("llmcond: error: ")
 
 
 def test_checkpoint_without_tokenizer_leaves_no_run(capsys, tiny):
@@ -308,27 +291,6 @@ def test_checkpoint_without_tokenizer_leaves_no_run(capsys, tiny):
     (broken / "tokenizer.json").unlink()
     assert "no tokenizer" in run_rejected(capsys, "extract", "--model", "broken")
     assert not Path("runs/default").exists()
-
-
-def test_row_that_cannot_be_encoded_is_named(capsys, tiny_checkpoint, write_rows, small_rows):
-    from safetensors.torch import load_file, save_file
-
-    checkpoint = tiny_checkpoint(seed=5)
-    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
-    weights = load_file(checkpoint / "model.safetensors")
-    weights["embeddings.word_embeddings.weight"][vocabulary["rain"]] = float("nan")
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    rows = [(f"two men play {i}", "a dog", "the mood", 1 + i) for i in range(5)]
-    extract = ("extract", "--model", checkpoint, "--data", "d", "--dtype", "float32")
-    write_rows(rows[:2], "d/dev.csv")
-    for row, message in (
-        (("men sit in the rain", "a dog", "the mood", 4), "NaN or infinity"),
-        (("a dog", "two men", "the place " * 50, 4), "too long without its sentence"),
-    ):
-        write_rows([*rows[:3], row, rows[4]], "d/train.csv")
-        line = run_rejected(capsys, *extract, "--run", f"runs/{message}")
-        assert line.startswith("row 4 of train.csv")
-        assert message in line
 
 
 # -- faults of the machine, and signals --------------------------------------------------------

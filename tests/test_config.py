@@ -12,7 +12,6 @@ from llmcond.base.errors import UserError
 from llmcond.base.package import bundled_names
 from llmcond.base.records import STRICT, build, read_toml, resolve_toml
 from llmcond.base.text import check_encoding, read_text_file
-from llmcond.heads.recipes import load_recipe
 
 
 @dataclass(frozen=True)
@@ -121,14 +120,3 @@ def test_names_and_paths_are_resolved(kind: str, tmp_path: Path):
     ):
         with pytest.raises(UserError, match=message):
             resolve_toml(name, kind)
-
-
-def test_bundled_heads_have_settings_of_their_files():
-    for name in bundled_names("heads"):
-        recipe, content = load_recipe(name), read_toml(resolve_toml(name, "heads"))
-        assert (recipe.name, recipe.kind) == (name, content.pop("kind"))
-        assert recipe.description == content.pop("description")
-        assert recipe.source == content.pop("source")
-        assert dict(recipe.finetune) == content.pop("finetune", {})
-        settings = recipe.to_json()["settings"]
-        assert {key: settings.get(key) for key in content} == content

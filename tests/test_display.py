@@ -5,7 +5,6 @@ import inspect
 import pickle
 import re
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -56,9 +55,7 @@ def test_copies_of_results_are_equal(tiny_run):
     assert replace(explanation, sentence="other") != explanation
     values = explanation.conditions[0]
     assert replace(values, values=values.values + 1) != values
-    encode = lru_cache(lambda model, text: model.encode(text, "the animal"))
-    assert encode(embedder, "a") is encode(embedder, "a")
-    assert embedder != replace(embedder)
+    assert len({embedder, replace(embedder), embedder}) == 2
 
 
 def test_results_of_functions_are_displayed():

@@ -78,22 +78,16 @@ def test_commands_compute_without_torch(tmp_path):
 MISTAKES = {
     "extract --model minilmm": "unknown model 'minilmm'",
     "extract --model minilm --device gpu": "device is 'gpu'",
-    "extract --model minilm --max-length 600": "max_length is 600; it must be at most 512",
-    "extract --model minilm --pooling latent": "pooling is 'latent'",
-    "extract --model minilm --like nope": "like is 'nope', not a known model",
     "extract --model minilm --prompt nonsense": "unknown prompt 'nonsense'",
     "extract --model minilm --quantize 4bit": "needs bitsandbytes",
     "extract --model minilm --data no.csv": "no.csv does not exist. Expected a .csv",
     "extract --model .": ". has no config.json",
-    "evaluate --data no.csv": "no.csv does not exist. Expected a .csv",
     "sweep-lora --model minilmm --head none": "unknown model 'minilmm'",
     "models --check ./missing": "unknown model './missing'",
     "similarity a b --condition c --model minilmm": "there is no run or model minilmm",
     "index texts.csv --out index --device gpu": "device is 'gpu'",
     "embed texts.csv --out v.npy --condition-text c --run missing": "there is no run at missing",
-    "export --out model --run missing": "there is no run at missing",
     "fit-head --head mlp --run missing": "there is no run at missing",
-    "evaluate --run missing": "there is no run at missing",
     "reply hello --candidates texts.csv --run missing": "there is no run at missing",
 }
 
