@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from helpers.commands import run_json, run_rejected
+from helpers.commands import run_json
 from helpers.pages import ParsedPage
 
 import llmcond
@@ -62,11 +62,6 @@ def test_verdict_is_printed_with_its_calibration(captions, tiny_run, capsys):
     texts = CAPTIONS[:10] * 5
     (check,) = llmcond.check_condition(texts=texts, condition="the place", run=tiny_run).checks
     assert (check.verdict, check.expected, check.n_texts) == ("too few texts to tell", None, 10)
-    for flags, message in (
-        (("--condition", " "), "--condition is empty"),
-        (("--condition", "a", "--text", "title"), "title"),
-    ):
-        assert message in run_rejected(capsys, *arguments, *flags)
 
 
 def test_cluster_and_search_print_condition_check(captions, calibrated_run, tmp_path, capsys):

@@ -17,17 +17,13 @@ from llmcond.serving.server import read_keys
 
 def test_invalid_options_are_reported_in_one_line(capsys, in_tmp):
     for flags, message in (
-        ("--max-batch-tokens 0", "--max-batch-tokens is 0; it must be at least 1"),
         ("--timeout 0", "it must be above 0 and below 1,000,000"),
-        ("--port 70000", "at least 0 and at most 65,535"),
         ("--host nowhere.invalid", "cannot listen on nowhere.invalid"),
         ("--api-key-file none", "cannot be read: No such file"),
         ("--cors-origin https://example.org/", "expected scheme and host in lower case"),
         ("--index none --port 0", "none does not exist"),
-        ("--run none --port 0", "no run at none"),
     ):
         assert message in run_rejected(capsys, "serve", *flags.split())
-    assert "--condition is empty" in run_rejected(capsys, "serve", "--condition", "")
 
 
 def test_key_file_is_parsed(tmp_path, caplog, monkeypatch):
@@ -49,8 +45,6 @@ def test_file_that_holds_no_keys_is_rejected(tmp_path):
     for content, message in (
         ("\n \n", r"holds no key.*token_urlsafe"),
         ("0123456789abcdef\n# prod", r"line 2 is no key\. A key consists of letters"),
-        ("0123456789abcdef # prod", "line 1 is no key"),
-        ('KEY="abc"', "line 1 is no key"),
         ("a\0b", "line 1 is no key"),
     ):
         (tmp_path / "keys").write_text(content)

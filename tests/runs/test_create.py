@@ -88,7 +88,6 @@ def test_runs_can_share_a_folder_of_features(extract):
 def test_invalid_or_unreachable_store_is_reported(capsys, extract, bucket, monkeypatch):
     for store, expected in (
         ("s3://nobody/x", "there is no bucket s3://nobody"),
-        ("s4://features/x", "Did you mean 's3'"),
         (f"s3://{ACCESS_KEY}:{SECRET_KEY}@features/x", "recorded nowhere"),
     ):
         message = extract("r", "--store", store, command=run_rejected)

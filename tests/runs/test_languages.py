@@ -72,17 +72,9 @@ def test_only_english_encoders_are_reported(messages):
         lines = messages([*FOREIGN, *ENGLISH], known, card)
         start = "18 of 42 texts seem not to be in English, which "
         assert [line.startswith(start) for line in lines] == [True] * 2 * is_reported
-
-
-def test_foreign_texts_are_counted(messages):
-    for texts, start in (
-        (FOREIGN[:1], "1 of 1 text seems not"),
-        (FOREIGN[:1] * 3_000, "1,000 of 1,000 sampled texts seem not"),
-        ([*ENGLISH, FOREIGN[0]], None),  # fewer than a tenth
-        ([], None),
-    ):
-        lines = messages(texts, "minilm")
-        assert [line.startswith(start or "?") for line in lines] == [True] * 2 * bool(start)
+    assert messages([*ENGLISH, FOREIGN[0]], "minilm") == []  # fewer than a tenth
+    (message, _) = messages(FOREIGN[:1] * 3_000, "minilm")
+    assert message.startswith("1,000 of 1,000 sampled texts seem not")
 
 
 # -- rows that share a sentence with train -----------------------------------------------------
