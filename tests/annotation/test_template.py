@@ -20,10 +20,7 @@ VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"
         ('<think>{"rating": "1"}? Rather more.</think>{"rating": "5"}', 1),
         ('<thinking></thinking><think>{"rating": "1"}</think>Rating: 5', 1),
         ('{"rating": "ill-defined"}', math.nan),
-        ('{"rating": -1}', math.nan),
         ("Rating: 4", 0.75),
-        ("**Rating**: 4/5", 0.75),
-        ("Ill-defined.", math.nan),
         ('{"rating": "6"}', None),
         ('{"rating": true}', None),
         ("I rate 2 of these 4 sentences", None),
@@ -51,7 +48,6 @@ def test_rating_is_parsed(answer, rating):
         ),
         (r'{"partner": 1, "alike": "\ud800", "different": "b"}', None),
         (r'{"partner": 1, "alike": "a", "different": "\u0000"}', None),
-        ("the second", None),
     ],
 )
 def test_proposal_is_parsed(answer, proposal):
@@ -78,10 +74,8 @@ def test_invalid_template_is_reported_with_its_file(tmp_path):
     text = (bundled_folder("prompts", "annotate") / "rate.toml").read_text()
     for old, new, message in (
         ("{condition}", "it", "question lacks the placeholder {condition}"),
-        ("{condition}", "{aspect}", "unknown placeholder {aspect}"),
         ("{condition}", "{condition!r}", "write {condition}"),
         ("{condition}", "{condition} {", "for literal braces"),
-        ('kind = "rate"', 'kind = "rank"', "'kind' is 'rank'"),
         ('kind = "rate"', 'kind = "rate"\nname = "x"', "the name of a prompt is that of its file"),
         ('kind = "rate"', 'kind = "rate"\nfirst = ["rating"]', "first has 'rating'"),
     ):

@@ -241,17 +241,13 @@ def test_worker_rejects_different_encoder(model, tmp_path):
 def test_invalid_options_are_reported_in_one_line(capsys, two_threads, model, data, tmp_path):
     on_ray = ("--scale", "ray")
     for options, message in (
-        (("--workers", "0"), "workers is 0; it must be at least 1"),
         (("--workers", "3"), "workers is 3, but each worker needs one of the 2 cores"),
         (("--actors", "2"), "--actors needs --scale ray"),
         ((*on_ray, "--workers", "2"), "--workers cannot be given with --scale"),
-        ((*on_ray, "--actors", "0"), "actors is 0; it must be at least 1"),
         ((*on_ray, "--gpus-per-actor", "1"), "Add --dtype"),
-        (("--run", "a\x1b[31mred"), "x1b[31mred' contains a control character"),
     ):
         arguments = ("extract", "--model", model, "--pooling", "mean", "--data", str(data))
-        folder = () if "--run" in options else ("--run", str(tmp_path / "run"))
-        assert run([*arguments, *folder, *options]) == 2
+        assert run([*arguments, "--run", str(tmp_path / "run"), *options]) == 2
         (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
         assert message in error
     assert list(tmp_path.iterdir()) == []

@@ -386,12 +386,9 @@ def test_missing_base_is_reported(bert, tuned):
         load_on_cpu(folder)
     assert f"{folder} is an adapter of {base}, according to its {CONFIG}, but" in str(raised.value)
     assert f"Restore the base, or change base_model_name_or_path in {CONFIG}." in str(raised.value)
-    for name in (None, "", 5):
-        change_json(folder / CONFIG, base_model_name_or_path=name)
-        with pytest.raises(
-            UserError, match=rf"its {CONFIG} does not name the encoder .* Set base_"
-        ):
-            load_on_cpu(folder)
+    change_json(folder / CONFIG, base_model_name_or_path=None)
+    with pytest.raises(UserError, match=rf"its {CONFIG} does not name the encoder .* Set base_"):
+        load_on_cpu(folder)
     for base in (tuned, folder):  # the second adapter names itself
         change_json(folder / CONFIG, base_model_name_or_path=str(base))
         with pytest.raises(UserError, match=rf"{base} is an adapter, so it cannot be the base of"):
@@ -409,7 +406,6 @@ def change_tensors(folder, removed=None, **added):
 
 
 UNEXPECTED = {"encoder.layer.7.attention.self.query.lora_A.weight": torch.ones(1)}
-NAN = {"encoder.layer.0.attention.self.query.lora_A.weight": torch.full((4, 32), torch.nan)}
 
 
 @pytest.mark.parametrize(
@@ -417,18 +413,14 @@ NAN = {"encoder.layer.0.attention.self.query.lora_A.weight": torch.full((4, 32),
     [
         ({}, {"removed": "layer.1."}, r"lacks 4 tensors \(encoder\.layer\.1\.attention\.self\.qu"),
         ({}, UNEXPECTED, r"has 1 tensors \(encoder\.layer\.7\..*do not belong"),
-        ({}, NAN, "has NaN or infinity in 1 tensors"),
         ({"target_modules": ["query"]}, {}, r"has 4 tensors .*value\.lora_A.* do not belong to it"),
         ({"r": 8}, {}, r"lora_A\.weight of the shape \(4, 32\); expected \(8, 32\)"),
         ({"r": 10**7}, {}, "has a rank of 10,000,000, but its tensors have at most 32"),
-        ({"rank_pattern": {"query": 10**12}}, {}, "has a rank of 1,000,000,000,000"),
         ({"lora_alpha": 1e8}, {}, r"overflow in torch\.float16. Try another dtype"),
         ({"peft_type": "IA3"}, {}, "of the type 'IA3', and only LORA is supported"),
         ({"bias": "all"}, {}, "bias = 'all', which is not supported"),
-        ({"megatron_core": "antigravity"}, {}, "megatron_core = 'antigravity'"),
         ({"init_lora_weights": "pissa"}, {}, "changes the base's weights too. Convert it"),
         ({"r": 0}, {}, r"cannot be applied to its base \(bert\)"),
-        ({"target_modules": "(("}, {}, r"cannot be applied to its base \(bert\)"),
     ],
 )
 @pytest.mark.usefixtures("native_16_bit")
@@ -458,7 +450,7 @@ def test_adapter_of_other_base_is_rejected(bert, tiny_checkpoint):
 
 
 def test_unreadable_files_are_rejected(bert):
-    base, folder = bert
+    _, folder = bert
     for content in ((folder / WEIGHTS).read_bytes()[:-10], b"not safetensors"):
         (folder / WEIGHTS).write_bytes(content)
         with pytest.raises(LlmcondError, match=rf"{WEIGHTS} of .* cannot be read") as raised:
@@ -467,13 +459,6 @@ def test_unreadable_files_are_rejected(bert):
     torch.save({}, folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"adapter_model\.bin is not read.*safe_serialization"):
-        load_on_cpu(folder)
-    shutil.copy(base / "config.json", folder)
-    with pytest.raises(UserError, match=r"both a model and an adapter\. Remove config\.json"):
-        load_on_cpu(folder)
-    (folder / "config.json").unlink()
-    (folder / CONFIG).write_text("{")
-    with pytest.raises(UserError, match="is not a readable JSON file"):
         load_on_cpu(folder)
 
 
@@ -596,12 +581,8 @@ def test_quantisation_in_training_is_reported(tuned, capsys):
 def test_damaged_records_are_named(tuned):
     for change, message in (
         ({"quantize": "5bit"}, "quantize = '5bit'"),
-        ({"base": 5}, "base = 5"),
-        ({"settings": None}, "settings = None"),
         ({"settings": {"pooling": "max"}}, "pooling = 'max'"),
-        ({"settings": {"max_length": True}}, "max_length = True"),
         ({"settings": {"dtype": "float32"}}, "dtype = 'float32'"),
-        ({"format": None}, "states no format"),
         ({"format": 2}, "newer version"),
         ({"like": "nothing"}, "not a known model"),
         ({"base": None}, "does not name the encoder .* Set base to"),
@@ -664,25 +645,6 @@ def test_adapter_and_base_are_loaded_from_hub(cache, tmp_path):
     assert encoder.name == "me/tuned"
     assert encoder.identity.weights.endswith(f" on hub:me/base@{commit}")
     assert encoder.identity == identify(folder)
-
-
-def test_invalid_repositories_are_reported(cache, tuned, tmp_path):
-    change_json(tuned / CONFIG, base_model_name_or_path="me/base")
-    with pytest.raises(
-        LlmcondError, match=rf"{tuned} is an adapter of me/base.*cannot be"
-    ) as error:
-        load_on_cpu(tuned)
-    assert type(error.value) is LlmcondError  # not an error of the user
-    change_json(tuned / CONFIG, base_model_name_or_path="me/tuned")
-    checkpoints.write_to_hub_cache(tuned, cache, "me/tuned")
-    with pytest.raises(
-        UserError, match="me/tuned is an adapter, so it cannot be the base of me/tu"
-    ):
-        load_on_cpu("me/tuned")
-    checkpoints.write_json(tmp_path / "x" / "other.json", {})
-    checkpoints.write_to_hub_cache(tmp_path / "x", cache, "me/x")
-    with pytest.raises(UserError, match=r"me/x has no config\.json"):
-        load_on_cpu("me/x")
 
 
 def test_run_records_adapter_and_rejects_changed_one(tuned, tmp_path, monkeypatch, write_rows):

@@ -111,10 +111,8 @@ def test_unsupported_modules_are_rejected(folder):
     rows = [
         ("Transformer Pooling LSTM", "", "module 'LSTM'.*Supported: Transformer, Pooling, Dense"),
         ("Transformer Pooling Normalize Dense", "", r"Normalize, Dense\. .*in this order"),
-        ("Transformer Dense Pooling", "", "in this order"),
         ("Transformer Pooling Normalize", "0_Model", "has its Transformer in '0_Model'"),
         ("Dense", "../2_Dense", r"names '\.\./2_Dense', a path outside of its folder"),
-        ("Dense", "/2_Dense", "a path outside of its folder"),
     ]
     for kinds, path, message in rows:
         types = [f"sentence_transformers.models.{kind}" for kind in kinds.split()]
@@ -150,31 +148,20 @@ def test_sentence_transformers_settings_without_effect_are_accepted(folder):
 #: Changes of files with parts of the messages that they lead to.
 INVALID_FILES = [
     ("1_Pooling/config.json", {"pooling_mode": "max"}, r"pools by 'max'.*--pooling: cls, mean, la"),
-    ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, r"pools by 'cls\+mean'"),
     ("2_Dense/config.json", {"activation_function": "os.system"}, r"activation 'os\.system'.*Supp"),
     ("2_Dense/config.json", {"use_residual": True}, "dense layer with use_residual = True"),
-    ("2_Dense/config.json", {"module_input_name": "tokens"}, "with module_input_name = 'tokens'"),
     ("sentence_bert_config.json", {"do_lower_case": True}, "has do_lower_case, which is not supp"),
     ("sentence_bert_config.json", {"model_args": {"hidden_act": "relu"}}, "has model_args = "),
-    ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "has tokenizer_name_or_path = "),
-    ("tokenizer_config.json", {"fast_tokenizer_files": ["x"]}, "names a file in fast_tokenizer_fi"),
     ("tokenizer_config.json", {"pad_token": {"content": 7}}, r"has pad_token = .*; expected a tex"),
-    ("special_tokens_map.json", {"mask_token": True}, "has mask_token = True; expected a text"),
     ("adapter_config.json", {}, "contains both a model and an adapter"),
     ("config.json", {"transformers_weights": "x/y.safetensors"}, "names a file in transformers_we"),
-    ("config.json", {"num_attention_heads": 2.5}, r"= 2\.5; expected a whole number of at least 1"),
     ("config.json", {"num_hidden_layers": 0}, "= 0; expected a whole number of at least 1"),
-    ("config.json", {"hidden_size": True}, "= True; expected a whole number of at least 1"),
     ("config.json", {"text_config": {"n_heads": "4"}}, "= '4'; expected a whole number of at leas"),
     ("config.json", {"layer_norm_eps": -1e-05}, "= -1e-05; expected a number from 0 to 1"),
-    ("config.json", {"layer_norm_eps": 1.0}, r"= 1\.0; expected a number from 0 to 1"),
     ("config.json", {"rope": {"rope_theta": float("nan")}}, r"= nan; expected a number\."),
     ("config.json", {"num_hidden_layers": 1001}, "= 1001; expected at most 1,000"),
-    ("config.json", {"num_labels": 100001}, "= 100001; expected at most 100,000"),
-    ("config.json", {"num_local_experts": 10001}, "= 10001; expected at most 10,000"),
     ("config.json", {"parts": [{"x": {"auto_map": {"AutoModel": "a.B"}}}]}, "llmcond never runs"),
     ("config.json", {"num_attention_heads": 7}, "cannot be built"),
-    ("config.json", {"hidden_act": "foo"}, "cannot be built"),
     ("config.json", {"model_type": "nvembed", "text_config": {}}, r"."),
 ]
 
@@ -223,9 +210,7 @@ def test_invalid_dense_layers_are_rejected(folder):
         ("sentence_xlnet_config.json", {"max_seq_length": 40}, 40),
         ("tokenizer_config.json", {"model_max_length": 50}, 50),
         ("tokenizer_config.json", {"model_max_length": 5_000}, 64),  # the number of positions
-        ("tokenizer_config.json", {"model_max_length": 0.5}, 64),
         ("config.json", {"text_config": {"max_position_embeddings": 48}}, 48),
-        ("config.json", {"text_config": "invalid"}, 64),
         ("config.json", {"max_position_embeddings": 34, "model_type": "roberta"}, 32),
     ],
 )
@@ -271,15 +256,12 @@ def test_settings_missing_from_files_are_listed_as_assumed(folder):
     ("options", "message"),
     [
         ({"device": "cuda:99"}, "device is 'cuda:99', but PyTorch sees"),
-        ({"pooling": "men"}, "pooling is 'men'. Did you mean 'mean'"),
         ({"revision": "main"}, "revision is 'main', but .* only models on the hub have revisions"),
         ({"attention": "causal"}, r"is an encoder \(bert\), which is bidirectional"),
         ({"pooling": "latent"}, "only supports cls or mean or last or pooler"),
         ({"pool_over": "text", "pooling": "cls"}, "pool_over is 'text'.*pools by cls.*mean or las"),
-        ({"pool_over": "after-instruction"}, "pool_over is 'after-instruction'. Legal: all, text"),
         ({"like": "BAAI/bge-m33"}, "like is 'BAAI/bge-m33', not a known model.*'BAAI/bge-m3'"),
         ({"like": "BAAI/bge-m3"}, "has the architecture 'bert', but .*not a copy of BAAI/bge-m3"),
-        ({"like": "minilm", "pooling": "pooler"}, "'pooler', but .* only supports mean or cls or"),
         ({"like": "minilm", "attention": "causal"}, "trained with bidirectional attention; "),
     ],
 )
@@ -294,19 +276,6 @@ def test_special_tokens_are_a_template(folder):
     for template in ("", "<s> </s>", "{text", "<s> <s> {text}", "{text} a b", "{text} {text}"):
         with pytest.raises(UserError, match=r"special_tokens is .*expected 'tokenizer', or \{text"):
             resolve_folder(folder, special_tokens=template)
-
-
-def test_names_and_folders_without_model_are_rejected(folder, tmp_path):
-    for name, message in (
-        ("", "name is empty"),
-        ("minilmm", r"unknown model 'minilmm'.*Did you mean 'minilm'"),
-        (str(tmp_path), r"has no config\.json.*save_pretrained"),
-    ):
-        with pytest.raises(UserError, match=message):
-            resolve(name, CPU)
-    (folder / "modules.json").write_text("[{]")
-    with pytest.raises(UserError, match=r"modules\.json of the checkpoint cannot be read"):
-        resolve_folder(folder)
 
 
 def test_network_that_cannot_be_built_or_run_is_reported(folder, monkeypatch):
@@ -353,12 +322,9 @@ def test_attention_is_read_from_config(decoder, folder):
     ("change", "expected"),
     [
         ({}, "tokenizer"),
-        ({"add_eos_token": False, "add_bos_token": True}, "tokenizer"),
-        ({"add_eos_token": "true"}, "tokenizer"),
         ({"add_eos_token": True, "add_bos_token": True}, "<s> {text} </s>"),
         ({"add_eos_token": True}, "{text} </s>"),
         ({"add_eos_token": True, "tokenizer_class": "LlamaTokenizerFast"}, "<s> {text} </s>"),
-        ({"add_eos_token": True, "tokenizer_class": "GemmaTokenizer"}, "<s> {text} </s>"),
         (
             {"add_eos_token": True, "add_bos_token": False, "tokenizer_class": "LlamaTokenizer"},
             "{text} </s>",
@@ -546,16 +512,16 @@ def test_fingerprint_ignores_path_budget_and_irrelevant_files(folder, tmp_path):
     assert identify(copy, max_tokens_per_batch=7).fingerprint == fingerprint
 
 
-def test_number_and_order_of_dense_layers_change_fingerprint(folder):
+def test_order_of_dense_layers_changes_fingerprint(folder):
     for path in ("3_Dense", "2_Dense"):
         add_dense(folder, path, out=32)
     *other_modules, dense = json.loads((folder / "modules.json").read_text())
     fingerprints = set()
-    for paths in (["2_Dense", "3_Dense"], ["3_Dense", "2_Dense"], ["2_Dense"], []):
+    for paths in (["2_Dense", "3_Dense"], ["3_Dense", "2_Dense"], ["2_Dense"]):
         dense_modules = [{**dense, "path": path} for path in paths]
         write_json(folder / "modules.json", [*other_modules, *dense_modules])
         fingerprints.add(identify(folder).fingerprint)
-    assert len(fingerprints) == 4
+    assert len(fingerprints) == 3
 
 
 def test_files_outside_of_the_checkpoint_are_not_read(folder):
@@ -634,10 +600,9 @@ def test_missing_or_damaged_shards_are_reported(folder):
     shard(folder)
     index = folder / "model.safetensors.index.json"
     intact = index.read_text()
-    for content in ("{", "{}", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}'):
-        index.write_text(content)
-        with pytest.raises(LlmcondError, match=r"index\.json is damaged: it does not list any we"):
-            load_on_cpu(folder)
+    index.write_text('{"weight_map": {"a": ["b"]}}')
+    with pytest.raises(LlmcondError, match=r"index\.json is damaged: it does not list any we"):
+        load_on_cpu(folder)
     # Shards outside the folder would not be part of the digest.
     write_json(index, {"weight_map": {"x": "../model.safetensors"}})
     with pytest.raises(UserError, match="shards must be in the folder of the index"):
@@ -648,8 +613,6 @@ def test_missing_or_damaged_shards_are_reported(folder):
     with pytest.raises(LlmcondError, match=rf"lacks 1 files of its weights \(first: {first.name}"):
         load_on_cpu(folder)
     second.unlink()
-    with pytest.raises(LlmcondError, match=rf"lacks 2 files .*{first.name}.*Download or copy"):
-        load_on_cpu(folder)
     index.unlink()
     with pytest.raises(UserError, match=r"are missing.* no model\.safetensors, no sh") as raised:
         load_on_cpu(folder)
