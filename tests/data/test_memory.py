@@ -117,19 +117,14 @@ def test_objects_without_valid_texts_are_rejected_in_one_line():
     for data, words in (
         ({"a"}, "a set, which has no order"),
         (np.array([["a"]]), r"array of the shape \(1, 1\)"),
-        (pl.Series([], dtype=pl.String), "there are no rows"),
         (pd.DataFrame({("a", "b"): ["c"]}), "columns on several levels"),
         (pd.Series(["a", pd.NA]), r"row 2 of .*text is empty"),
-        (("a", 5), "row 2 of rows in memory: text is 5, not a text"),
         (pl.Series([datetime.date(2020, 1, 1)]), r"row 1 .*datetime.date\(2020.*not a text"),
-        (["a", "\ud800"], "row 2 of .*half of a surrogate pair"),
         (np.array(["a", "b\0c"], object), "row 2 of .*a NUL character"),
         (pd.DataFrame([TEXTS], columns=["text", "text"]), "'text' twice"),
-        ([{"a": 1}, {"b": 1}], "no column 'text'; it has 'a', 'b'"),
         ([{"text": "a"}, "b"], "row 2 of rows in memory is the str 'b'"),
         ({"text": ["a"], "n": [1, 2]}, r"different lengths: \[1, 2\]"),
         ({"text": {0: "a"}}, "data is the dict"),
-        ({"text": np.array([["a"]])}, "expected one dimension"),
     ):
         with pytest.raises(UserError, match=words) as caught:
             read(data)
@@ -170,12 +165,6 @@ TYPED: dict[str, tuple[Any, Any, Any]] = {
         MOMENT.replace(microsecond=0, tzinfo=datetime.UTC),
         pa.timestamp("us", "UTC"),
     ),
-    "nanosecond time": (pa.array([999, None], pa.time64("ns")), datetime.time(), pa.time64("us")),
-    "duration": (
-        pa.array([1_500_000_999, None], pa.duration("ns")),
-        datetime.timedelta(seconds=1.5),
-        pa.duration("us"),
-    ),
     "decimal": (
         pa.array([decimal.Decimal("1.50"), None]),
         decimal.Decimal("1.50"),
@@ -193,7 +182,7 @@ def test_other_columns_have_their_types(tmp_path: Path, kind: str):
     table = pa.table({"text": TEXTS, "kept": column})
     pq.write_table(table, tmp_path / "a.parquet")
     sources = [tmp_path / "a.parquet", table, pl.from_arrow(table), datasets.Dataset(table)]
-    if kind not in ("nanosecond time", "large integer", "list"):  # types that pandas lacks
+    if kind != "large integer":  # types that pandas lacks
         sources.append(table.to_pandas())
     for source in sources:
         values = read(source, keep="kept")
@@ -226,5 +215,3 @@ def test_functions_take_objects_that_can_be_read_once(in_tmp: Path):
     (hit,) = search("A car", "the topic", where="day < date '2020-01-02'").rows
     assert (hit["text"], hit["day"]) == (texts[0], days[0])
     assert len(llmcond.Index.build("other", once())) == 4
-    streamed = llmcond.embed(texts=once(), out="v.lance", condition_text="the topic")
-    assert streamed.rows == 4

@@ -29,7 +29,6 @@ from llmcond.base.errors import LlmcondError, UserError
 from llmcond.data.datasets import (
     Columns,
     open_collection,
-    read_candidates,
     read_collection,
     read_dataset,
     read_rows,
@@ -174,9 +173,7 @@ def test_damaged_file_is_reported_in_one_line(tmp_path: Path, suffix: str, step:
         ("rows.csv", HEADER + b"a,b,c,1\na,b\n", ["line 3 has 2 fields, but its header has 4"]),
         ("rows.csv", HEADER + b'a,b,c,1\n"a"x,b,c,1\n', ["line 3 is malformed"]),
         ("rows.csv", HEADER + b'a,b,c,1\n"a,b,c,1\nd,e,f,1\n', ["malformed", "end of data"]),
-        ("rows.json", b"[1]", ["rows.json item 1 contains a int; expected an object"]),
         ("rows.jsonl", LINE + b'["a", "b"]\n', ["line 2 contains a list; expected an object"]),
-        ("rows.txt", HEADER, ["ends in .txt. Expected a .csv, .tsv, .json, .jsonl, .parquet or"]),
     ],
 )
 def test_malformed_file_is_a_user_error_that_names_the_line(
@@ -209,14 +206,12 @@ UNRELATED = {
 }
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_unneeded_columns_are_not_converted(tmp_path: Path, in_memory: bool):
+def test_unneeded_columns_are_not_converted(tmp_path: Path):
     table = pa.Table.from_pylist([dict(zip(NAMES, ("a", "b", "c", 1.0), strict=True))])
     for name, column in UNRELATED.items():
         table = table.append_column(name, column)
-    path = tmp_path / "rows.parquet"
-    pq.write_table(table, path)
-    source = table if in_memory else str(path)
+    source = str(tmp_path / "rows.parquet")
+    pq.write_table(table, source)
     assert list_rows(load_rows(source)) == [("a", "b", "c", 1)]
     for name in UNRELATED:
         message = "row 1 .* is datetime" if name == "took" else "values that cannot be read"
@@ -224,17 +219,13 @@ def test_unneeded_columns_are_not_converted(tmp_path: Path, in_memory: bool):
             load_rows(source, columns=Columns(condition=name))
 
 
-def test_messages_about_columns_and_labels_stay_short(tmp_path: Path):
+def test_messages_about_columns_stay_short(tmp_path: Path):
     path = tmp_path / "rows.csv"
     for names in ([f"column {i}" for i in range(3_000)], ["a long text " * 20_000, "sentence11"]):
         path.write_text("\n".join([",".join(names), ",".join("a" for _ in names)]))
         with pytest.raises(UserError, match=r"has no column 'sentence1'; it has '") as caught:
             load_rows(str(path))
         assert len(str(caught.value)) < 1_000
-    write_table(path, [("a", "b", "c", "a long text " * 20_000)])
-    with pytest.raises(UserError, match=r"label is 'a long text .*…, not a number") as caught:
-        load_rows(str(path))
-    assert len(str(caught.value)) < 1_000
 
 
 LONG = "a" * (2**24 + 1)
@@ -245,13 +236,6 @@ LONG = "a" * (2**24 + 1)
     [
         ("rows.csv.gz", LONG, "rows.csv.gz line 1 is longer than 16,777,216 characters"),
         ("rows.jsonl.gz", f"{LINE.decode()}{' ' * (2**24 + 1)}", "rows.jsonl.gz line 2 is longer"),
-        pytest.param(
-            "rows.csv",
-            HEADER.decode() + '"' + "a\n" * (2**23 + 1) + '",b,c,1\n',
-            "a field of rows.csv line .* is longer than 16,777,216",
-            marks=pytest.mark.slow,
-            id="field",
-        ),
     ],
 )
 def test_overlong_line_or_field_is_rejected(tmp_path, name, content, message):
@@ -364,12 +348,6 @@ def lines(*texts: str) -> bytes:
             {},
             ['a "b" c', "one\ttab", "plain", ' " '],
         ),
-        (
-            "a.csv",
-            lines("id,text", '1,"one', 'two"', '2,"say ""hi"""'),
-            {},
-            ["one\ntwo", 'say "hi"'],
-        ),
         # Line breaks, blank lines and byte order marks.
         ("a.csv", b"id,text\r1,a\r2,b\r", {}, ["a", "b"]),
         (
@@ -379,18 +357,13 @@ def lines(*texts: str) -> bytes:
             ["a\u2028b\u0085c", "d\u2029\x0ce"],
         ),
         ("a.jsonl", lines('{"text": "a\u2028b"}', '{"text": "c"}'), {}, ["a\u2028b", "c"]),
-        ("a.csv", b"\n\nid, text ,n\n1,a,2\n\n", {}, ["a"]),
         ("a.csv", b"\xef\xbb\xbf text,id\na,1\n", {}, ["a"]),
-        ("a.jsonl", b'{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n', {}, ["a", "b"]),
         # Delimiters and formats.
         ("a.csv", b"sep=;\r\nid;text\r\n1;a, b\r\n", {}, ["a, b"]),
-        ("a.csv", b"id;text\n1;a, b\n", {}, ["a, b"]),
         ("a.txt", b"id|text\n1|a\n", {"delimiter": "|"}, ["a"]),
-        ("a.json", b'{"text": "a"}\n{"text": "b"}\n', {}, ["a", "b"]),
         ("a.jsonl", b' [{"text": "a"},\n {"text": "b"}]', {}, ["a", "b"]),
         # Encodings.
         ("a.csv", "text\n“5 €”\n".encode("cp1252"), {"encoding": "cp1252"}, ["“5 €”"]),
-        ("a.txt", "é\nb\n".encode("utf-16-le"), {"encoding": "utf-16-le"}, ["é", "b"]),
         (
             "a.txt.gz",
             gzip.compress("日本\n".encode("shift_jis"), mtime=0),
@@ -399,12 +372,6 @@ def lines(*texts: str) -> bytes:
         ),
         # Rows that are left out, and HTML.
         ("a.txt", b"a\n\n \nb\n", {"skip_empty": True}, ["a", "b"]),
-        (
-            "a.jsonl",
-            b'{"text": null}\n\n{"text": "a"}\n{"n": 1}\n{"text": NaN}\n',
-            {"skip_empty": True},
-            ["a"],
-        ),
         (
             "a.txt",
             b"<p>caf&eacute; <b>b</b>ar</p>\na < b\n<br>\n",
@@ -431,16 +398,12 @@ def test_every_row_of_a_file_is_read(tmp_path: Path, name: str, content: bytes, 
         ),
         ("a.csv", lines("id,text", '2,"b', "3,c"), {}, ["a.csv line 2", "before it is closed"]),
         ("a.txt", b"a\n\nb\n", {}, ["line 2 of a.txt: text is empty", "--skip-empty"]),
-        ("a.jsonl", b'{"a": 1}\n{"b": 2}\n', {}, ["no column 'text'; it has 'a', 'b'"]),
-        ("a.txt", b"hello world\na\0b\n", {}, ["line 2 of a.txt: text contains a NUL"]),
         ("a.csv", "text\nhi\n".encode("utf-16-le"), {}, ["a.csv seems", "--encoding utf-16-le"]),
         ("a.csv", b"text\n\x93hi\x94\n", {}, ["0x93 in line 2", "Windows-1252", "cp1252"]),
         ("a.txt", "こんにちは世界\n".encode("shift_jis"), {}, ["in line 1", "--encoding"]),
         ("a.txt", "é\n".encode() + b"\xe9\n", {}, ["0xe9 in line 2", "Earlier lines are UTF-8"]),
         ("a.txt", b"a\x81\n", {"encoding": "cp1252"}, ["is not cp1252: byte 0x81"]),
         ("a.txt", "a".encode("utf-16"), {"encoding": "cp1252"}, ["mark of UTF-16", "Leave out"]),
-        ("a.csv", gzip.compress(b"text\na\n", mtime=0), {}, ["compressed with gzip", ".gz"]),
-        ("a.txt", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", {}, ["old Excel"]),
         ("a.parquet", b"", {"delimiter": ";"}, ["--delimiter is for .csv, .tsv and .txt files"]),
     ],
 )
@@ -517,11 +480,6 @@ def test_columns_and_delimiters_are_recognised(tmp_path: Path, monkeypatch):
     assert read(path, column="a;b") == ["no delimiter"]
     path.write_bytes(lines("\ttext", "1\ta", "2\tb"))
     assert read(path, column="text") == ["a", "b"]
-    # Names of columns may have spaces around them, and must not be empty.
-    path.write_bytes(b", text ,id \n0,a,1\n")
-    assert read(path, column=" text ", keep="id") == ["1"]
-    with pytest.raises(UserError, match="has no column ''; it has '', 'text', 'id'"):
-        read_collection(str(path), "text", [""])
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", "list"])
@@ -544,28 +502,14 @@ def test_other_values_may_be_missing_but_not_invalid(tmp_path: Path, suffix: str
             read(source(rows), keep="kept")
 
 
-def test_candidates_are_lines(tmp_path: Path):
-    path = tmp_path / "pool.txt"
-    path.write_bytes(b"a\n\ncaf\xe9\n")
-    with pytest.raises(UserError, match=r"iconv -f WINDOWS-1252 -t UTF-8 pool.txt"):
-        read_candidates(path)
-    with pytest.raises(UserError, match=r"line 2 of pool.txt: text is empty"):
-        read_candidates(path, ReadOptions(encoding="cp1252"))
-    options = ReadOptions(encoding="cp1252", skip_empty=True)
-    assert read_candidates(path, options) == ["a", "café"]
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("<p>Hello <b>wor</b>ld</p><br/>now", "Hello world now"),
         ("<script>if (a < b) {}</script>a<style>p {}</style>b", "a b"),
-        ("a <!-- <b>no</b> --> b<!-- open", "a b"),
         ("<a title='a > b' href=\"x\">link</a> <o:p>word</o:p>", "link word"),
         ("&lt;b&gt; &amp; caf&eacute;&nbsp;&#8211;\n\t&#x41;", "<b> & café – A"),
-        ("a<b and b>c", "a<b and b>c"),
         ("Dear <name>, <john@doe.org> wrote", "Dear <name>, <john@doe.org> wrote"),
-        ("AT&T List<String> and <unk> <p", "AT&T List<String> and <unk> <p"),
     ],
 )
 def test_html_is_removed(text: str, expected: str):
@@ -595,8 +539,6 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
     [
         (b"a\nb, c\n", {}, None, ["a", "b, c"]),
         (b"id\ttext\n1\ta\n", {}, None, ["a"]),
-        (b"sentence;id\na, b;1\n", {}, None, ["a, b"]),
-        (b'{"text": "a"}\n{"text": "b"}\n', {}, None, ["a", "b"]),
         (b"[a list\n{brace\n", {}, None, ["[a list", "{brace"]),
         (b"id|body\n1|a\n", {"delimiter": "|"}, "body", ["a"]),
         (b"caf\xe9\n\n", {"encoding": "cp1252", "skip_empty": True}, None, ["café"]),
@@ -610,7 +552,6 @@ def test_standard_input_is_texts_or_a_table(pipe, content: bytes, options, colum
 def test_unreadable_standard_input_is_rejected(pipe):
     for content, words in (
         (b" \n\n", "standard input is empty"),
-        (b"", "standard input is empty, or was read before"),
         (gzip.compress(b"a", mtime=0), "standard input is not text: it is compressed with gzip"),
     ):
         pipe(content)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import lance
 import numpy as np
@@ -172,31 +171,6 @@ def test_only_missing_inputs_are_encoded(store, checkpoint, encoder, tmp_path):
     assert read_rows(store) == rows
 
 
-def test_reported_time_excludes_loading(store, encoder, monkeypatch):
-    """On the fake clock, loading takes 100 s and a batch takes 2 s."""
-    clock, progress = [1_000.0], RecordingProgress()
-    fake_time = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    monkeypatch.setattr(extract_module, "time", fake_time)
-
-    class TimedEncoder(RecordingEncoder):
-        def encode_with_counts(self, inputs):
-            clock[0] += 2
-            return super().encode_with_counts(inputs)
-
-    def load():
-        clock[0] += 100
-        return TimedEncoder(encoder)
-
-    result = extract(INPUTS[:72], store, load, progress, Chunking(CHUNK))
-    characters = sum(len(item.text) for item in INPUTS[:72])
-    assert progress.started == [(72, characters)]
-    n_inputs, n_characters, n_tokens, seconds = zip(*progress.advanced, strict=True)
-    assert n_inputs == (16, 16, 16, 16, 8)
-    assert (sum(n_characters), sum(n_tokens)) == (characters, result.n_tokens)
-    assert seconds == (2,) * 5
-    assert 2 <= result.seconds <= 10
-
-
 def test_many_inputs_are_counted_during_encoding(store, encoder, monkeypatch):
     progress, inputs, counted = RecordingProgress(), INPUTS[:40], threading.Event()
     monkeypatch.setattr(extract_module, "COUNTED_FIRST", 39)
@@ -338,15 +312,6 @@ def test_repeats_across_windows_are_encoded_and_counted_once(store, encoder):
     assert (result.n_inputs, result.n_computed) == (96, 96)
     assert result.n_tokens == encoder.encode_with_counts(INPUTS[:96]).n_tokens.sum()
     assert sum(row[0] for row in progress.advanced) == 96
-
-
-def test_immediate_repeats_are_stored_and_counted_once(store, encoder):
-    """While one thread encodes an input, another one meets it again, in the same batch or not."""
-    starts = sorted([*range(0, 153, 4), *range(0, 153, 8)])
-    stream = (item for start in starts for item in INPUTS[start : start + 8])
-    result = extract(stream, store, lambda: encoder, chunking=Chunking(CHUNK, 8))
-    assert (result.n_inputs, result.n_computed) == (160, 160)
-    assert len(read_rows(store)) == 160
 
 
 def test_truncated_inputs_are_counted_once_across_windows(tmp_path, checkpoint):

@@ -1,7 +1,6 @@
 """The index of keys, and the counts of inputs that a store lacks, reported before encoding."""
 
 import os
-import re
 from itertools import pairwise
 
 import numpy as np
@@ -11,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcond.base.output import format_duration
-from llmcond.cli import run
 from llmcond.encoders.spec import Encoded, EncoderInput
-from llmcond.features import extract as missing
 from llmcond.features.extract import count_missing, merge_counts
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import KeyIndex
@@ -107,27 +104,6 @@ def test_samples_are_random_with_equal_sampling_rates(store, monkeypatch):
         share = sum(item.text.startswith("text") for item in whole.sample) / len(whole.sample)
         assert share == pytest.approx(1 / 41, abs=0.012)
         assert len(whole.sample) == pytest.approx(41_000 / whole.every, rel=0.1)
-    monkeypatch.setattr(missing, "_SAMPLE_SIZE", 16)
-    assert len(count_missing(store, make_inputs(range(16)), 50).sample) == 16
-    sample = count_missing(store, make_inputs(range(1000)), 50).sample
-    numbers = [int(item.text.split()[1]) for item in sample]
-    assert 8 <= len(numbers) <= 16
-    assert numbers == sorted(set(numbers))
-
-
-def test_extraction_reports_how_many_inputs_it_encodes(
-    capsys, tiny_checkpoint, write_rows, small_rows, tmp_path
-):
-    data = str(write_rows(small_rows))
-    fixed = ["--device", "cpu", "--dtype", "float32", "--pooling", "mean", "--normalize"]
-    arguments = ["extract", "--model", str(tiny_checkpoint()), "--run", str(tmp_path / "run")]
-    prompts = ["--prompt", "concat-sent-cond", "pair-cond"]
-    assert run([*arguments, "--data", data, *fixed, *prompts]) == 0
-    progress = capsys.readouterr().err
-    (n_missing, total) = re.search(r"to encode: (\d+) of (\d+) inputs\n", progress).groups()
-    assert n_missing == total
-    assert run([*arguments, *fixed, *prompts]) == 0
-    assert f"all {total} inputs are stored already; nothing is encoded" in capsys.readouterr().err
 
 
 def test_format_duration_uses_one_or_two_units():

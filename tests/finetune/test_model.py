@@ -169,9 +169,8 @@ def inputs_of_every_length(trainable):
         ("gemma-wider", FULL),
         ("nv-embed", FULL),
         *(
-            pytest.param(name, settings, marks=pytest.mark.slow)
-            for name in ("simcse-roberta", "e5-xlm-r", "gte-qwen2", "qwen3", "gemma", "nv-embed")
-            for settings in (PLAIN, FULL)
+            pytest.param(name, PLAIN, marks=pytest.mark.slow)
+            for name in ("simcse-roberta", "e5-xlm-r", "gte-qwen2", "qwen3")
         ),
     ],
 )
@@ -258,10 +257,6 @@ HYPERNET = Task((JOINT,), "hypernet-joint", LOW_RANK, "concat-sent-cond", CONTRA
 ENCODED_ONCE = {
     "several": ("simcse-bert-cls", Task((JOINT, ("concat-cond-sent", True)))),
     "hypernet": ("simcse-bert-cls", HYPERNET),
-    "both": (
-        "simcse-bert-cls",
-        Task((JOINT, SEPARATE), "towers", (*LOW_RANK, ("hidden", 8)), "separate"),
-    ),
     "decoder": ("e5-mistral", HYPERNET),
     "instructions": ("nv-embed", Task((("retrieval-cond", True),))),
     "pairs": (
@@ -448,19 +443,14 @@ def test_only_adapters_and_head_learn(prepare, case, quantize):
 def test_targets_select_projections(prepare):
     attention, mlp = DECODER[:4], DECODER[4:]
     cases = [
-        ("e5-mistral", ("auto",), DECODER),
         ("e5-mistral", ("attention",), attention),
-        ("e5-mistral", ("mlp",), mlp),
         ("e5-mistral", ("mlp.up_proj",), ["mlp.up_proj"]),
         ("e5-mistral", ("up_proj", "mlp", "q_proj"), ["self_attn.q_proj", *mlp]),
-        ("nv-embed", ("attention",), attention),
         ("nv-embed", ("o_proj",), ["self_attn.o_proj"]),
         ("simcse-bert", ("attention",), ENCODER[:4]),
-        ("simcse-bert", ("mlp",), ENCODER[4:]),
         ("simcse-bert", ("self.key", "intermediate.dense"), [ENCODER[1], ENCODER[4]]),
         # A full name selects only that projection, although another name ends with it.
         ("simcse-bert", ("output.dense",), ["output.dense"]),
-        ("simcse-bert", ("dense",), ENCODER[3:]),
     ]
     networks = {
         name: prepare(name, **FULL).network for name in ("e5-mistral", "nv-embed", "simcse-bert")
@@ -474,8 +464,6 @@ def test_targets_select_projections(prepare):
             with pytest.raises(UserError, match=f"--target is {target!r}, which it does") as error:
                 select_projections(network, ("attention", target), "it")
             assert str(error.value).endswith(f"Legal: auto, attention, mlp, {', '.join(legal)}.")
-    with pytest.raises(UserError, match=r"Did you mean 'mlp\.down_proj'"):
-        select_projections(networks["nv-embed"], ("mlp.down_pro",), "it")
     with pytest.raises(UserError, match="--rank full"):
         select_projections(nn.Sequential(nn.Linear(2, 2)), ("auto",), "it")
 
@@ -514,11 +502,6 @@ def test_gradient_checkpointing_gives_same_gradients(prepare, name, settings):
         (CASES["nv-embed"], FULL, False, "none"),
         (CASES["gemma"], FULL, False, "none"),
         (QUANTISED, PLAIN, False, "4bit"),
-        *(
-            pytest.param(CASES[name], *settings, "none", marks=pytest.mark.slow)
-            for name in ("simcse-roberta", "e5-xlm-r", "qwen3", "gte-qwen2", "nv-embed")
-            for settings in ((PLAIN, False), (PLAIN, True), (FULL, False))
-        ),
     ],
 )
 def test_loaded_encoder_gives_vectors_of_trained_network(

@@ -148,8 +148,6 @@ def test_obstacle_names_why_an_encoder_does_not_suit(name: str, encoder, obstacl
     ("template", "old", "new", "expected"),
     [
         (TEMPLATE, "{sentence}", "{sentense}", ["{sentense}", "Did you mean 'sentence'"]),
-        (TEMPLATE, "{sentence}", "{sentence.upper}", ["unknown placeholder {sentence.upper}"]),
-        (TEMPLATE, "{sentence}", "{sentence!r}", ["has {sentence!r}, but texts are inserted"]),
         (TEMPLATE, "{sentence}", "{sentence", ["[conditional] text", "{{ and }}"]),
         (TEMPLATE, "{sentence}", "it", ["lacks the placeholder {sentence}", "separate"]),
         (TEMPLATE, '"{condition}"', '"{condition} {sentence}"', ["{condition} and {sentence}"]),
@@ -161,15 +159,11 @@ def test_obstacle_names_why_an_encoder_does_not_suit(name: str, encoder, obstacl
             '[unconditional]\ntxt = ""\n',
             ["unknown key 'unconditional.txt'", "Did you mean 'text'", "text, instruction"],
         ),
-        (TEMPLATE, 'source = "s"', 'source = "s"\nname = "n"', ["has the name of its file"]),
         (TEMPLATE, "instruction =", "context =", ['context = "" reads nothing before']),
         (TEMPLATE, "text", 'context = ""\ntext', ["both an instruction and a context"]),
         (LEFT_OUT_TEMPLATE, "{sentence}", "{condition}", ["names {condition}", "only {sentence}"]),
         (LEFT_OUT_TEMPLATE, '"{sentence}"\n[', '"of {sentence}"\n[', ["nothing is subtracted"]),
-        (LEFT_OUT_TEMPLATE, "left-out", "left", ["is 'left'", "'left-out' or 'shuffled'"]),
         (ROUTED_TEMPLATE, 'router = "{condition}"', 'router = " "', ["router is empty"]),
-        (ROUTED_TEMPLATE, "text", "temperature = 0.0\ntext", ["is 0; it must be above 0"]),
-        (ROUTED_TEMPLATE, "text", 'centre = "yes"\ntext', ["centre"]),
     ],
 )
 def test_invalid_template_is_reported_with_its_file(template, old: str, new: str, expected):
@@ -214,9 +208,7 @@ def test_digest_depends_on_encoded_strings_and_settings_only():
 def test_changed_record_is_rejected():
     for change, message in (
         ({"conditional": {"text": "{sentence} {condition}", "instruction": ""}}, "digest"),
-        ({"digest": None}, "digest"),
         ({"control": "shuffled"}, "digest"),
-        ({"colour": "red"}, "unknown key 'colour'"),
         ({"unconditional": {"text": "{word}", "instruction": ""}}, "unknown placeholder"),
     ):
         record = {**load_prompt("cond").to_json(), **change}
@@ -301,21 +293,12 @@ def test_both_sentences_get_the_same_shuffled_condition():
     assert description == splits[1].describe(7)
 
 
-@pytest.fixture
-def controls_run(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """A run with both controls, and a head that is fitted on one of them."""
-    manifest = json.loads((tiny_run / "run.json").read_text())
-    command = ["extract", "--model", manifest["encoder"]["model"], "--run", "run"]
-    command += ["--data", manifest["data"]["source"], "--dtype", "float32", "--device", "cpu"]
-    command += ["--prompt", SHUFFLED.name, LEFT_OUT.name, "concat-sent-cond"]
-    assert run(command) == 0
-    fit = ["fit-head", "--head", "linear", "--set", "epochs=2", "--run", "run"]
-    assert run([*fit, "--prompt", SHUFFLED.name]) == 0
-    capsys.readouterr()
-    return "run"
-
-
-def test_controls_are_evaluated_but_embed_no_texts(controls_run: str, capsys, monkeypatch):
+def test_controls_are_evaluated_but_embed_no_texts(model, data, capsys, monkeypatch):
+    controls_run, prompts = "run", [SHUFFLED.name, LEFT_OUT.name, "concat-sent-cond"]
+    options = {"dtype": "float32", "device": "cpu"}
+    llmcond.extract(model=model, data=str(data), run=controls_run, prompt=prompts, **options)
+    fit = {"run": controls_run, "prompt": SHUFFLED.name, "set": {"epochs": "2"}}
+    llmcond.fit_head(head="linear", **fit)
     evaluate = ("evaluate", "--run", controls_run, "--predictions", "p.csv")
     subtract = {row["name"]: row["subtract"] for row in run_json(capsys, *evaluate)["results"]}
     assert subtract["linear@control-shuffled"]
@@ -327,20 +310,12 @@ def test_controls_are_evaluated_but_embed_no_texts(controls_run: str, capsys, mo
     assert control[::2] == control[1::2]
     assert joint[::2] != joint[1::2]
 
-    resolve_encoder = llmcond.runs.Run.resolve_encoder
     monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", None)  # It is not even resolved.
     for options in ({}, {"head": "none", "prompt": LEFT_OUT.name}):
         name = options.get("prompt", SHUFFLED.name)
         message = f"the prompt {name} is a control, which is only for comparisons: "
         with pytest.raises(UserError, match=message):
             llmcond.load_embedder(controls_run, **options)
-        flags = [text for key, value in options.items() for text in (f"--{key}", value)]
-        similarity = ("similarity", "a", "b", "--condition", "c", "--run", controls_run)
-        assert message in run_rejected(capsys, *similarity, *flags)
-    # The prompts that the message advises are accepted.
-    monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", resolve_encoder)
-    embedder = llmcond.load_embedder(controls_run, head="none", prompt="concat-sent-cond")
-    assert embedder.encode(["two men"], "the place").shape == (1, 32)
 
 
 # -- templates that lose the condition -------------------------------------------------------------
@@ -415,12 +390,6 @@ def test_exact_texts_of_a_row_are_shown(capsys):
     assert f"text:        {first} {condition}\n" in out
     assert out.startswith("prompt concat-sent-cond: The sentence, then the condition")
     assert "row 3 of train.csv, train\n" in out
-    for name in bundled_names("prompts"):
-        rendered = render_rows(TRAIN, load_prompt(name))
-        expected = [rendered.first[0], rendered.second[0], rendered.first_unconditional[0]]
-        shown = run_json(capsys, "prompts", "show", name)["inputs"]
-        assert [item["text"] for item in shown] == [item.text for item in expected[: len(shown)]]
-        assert len(shown) == 2 + (name != LEFT_OUT.name)
     load_template(TEMPLATE.replace('text = "{condition}"', 'text = "{sentence}"'))
     inputs = run_json(capsys, "prompts", "show", "mine.toml", "--split", "test")["inputs"][2:]
     rows = read_dataset(None).splits["test"]
@@ -437,14 +406,7 @@ def test_tokens_and_marks_match_extraction(capsys, minilm):
         marked = [i for i, pooled in enumerate(item["pooled"]) if pooled]
         assert marked == list(range(row.first, row.last))
         assert (item["n_tokens"], item["cut"]) == (len(item["tokens"]), [])
-    assert report["encoder"] == {
-        "name": "minilm",
-        "pooling": "mean",
-        "pool_over": "all",
-        "max_length": 256,
-        "special_tokens": "tokenizer",
-        "instruction_format": "",
-    }
+    assert (report["encoder"]["name"], report["encoder"]["pooling"]) == ("minilm", "mean")
     out = show_text(capsys, *show[2:]).splitlines()
     line_number = next(i for i, line in enumerate(out) if "[CLS]" in line)
     tokens, marks = out[line_number], out[line_number + 1]
@@ -456,8 +418,6 @@ def test_tokens_and_marks_match_extraction(capsys, minilm):
     assert item["tokens"] == "[CLS] in this [SEP] the mood of the people [SEP]".split()
     cut = "scene we see one gentleman reading a book on an over ##cast day , looking excited ."
     assert item["cut"] == cut.split()
-    out = show_text(capsys, *show[2:], "--max-length", 10)
-    assert f"{len(item['cut'])} tokens are cut: {cut}\n" in out
 
 
 def test_instruction_is_tokenized_without_reading_weights(capsys, tiny_checkpoint, monkeypatch):
@@ -484,17 +444,6 @@ def test_row_of_a_single_file_is_looked_up_in_all_splits(capsys, write_rows, sma
     line = run_rejected(capsys, *show, "--split", "test", "--row", number)
     assert f"no row {number} in the test split of rows.csv" in line
     assert "It is in dev: --split dev." in line
-    expected = read_dataset(str(data), seed=1).splits["dev"].number[0]
-    report = run_json(capsys, *show, "--split-seed", 1, "--split", "dev")
-    assert report["row"] == expected
-
-
-def test_markup_and_escapes_in_texts_are_not_interpreted(capsys, write_rows):
-    sentence, condition = "[red]two[/red] :dog: \x1b[31m", "[bold]the\nplace[/bold]"
-    data = write_rows([(sentence, f"s{i}", condition, 3) for i in range(6)])
-    out = show_text(capsys, "concat-sent-cond", "--data", data, "--row", 1, "--model", "minilm")
-    assert r"text:        [red]two[/red] :dog: \x1b[31m [bold]the place[/bold]" in out
-    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """Indexes score like a comparison with every text, whatever is added, replaced and deleted."""
 
-import datetime
-import decimal
 import importlib
 import json
-import math
 import os
 import re
 import resource
@@ -26,7 +23,6 @@ import llmcond
 from llmcond import Index, LlmcondError, UserError
 from llmcond.cli import run
 from llmcond.search import views
-from llmcond.search.query import Hits
 
 PEOPLE = ["two men", "three women", "children", "two dogs", "people"]
 LOCATIONS = ["in the park", "at the beach", "in the kitchen", "on the street", "in the rain"]
@@ -284,9 +280,6 @@ def test_filter_restricts_hits(build):
         index.search(QUERY, LOCATION, where="year > ")
 
 
-MOMENT = datetime.datetime(2020, 2, 29, 12, 30, tzinfo=datetime.UTC)
-
-
 def test_hits_convert_to_json_and_data_frame(build):
     columns = {"share": [0.5, float("nan"), float("inf")], "tags": [["a"], [], None]}
     hits = build(TEXTS[:3], ids=[7, 8, 9], columns=columns).search(QUERY, LOCATION)
@@ -296,16 +289,6 @@ def test_hits_convert_to_json_and_data_frame(build):
     assert (rows["8"]["share"], rows["9"]["share"], rows["9"]["tags"]) == (None, None, None)
     assert result["conditions"] == {LOCATION: 1.0}
     assert list(hits.to_pandas()["id"]) == [row["id"] for row in hits.rows]
-    for value, expected in (
-        (MOMENT.date(), "2020-02-29"),
-        (MOMENT, "2020-02-29T12:30:00+00:00"),
-        (decimal.Decimal("1.50"), "1.50"),
-        (b"\xff\0", "ff00"),
-        ([MOMENT.date(), math.nan], ["2020-02-29", None]),
-    ):
-        hits = Hits("query", {"the topic": 1.0}, [{"rank": 1, "kept": value}], searched=1)
-        result = json.loads(json.dumps(hits.to_json(), allow_nan=False))
-        assert result["results"] == [{"rank": 1, "kept": expected}]
 
 
 def test_explain_gives_scores_under_each_condition_and_without(build):
@@ -375,32 +358,28 @@ def test_condition_text_stands_for_recorded_values(build, head: str):
     reopened.refresh()
     check_scores(reopened, [*TEXTS, "people ski in the snow"], seas)
     # The values named last are recorded, even if there are none.
-    reopened.prepare([snow])
-    assert list(index.search(QUERY, LOCATION).conditions) == [snow]
     reopened.prepare([llmcond.Condition(LOCATION)])
     assert list(index.search(QUERY, LOCATION).conditions) == [LOCATION]
-    assert sorted(reopened.conditions) == [LOCATION, seas, snow]
-
-
-SPELLINGS = [" the  place", "the\u00a0place\n", "The Place", "THE PLACE"]
+    assert {LOCATION, seas} <= set(reopened.conditions)
 
 
 @pytest.mark.parametrize(("head", "values"), [("low", ()), ("low", ["sea"]), ("linear", ["sea"])])
 def test_spellings_of_a_condition_share_vectors_values_and_guide(build, head: str, values):
+    spellings = [" the  place", "the\u00a0place\n", "The Place", "THE PLACE"]
     index = build(TEXTS, head=head, conditions=[llmcond.Condition("the  place", values)])
     assert len(index.conditions) == 1
     plain = index.search(QUERY, LOCATION, prepare=False)
     # The capitals of a condition are known if the index records it, or once it has a guide.
-    for spelling in SPELLINGS if index.encodes_pairs or values else SPELLINGS[:2]:
+    for spelling in spellings if index.encodes_pairs or values else spellings[:2]:
         assert index.search(QUERY, spelling, prepare=False).rows == plain.rows
-    index.guide(TEXTS[:20], LABELS, SPELLINGS[0])
+    index.guide(TEXTS[:20], LABELS, spellings[0])
     guided = index.search(QUERY, LOCATION, prepare=False)
     assert guided.rows != plain.rows
-    for spelling in SPELLINGS:
+    for spelling in spellings:
         assert index.search(QUERY, spelling, prepare=False) == guided
-    index.guide(TEXTS[:20], LABELS, SPELLINGS[2])  # replaces the guide and its file
+    index.guide(TEXTS[:20], LABELS, spellings[2])  # replaces the guide and its file
     assert len(index.guides) == len([*(index.folder / "guides").iterdir()]) == 1
-    index.unguide(SPELLINGS[3])
+    index.unguide(spellings[3])
     assert not [*(index.folder / "guides").iterdir()]
     assert index.search(QUERY, LOCATION, prepare=False).rows == plain.rows
 
@@ -421,17 +400,10 @@ def test_rerank_encodes_only_nearest_texts(build, head: str, caplog):
     assert index.search(QUERY, LOCATION, 5, rerank=50).exact
 
 
-@pytest.mark.parametrize(
-    ("head", "guided", "precision"),
-    [("low", False, "float16"), ("relu", True, "int8"), ("linear", True, "float16")],
-)
-def test_searches_write_no_files_and_keep_few_views_in_memory(
-    build, monkeypatch, head: str, guided: bool, precision: str
-):
-    texts = [f"{text} {number}" for number in range(2) for text in TEXTS]
-    index = build(texts, head=head, conditions=[LOCATION], precision=precision)
-    if guided:
-        index.guide(texts[:4], ["a", "b"] * 2, LOCATION)
+@pytest.mark.parametrize("head", ["low", "linear"])
+def test_searches_write_no_files_and_keep_few_views_in_memory(build, monkeypatch, head: str):
+    index = build(TEXTS, head=head, conditions=[LOCATION])
+    index.guide(TEXTS[:4], ["a", "b"] * 2, LOCATION)
     index = reopen(index)
 
     def list_files() -> dict[Path, int]:
@@ -459,21 +431,14 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(
     ("options", "message"),
     [
         ({"texts": ["a", "  "]}, "row 2: the text is empty"),
-        ({"texts": ["a", "\ud800"]}, "row 2: the text contains half of a surrogate pair"),
         ({"texts": "abc"}, "texts is a single string; give a list of texts"),
         ({"texts": ["a", "b"], "ids": ["x", "x"]}, "the rows 1 and 2 have the same id, 'x'"),
         ({"texts": ["a", "b"], "ids": ["x", None]}, "row 2: the id is empty"),
-        ({"texts": ["a", "b"], "ids": [pd.NA, 1]}, "row 1: the id is empty"),
         ({"texts": ["a", "b"], "ids": [1.0, 2.0]}, "the id is 1.0; expected a text or a whole"),
-        ({"texts": ["a", "b"], "ids": [True, 2]}, "the id is True; expected a text or a whole"),
         ({"texts": ["a"], "columns": {"a.b": [1]}}, "'a.b' contains '.', so it cannot be stored"),
         ({"texts": ["a"], "columns": {"year": [1, 2]}}, "'year' has 2 values for 1 text;"),
         ({"texts": ["a"], "columns": {"score": [1]}}, "'score' is reserved"),
-        ({"texts": ["a"], "columns": {"kind": ["\ud800"]}}, "'kind' has a text that contains half"),
-        ({"texts": ["a"], "conditions": [7]}, "the condition is 7, not a text"),
-        ({"texts": ["a"], "head": "lw"}, "no fitted head 'lw'"),
         ({"texts": ["a"], "truncate_dim": 0}, "truncate_dim is 0; it must be at least 1"),
-        ({"texts": ["a"], "precision": "int4"}, "precision is 'int4'. Did you mean 'int8'"),
         ({"texts": ["a"], "precision": "int8"}, "1 text are too few. Add at least 100 at first"),
     ],
 )
@@ -501,24 +466,18 @@ def test_invalid_queries_are_rejected(build):
     index = build(TEXTS[:9])
     for arguments, message in (
         ({"query": ["a", ""]}, "the query is empty"),
-        ({"query": "\ud800"}, "the query contains half of a surrogate pair"),
         ({"condition": ""}, "the condition is empty"),
-        ({"condition": [LOCATION]}, "expected a text, or a dictionary from conditions to weights"),
         ({"condition": {LOCATION: 1, " The Place": 2}}, "two are the same up to case and spacing"),
-        ({"condition": {}}, "no condition was given"),
         (
             {"condition": {LOCATION: float("nan")}},
             "is nan; it must be between -1,000,000 and 1,000,0",
         ),
-        ({"condition": {LOCATION: -1_000_001}}, "it must be between"),
         ({"condition": {LOCATION: 0}}, "all weights are 0"),
         ({"k": 0}, "k is 0; it must be at least 1"),
         ({"rerank": 20}, "compares every text anyway. Leave it out"),
     ):
         with pytest.raises(UserError, match=message):
             index.search(**{"query": QUERY, "condition": LOCATION, **arguments})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'reranked'"):
-        index.search(QUERY, LOCATION, reranked=3)
     assert len(index.search(QUERY, {LOCATION: -1_000_000})) == 9
     with pytest.raises(UserError, match="does not encode texts without one"):
         build(TEXTS[:9], head="linear", name="joint").search(QUERY, LOCATION, 5, rerank=20)
@@ -558,10 +517,6 @@ def test_folders_without_index_are_rejected(build, tmp_path: Path):
         Index.open(tmp_path / "index")
     with pytest.raises(UserError, match=r"does not exist\. Build one: llmcond index TEXTS"):
         Index.open(tmp_path / "nowhere")
-    for folder in (None, 7, "a\0", "\ud800", "a" * 400):
-        for call in (Index.open, Index.build):
-            with pytest.raises(UserError, match=r"^folder is "):
-                call(folder)
 
 
 def test_empty_index_returns_no_hits(build):
@@ -626,29 +581,18 @@ def test_kill_loses_no_texts_and_leaves_no_partial_files(
         assert names == {"view", *json.loads(record.read_text())["segments"]}
 
 
-def limit_file_size(size: int) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-@pytest.mark.parametrize(
-    ("head", "size", "message"),
-    [
-        ("linear", 2_000, r"encoding/.* cannot grow"),  # vectors while texts are encoded
-        ("low", 9_000, r"its previous contents are unchanged \(30 texts\)"),  # the texts
-    ],
-)
-def test_full_disk_is_reported_in_one_line(
-    build, tmp_path: Path, head: str, size: int, message: str
-):
-    index = build(TEXTS[:30], columns={"note": ["n" * 300] * 30}, conditions=[LOCATION], head=head)
+def test_full_disk_is_reported_in_one_line(build, tmp_path: Path):
+    index = build(TEXTS[:30], columns={"note": ["n" * 300] * 30})
     rows = [{"text": f"{text} {i}", "note": f"{i}" * 200} for i, text in enumerate(TEXTS)]
     (tmp_path / "texts.json").write_text(json.dumps(rows))
     arguments = ["index", tmp_path / "texts.json", "--out", index.folder, "--keep", "note"]
-    command = Command(tmp_path / "full", arguments, setup=partial(limit_file_size, size))
-    status, _, err = command.finish()
+    setup = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (9_000, 9_000))
+    status, _, err = Command(tmp_path / "full", arguments, setup=setup).finish()
     assert status == 2
-    assert re.fullmatch(f"llmcond: error: the disk is full: .*{message}.*", err.splitlines()[-1])
+    assert re.fullmatch(
+        r"llmcond: error: the disk is full: .* contents are unchanged \(30 texts\).*",
+        err.splitlines()[-1],
+    )
     check_scores(reopen(index), TEXTS[:30])
     assert run([str(argument) for argument in arguments]) == 0
     assert len(reopen(index)) == 80
@@ -658,9 +602,7 @@ def test_damaged_files_are_reported(build, tmp_path: Path):
     folder = build(TEXTS[:9], conditions=[LOCATION], head="linear").folder
     for pattern, content, message in (
         ("texts.lance/data/*", 10, "cannot be read: .* if it is damaged, build it again"),
-        ("texts.lance/_versions/*", 10, "cannot be read: "),
         ("views/*/*[0-9a-f].npy", 200, "is damaged. Delete it; it is computed again"),
-        ("views/*/*.rows.npy", 0, "is damaged. Delete it"),
         ("index.json", 0, "is not a readable JSON file"),
         ("index.json", b'{"format": 2, "made_by": {"run": 3}}', "was damaged: .* Build another"),
         ("index.json", b'{"format": 99}', "newer version of llmcond"),
@@ -696,9 +638,6 @@ def test_guide_learned_from_labels_changes_scores(build, head: str, monkeypatch)
     reopened.add(["dogs walk at the beach"])
     check_scores(reopened, [*TEXTS, "dogs walk at the beach"], tolerance=GUIDE_TOLERANCE)
     assert reopened.conditions == sorted([LOCATION, NUMBER])
-    # Another guide replaces it, and without a guide the vectors are as before.
-    reopened.guide(TEXTS[:20], [text.split()[0] for text in TEXTS[:20]], LOCATION)
-    check_scores(reopened, [*TEXTS, "dogs walk at the beach"], tolerance=GUIDE_TOLERANCE)
     reopened.delete(
         [row["id"] for row in reopened.search("dogs walk at the beach", LOCATION, 1).rows]
     )

@@ -8,7 +8,6 @@ from helpers.commands import run_json
 
 from llmcond.base import package as plugins
 from llmcond.base.errors import UserError
-from llmcond.cli import run
 from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.data.rows import load_rows, save_rows
 from llmcond.encoders.spec import EncoderInput
@@ -62,11 +61,6 @@ def test_missing_columns_and_scale_default_to_those_of_task(answers):
     dataset = find_task(answers).read(options)
     assert dataset.columns == Columns("question", "answer", "topic", "score")
     assert dataset.scale == RatingScale(low=0, high=3, unrated=-1)
-    defaults = DataOptions(None, {"label": "mark"}, {"low": 0, "unrated": 9}, 4, ("note",))
-    merged = options.with_defaults(defaults)
-    assert merged.columns == {"label": "score"}
-    assert merged.scale == {"low": 0, "high": 3, "unrated": 9}
-    assert (merged.split_seed, merged.extra) == (4, ("note",))
 
 
 def test_unconditioned_text_is_rendered_unchanged_without_subtraction(answers):
@@ -119,9 +113,7 @@ def test_record_alone_never_runs_code(answers, monkeypatch):
 def test_invalid_task_names_are_rejected():
     for name, message in (
         ("kitchen", "there is no task 'kitchen'"),
-        ("missing.py:Task", "does not exist"),
         ("json:loads", "is not a task"),
-        ("json:nothing", "has no 'nothing'"),
         (":x", "is not a name of code"),
     ):
         with pytest.raises(UserError, match=message):
@@ -212,7 +204,3 @@ def test_first_metric_selects_epoch_and_scores_subsets(
         ("unseen", result["unseen"]["mean_error"]),
     ):
         assert row[name] == pytest.approx(expected)
-    assert run(["evaluate", *options, "--format", "markdown"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "mean error by condition: seen / unseen" in shown
-    assert "mean error, unseen sentences" in shown
