@@ -90,12 +90,6 @@ def test_equal_vectors_have_cosine_1_and_lowest_partition_ratio(dim, floor):
     assert result.partition_ratio == pytest.approx(floor, abs=0.03)
 
 
-def test_vectors_that_cancel_out_have_mean_cosine_0():
-    half = sample_gaussians(500, 6, dtype=np.float64)
-    result = isotropy(np.concatenate([half, -half]))
-    assert (result.mean_cosine, result.std_cosine) == (0, 0)
-
-
 def test_zero_vectors_are_counted_and_left_out():
     vectors = sample_gaussians(20, 4, shift=1)
     figures, cosines = measure_isotropy("a", np.concatenate([vectors, np.zeros((3, 4))]))
@@ -112,10 +106,8 @@ def test_zero_vectors_are_counted_and_left_out():
 def test_invalid_vectors_are_rejected(analyse):
     for vectors, message in (
         (np.zeros((0, 3)), r"shape \(0, 3\)"),
-        (np.zeros((3, 0)), r"shape \(3, 0\)"),
         (np.ones(5), r"shape \(5,\)"),
         (np.array([[1.0, 2.0], [np.nan, 1.0]]), "1 of 2 vectors are NaN or infinite.*position 1"),
-        (np.array([[np.inf, 2.0], [3.0, 1.0]]), "1 of 2 vectors are NaN or infinite.*position 0"),
     ):
         with pytest.raises(UserError, match=message):
             analyse(vectors)
@@ -126,8 +118,6 @@ def test_vectors_that_an_analysis_cannot_use_are_rejected():
         (lambda: isotropy(np.array([[1.0, 0], [0, 0], [0, 0]])), "2 of 3 .* zero.*position 1"),
         (lambda: impurity(np.ones((4, 2)), list("abab")), "have 1 distinct values, but 2 clusters"),
         (lambda: project_2d(np.eye(2)), r"shape \(2, 2\)"),
-        (lambda: project_2d(np.arange(5.0)[:, None]), r"shape \(5, 1\)"),
-        (lambda: frobenius_variance(np.array([1.0]), 4), r"shape \(1,\)"),
     ):
         with pytest.raises(UserError, match=message):
             call()
@@ -266,12 +256,6 @@ def test_most_changed_matches_slow_implementation(rows):
     assert result == (better, worse)
 
 
-def test_most_changed_rejects_infinity():
-    half = np.array([0.5, 0.5])
-    with pytest.raises(UserError, match="1 of 2 similarities before"):
-        most_changed(half, np.array([np.inf, 0.2]), half)
-
-
 # -- errors by rank, condition and rating -------------------------------------------------------
 
 
@@ -299,13 +283,6 @@ def test_conditions_are_grouped_ignoring_case_spaces_and_full_stop():
     assert groups.label == ("The sport.", "the age")
     assert groups.index.tolist() == [0, 1, 0, 0, 1]
     assert groups.count.tolist() == [3, 2]
-
-
-def test_means_by_condition_ignore_nan():
-    groups = by_condition(["a", "a", "b", "c"])
-    means = groups.mean(np.array([1.0, 3.0, np.nan, 5.0]))
-    assert means[[0, 2]].tolist() == [2.0, 5.0]
-    assert np.isnan(means[1])
 
 
 def test_calibration_has_one_level_per_rating_with_quartiles():

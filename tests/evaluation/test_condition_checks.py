@@ -21,7 +21,6 @@ from llmcond.evaluation.analyses import (
 )
 
 #: Predicts an accuracy of 50 % to 100 % from the cosine with the nearest texts.
-#: Predicts an accuracy of 50 % to 100 % from the cosine with the nearest texts.
 CALIBRATION = Calibration(0.5, {"nearest": 0.5}, 0.1, {})
 
 

@@ -128,14 +128,6 @@ def test_paired_difference_equals_slow_reference(decimals):
         assert difference.p_holm == difference.p
 
 
-def test_bootstrap_samples_have_as_many_pairs_as_data():
-    counts = np.concatenate(list(paired._sample_pairs(40, 80, 3_000, seed=0)))
-    assert counts.shape == (3_000, 40)
-    assert (counts.sum(axis=1) == 40).all()
-    np.testing.assert_allclose(counts.mean(axis=0), 1, atol=0.1)
-    np.testing.assert_allclose(counts.var(axis=0), 1 - 1 / 40, atol=0.15)
-
-
 def test_comparison_depends_on_seed_but_not_on_blocks_or_order_of_rows(monkeypatch):
     systems, rating, pair = simulate_rows(30, [0.5, 1.0])
     (first,) = compare(systems[:1], systems[1], rating, pair, resamples=50, seed=4)
@@ -232,14 +224,6 @@ def test_several_baselines_share_one_holm_family():
         corrected = [difference[name].p_holm for difference in family.values()]
         assert corrected == holm(np.array(p)).tolist()
     assert paired_differences(result, {}) == {}
-
-
-def test_controls_form_another_family():
-    together = paired_differences(simulate_single_fits(), {0: [1, 2, 3, 4]}, controls=[2, 4])
-    for family in ([1, 3], [2, 4]):
-        p = np.array([together[i]["spearman"].p for i in family])
-        corrected = [together[i]["spearman"].p_holm for i in family]
-        assert corrected == holm(p).tolist()
 
 
 # -- undefined figures --------------------------------------------------------------------------

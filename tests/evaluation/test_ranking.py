@@ -172,14 +172,6 @@ def test_top_entities_equal_sorted_scores(graph, vectors, tile):
     np.testing.assert_array_equal(top_scores, np.take_along_axis(scores, order, axis=1))
 
 
-def test_top_entities_pads_scores_with_minus_infinity():
-    known = KnownTriples(np.array([[0, 0, 1], [0, 0, 2]]), 3)
-    pool = CandidatePool(np.ones((3, 1)), known)
-    entities, scores = top_entities(np.ones((1, 1)), pool, np.array([0]), np.array([0]), 5)
-    assert entities[0, 0] == 0
-    assert scores.tolist() == [[1, -np.inf, -np.inf]]
-
-
 # -- metrics -----------------------------------------------------------------------------------
 
 

@@ -93,20 +93,6 @@ def test_subsets_are_at_top_level_or_under_their_kind():
     assert result.part("by_history", "3") is result.part("cells", "2") is None
 
 
-def test_prompts_and_subtraction_are_not_read_from_name():
-    titles = {
-        "mlp@a+b": "mlp",
-        "mlp@a+b+c": "mlp",
-        "mlp@home": "mlp@home",
-        "mine": "mine",
-    }
-    for name, title in titles.items():
-        assert Result(**{**ABOUT, "name": name}).title == title
-    # A prompt named c does not mean that nothing is subtracted.
-    result = Result(**{**ABOUT, "name": "mlp@a+c", "prompts": ("a", "c")})
-    assert (result.title, result.prompt, result.subtract) == ("mlp", "a+c", True)
-
-
 def test_best_result_is_first_and_undefined_is_last():
     for name, expected in (("spearman", [0.5, 0.1]), ("mean_rank", [0.1, 0.5])):
         results = best_first(Result(**ABOUT, metrics={name: Estimate(v)}) for v in (0.1, nan, 0.5))
@@ -205,10 +191,6 @@ def test_results_are_shown_as_table_and_as_data_frame():
     assert "50.0 [40.0, 60.0]" in cells
     assert cells[len(cells) // 2 - 3 : len(cells) // 2] == ["+12.5 [10.0, 15.0]", "0.02", "better"]
     assert cells[-3:] == ["", "", ""]
-    values = {"unseen_sentences": {"n_pairs": 3, "f_ci": [1, 2]}}
-    frame = Results((replace(baseline, about=values),)).to_pandas()
+    frame = Results((baseline,)).to_pandas()
     assert frame["spearman_low"].tolist() == [0.4]
     assert "spearman_ci" not in frame
-    assert frame[["unseen_sentences_n_pairs", "unseen_sentences_f_high"]].values.tolist() == [
-        [3, 2]
-    ]

@@ -228,13 +228,6 @@ def test_heads_equal_their_equations_with_and_without_dropout(kind):
             assert_equals_equations(kind, head_settings, batch, generator, masks)
 
 
-def test_recipes_as_in_paper_have_neither_layer_nor_bias():
-    pairs = make_pairs(dim=DIM, dim_c=DIM)
-    assert fit("hadamard-paper", pairs, epochs=1).tensors == {}
-    concat = fit("concat-paper", pairs, epochs=1, dim=3)
-    assert (set(concat.tensors), concat.settings.activation) == ({"sentence", "condition"}, "none")
-
-
 def test_heads_that_start_at_identity_return_their_features():
     x, condition = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
     one_hot, which = torch.eye(5, 6), torch.arange(5)
@@ -262,12 +255,12 @@ def test_heads_that_start_at_identity_return_their_features():
 # -- rows times the matrices of their conditions -----------------------------------------------
 
 
-def multiply_by_condition(x, which, factors, product=torch.bmm):
+def multiply_by_condition(x, which, factors):
     """Multiply each row by the matrices of its condition, left to right."""
     groups = ConditionGroups(which, len(factors[0]))
     rows = groups.pad(x)
     for factor in factors:
-        rows = groups.multiply(rows, factor.index_select(0, groups.order), product)
+        rows = groups.multiply(rows, factor.index_select(0, groups.order), torch.bmm)
     return groups.restore(rows)
 
 
@@ -296,21 +289,6 @@ def test_rows_are_multiplied_by_matrices_of_their_conditions(which, empty, sizes
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
     actual, expected = (gradients(output, {}, [x, *factors]) for output in (fast, slow))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_less_than_half_of_padded_rows_are_empty():
-    mixed = [40, 17, 16, 15, 9, 8, 7, 4, 3, 2, 1, 1, 0, 0]
-    for counts in ([1_000] + [1] * 1_000, mixed, [3] * 7, [15] + [8] * 9):
-        shapes, n = [], sum(counts)
-
-        def product(x, matrices, shapes=shapes):
-            shapes.append(x.shape)
-            return torch.bmm(x, matrices)
-
-        which = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        multiply_by_condition(torch.zeros(n, 2), which, [torch.zeros(len(counts), 2, 1)], product)
-        assert sum(shape[0] for shape in shapes) == len(counts)
-        assert n <= sum(shape[0] * shape[1] for shape in shapes) < 2 * n
 
 
 def test_bfloat16_products_are_close_and_returned_in_weight_dtype():
@@ -504,7 +482,6 @@ def test_missing_or_mismatched_conditions_are_rejected(heads):
         (head, pairs.first, wide.condition, f"conditions have {DIM_C + 1} dim.* on {DIM_C} dim"),
         (head, pairs.first, pairs.condition[:2], "60 sentences and 2 conditions"),
         (linear, pairs.first, pairs.condition, f"conditions have {DIM_C} dim.* linear .* on none"),
-        (ConditionCache(heads["full"]), pairs.first, None, "needs the features of each condition"),
     ]
     for transformer, features, condition, message in cases:
         with pytest.raises(UserError, match=message):
@@ -513,8 +490,6 @@ def test_missing_or_mismatched_conditions_are_rejected(heads):
         fit("concat", replace(pairs, condition=None), **SHORT, dim=3)
     with pytest.raises(UserError, match="a linear head generates no matrices that could be cached"):
         ConditionCache(linear)
-    with pytest.raises(UserError, match=r"a linear head generates no matrices\."):
-        linear.matrix_norms(pairs.condition)
 
 
 def test_settings_that_do_not_suit_features_are_rejected():
@@ -539,9 +514,6 @@ def test_heads_beyond_memory_are_rejected(monkeypatch):
     with pytest.raises(UserError, match=message):
         fit("hypernet-full-mse", pairs, dim=4_096)
     n_parameters = DIM_C * 2 * (DIM + 3)
-    monkeypatch.setattr("llmcond.heads.fit.free_memory", lambda: 20 * n_parameters)
-    head = fit("hypernet-mse", make_pairs(), **SHORT, dim=3, rank=2)
-    assert head.fit.record["n_parameters"] == n_parameters
     monkeypatch.setattr("llmcond.heads.fit.free_memory", lambda: 20 * n_parameters - 1)
     with pytest.raises(UserError, match=f"{n_parameters:,} parameters"):
         fit("hypernet-mse", make_pairs(), **SHORT, dim=3, rank=2)

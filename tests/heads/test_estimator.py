@@ -13,7 +13,6 @@ import sklearn
 from helpers.heads import ignore_progress, tensors
 from scipy.stats import spearmanr
 from sklearn.base import clone, is_regressor
-from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_score
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
@@ -240,20 +239,13 @@ def test_grid_search_over_pipeline_varies_recipe_dimension_and_setting(condition
 def test_invalid_parameters_are_rejected_by_fit(data):
     for parameters, message in (
         ({"recipe": "mpl"}, "unknown head 'mpl'. Did you mean 'mlp'"),
-        ({"recipe": None}, "'recipe' parameter of Head must be .* Got None"),
-        ({"settings": ["epochs"]}, r"'settings' parameter .* Got \['epochs'\]"),
         ({"settings": {"epoch": 5}}, r"Head\('mlp'\): unknown key 'epoch'. Did you mean 'epochs'"),
         ({"settings": {"dim": 4}}, r"a separate parameter: Head\(dim="),
         ({"dim": DIM + 1}, f"features have {DIM}: .*Set dim to {DIM} or less"),
-        ({"dim": 2.5}, "'dim' is 2.5"),
         ({"recipe": "none", "dim": 2}, "the head none has no setting dim"),
         ({"recipe": "hadamard"}, "set n_condition to their number of columns"),
         ({"recipe": "hypernet-mse", "n_condition": 2, "settings": {"rank": 64}}, "rank is 64, but"),
         ({"n_condition": 1}, f"{2 * DIM} columns minus the 1 of the condition, an odd number"),
-        ({"n_condition": -2}, r"'n_condition' .* range \[0, inf\). Got -2"),
-        ({"n_condition": 2 * DIM}, f"minimum of {2 * DIM + 2} is required"),
-        ({"validation_fraction": 1.0}, r"'validation_fraction' .* range \[0\.0, 1\.0\). Got 1\.0"),
-        ({"random_state": 2**32}, "'random_state' .* Got 4294967296"),
         ({"settings": {"info_nce": 1.0}}, r"no pairs were given\. .* as pair="),
     ):
         with pytest.raises(ValueError, match=message):
@@ -268,30 +260,15 @@ def test_invalid_rows_are_rejected(data):
     for rows, ratings, pair, message in (
         (X[:, 1:], y, None, f"X has {2 * DIM - 1} columns, an odd number"),
         (X, None, None, "y is None: the head mlp learns from ratings"),
-        (X, y[:5], None, "inconsistent numbers of samples"),
         (X, np.where(y < 3, np.nan, y), None, "Input y contains NaN"),
         (X, np.full(ROWS, 2.5), None, f"all {ROWS} ratings y are 2.5"),
-        (X, ["good"] * ROWS, None, "y must be ratings, as numbers"),
         (np.where(X > 1, np.inf, X), y, None, "Input X contains infinity"),
-        (X[:1], y[:1], None, "minimum of 2 is required"),
         (X, y, np.arange(5), f"pair names the sentence pair of 5 rows, but X has {ROWS}"),
-        (X, y, np.full(ROWS, np.nan), "pair contains NaN"),
-        (X, y, np.zeros((ROWS, 2)), "should be a 1d array"),
     ):
         with pytest.raises(ValueError, match=message):
             Head(settings=SHORT).fit(rows, ratings, pair=pair)
     with pytest.raises(ValueError, match="NaN"):
         Head("none").fit(X, np.full(ROWS, np.nan))
-    head = Head("none").fit(X)
-    for ratings, message in (
-        (None, "y is None"),
-        (np.ones(3), "inconsistent numbers of samples"),
-        (["good"] * ROWS, "y must be ratings, as numbers"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            head.score(X, ratings)
-    with pytest.raises(ValueError, match=f"X has {DIM} features, but Head is expecting {2 * DIM}"):
-        head.predict(X[:, :DIM])
 
 
 def test_embed_rejects_mismatched_input(conditioned):
@@ -300,26 +277,8 @@ def test_embed_rejects_mismatched_input(conditioned):
     condition = np.zeros((2, DIM_C))
     for features, conditions, message in (
         (np.zeros((2, DIM + 1)), condition, f"have {DIM + 1} dimensions.*fitted on {DIM}"),
-        (np.full((2, DIM), np.nan), condition, "features contains NaN"),
         (np.zeros((2, DIM)), None, "also needs the features of each condition"),
         (np.zeros((2, DIM)), np.zeros((2, DIM_C + 1)), "conditions have 4 dimensions"),
-        (np.zeros((3, DIM)), condition, "3 sentences and 2 conditions"),
     ):
         with pytest.raises(ValueError, match=message):
             head.embed(features, conditions)
-    with pytest.raises(ValueError, match="this pca head was fitted on none"):
-        Head("pca").fit(X[:, : 2 * DIM]).embed(X[:, :DIM], condition[:1])
-
-
-def test_unfitted_head_raises_not_fitted_error(data):
-    head = Head("pca")
-    X, y = data
-    for call in (
-        lambda: head.transform(X),
-        lambda: head.predict(X),
-        lambda: head.embed(X),
-        lambda: head.score(X, y),
-        head.get_feature_names_out,
-    ):
-        with pytest.raises(NotFittedError):
-            call()

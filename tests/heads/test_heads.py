@@ -148,35 +148,19 @@ def test_cosine_equals_its_definition():
 def test_invalid_settings_are_rejected():
     cases = [
         ("mlp", {"dimm": 4}, "unknown key 'dimm'.*Did you mean 'dim'"),
-        ("none", {"dim": 4}, "unknown key 'dim'"),
         ("mlp", {"dim": "4"}, "'dim' is '4'"),
-        ("mlp", {"dim": 4.5}, "'dim' is 4.5"),
         ("mlp", {"dim": True}, "'dim' is True"),
-        ("mlp", {"dim": 65_537}, "'dim' is 65537: .*at most 65,536"),
         ("mlp", {"dropout": 1.0}, "'dropout' is 1.0: .*below 1"),
-        ("mlp", {"dropout": -0.1}, "'dropout' is -0.1: .*at least 0"),
         ("mlp", {"learning_rate": 0.0}, "'learning_rate' is 0.0: .*above 0"),
-        ("mlp", {"learning_rate": float("inf")}, "learning_rate"),
         *(
             ("mlp", {key: 0}, f"'{key}' is 0: .*at least 1")
             for key in ("dim", "epochs", "batch_size", "patience", "depth", "members")
         ),
-        ("mlp", {"members": 101}, "'members' is 101: .*at most 100"),
-        ("mlp", {"depth": 17}, "'depth' is 17: .*at most 16"),
-        ("mlp", {"hidden": -1}, "'hidden' is -1: .*at least 0"),
         ("mlp", {"last": "other"}, "'last' is 'other': .*'same' or 'none'"),
-        ("mlp", {"precision": "float16"}, "'precision' is 'float16'"),
         ("mlp", {"matryoshka": [4, 0]}, "'matryoshka.1' is 0: .*at least 1"),
-        ("pca", {"dim": 0}, "'dim' is 0: .*at least 1"),
-        ("ica", {"max_iterations": 0}, "'max_iterations' is 0: .*at least 1"),
         ("ica", {"tolerance": 0.0}, "'tolerance' is 0.0: .*above 0"),
-        ("concat", {"masks": "none"}, "'masks' is 'none': .*'shared' or 'own'"),
-        ("concat", {"activation": "silu"}, "'activation' is 'silu'"),
         ("concat", {"features": "sentence"}, "'separate', 'joint' or 'both'"),
-        ("concat", {"bias": 1}, "'bias' is 1"),
         ("hypernet", {"rank": -1}, "'rank' is -1: .*at least 0"),
-        ("hypernet", {"rank": 65_537}, "'rank' is 65537: .*at most 65,536"),
-        ("hypernet", {"batches": "pairs"}, "'batches' is 'pairs': .*'rows' or 'conditions'"),
         ("hypernet-ablation", {"rank": 0}, "'rank' is 0: .*at least 1"),
         ("towers", {"dim": 5}, "'dim' is 5: .*multiple of 2"),
     ]
@@ -194,7 +178,6 @@ def test_set_values_are_parsed_by_setting_types():
     assert load_recipe("concat").parse_changes({"bias": "false"}, "--set") == {"bias": False}
     for invalid, message in (
         ({"epoch": "7"}, r"--set: the head mlp has no setting 'epoch'. Did you mean 'epochs'"),
-        ({"epochs": "7.5"}, "epochs is '7.5', not int"),
         ({"dropout": "much"}, "dropout is 'much', not float"),
         ({"matryoshka": "8x4"}, "matryoshka is '8x4', not whole numbers, such as 256,128"),
         ({"objective": "mine"}, "objective is 'mine'; expected code as FILE.py:NAME"),
@@ -208,10 +191,8 @@ def test_recipe_files_are_validated_and_named_after_their_file(tmp_path):
     rest = '\ndescription = "d"\nsource = "s"'
     for text, message in (
         ('kind = "mlpp"' + rest, "there is no kind of head 'mlpp'.*'mlp'"),
-        ('kind = "none"\nsource = ""', "the key 'description' is missing"),
         ('kind = "pca"' + rest, "the key 'dim' is missing"),
         ('kind = "regression"' + rest, "a regression head is the head of a cross-encoder"),
-        ("kind = ", "cannot be read as TOML"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
@@ -332,12 +313,6 @@ def assert_rejected(folder, message):
     assert raised[0] == raised[1]
 
 
-def test_head_folder_holds_no_pickle(saved_head):
-    files = {path.name for path in saved_head.iterdir()} - {".lock"}
-    assert files == {"head.json", find_weights(saved_head).name}
-    assert load_file(find_weights(saved_head)).keys() == {"weight"}
-
-
 def test_changed_or_missing_weights_are_rejected(saved_head):
     path = find_weights(saved_head)
     data = bytearray(path.read_bytes())
@@ -354,28 +329,16 @@ def test_invalid_description_is_rejected(saved_head):
     description = json.loads(path.read_text())
     for changes, message in (
         ({"format": 3}, r"newer version of llmcond \(format 3.*Upgrade llmcond"),
-        ({"format": None}, "states no format version"),
         ({"format": True}, "states no format version"),
-        ({"format": 0}, "states no format version"),
         ({"seed": "0"}, r"was damaged: 'seed' is '0': it should be a valid integer\. Fit"),
-        ({"seed": 2**32}, "'seed' is 4294967296"),
-        ({"dim_in": 2**40}, "'dim_in' is "),
         ({"dim_in": 2**24}, "does not hold the parameters"),
-        ({"fit": []}, r"'fit' is \[\]"),
         ({"fit": {"curve": [{"epoch": 1}]}}, r"the key 'fit\.curve\.0\.loss' is missing"),
-        ({"settings": {}, "kind": 3}, "'kind' is 3"),
-        ({"kind": "hypernat"}, "there is no kind of head 'hypernat'.*Did you mean 'hypernet'"),
         ({"kind": "mlp"}, "does not hold the parameters of a mlp head"),
         ({"settings": {"dim": 4}}, "the key 'dropout' is missing"),
         ({"weights_sha256": "0" * 64}, "cannot be read"),
     ):
         path.write_text(json.dumps({**description, **changes}))
         assert_rejected(saved_head, message)
-    for key in ("kind", "settings", "seed", "dim_in", "fit"):
-        path.write_text(
-            json.dumps({name: description[name] for name in description if name != key})
-        )
-        assert_rejected(saved_head, f"was damaged: the key '{key}' is missing. Fit the head again")
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp-members", "pca"])
@@ -435,11 +398,3 @@ def test_reader_loads_new_head_if_writer_replaces_it(saved_head, pca_head, monke
 
     monkeypatch.setattr(llmcond.heads.storage, "check_record", replace_head)
     assert load_head(saved_head)[0].kind == "pca"
-
-
-def test_failed_save_leaves_old_head(saved_head, pca_head):
-    before = {path.name: path.read_bytes() for path in saved_head.iterdir()}
-    with pytest.raises(ValueError, match="JSON"):
-        save_head(pca_head, saved_head, {"share": float("nan")})
-    assert {path.name: path.read_bytes() for path in saved_head.iterdir()} == before
-    assert list(saved_head.parent.iterdir()) == [saved_head]

@@ -1,15 +1,12 @@
 """Figures: their files, the data beside them, and what the charts specify."""
 
 import csv
-import json
 import shutil
 import sys
-import warnings
 import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-import vl_convert
 
 import llmcond
 from llmcond.base.errors import UserError
@@ -84,49 +81,6 @@ def test_figure_data_has_the_plotted_points(tmp_path):
     headings, *rows = read_data(tmp_path / "x-data.csv")
     assert headings == ["condition", "before_x", "before_y", "after_x", "after_y"]
     assert rows == [[NAMES[1], "0.5", "1.0", "1.5", "2.0"], [NAMES[0], "2.0", "3.0", "3.0", "4.0"]]
-
-
-@pytest.fixture
-def saved_charts(monkeypatch):
-    """The specifications of the charts that a test saves."""
-    charts, draw = [], vl_convert.vegalite_to_svg
-    monkeypatch.setattr(
-        vl_convert, "vegalite_to_svg", lambda spec: (charts.append(json.loads(spec)), draw(spec))[1]
-    )
-    return charts
-
-
-def test_curves_are_sorted_and_have_intervals_and_ticks(saved_charts, tmp_path):
-    series = {
-        "a": [(30, 3, 2, 4), (10, 1, 0, 2), (20, 2, 1, 3), (10, 1, 0, 2)],
-        "b": [(5, 2, 1, 4)],
-    }
-    plot_curve(series, tmp_path / "figure.png", "x", "y")
-    (chart,) = saved_charts
-    (values,) = chart["datasets"].values()
-    assert [tuple(row.values())[:5] for row in values] == [
-        ("a", 10, 1, 0, 2),
-        ("a", 20, 2, 1, 3),
-        ("a", 30, 3, 2, 4),
-        ("b", 5, 2, 1, 4),
-    ]
-    assert [layer["mark"]["type"] for layer in chart["layer"]] == ["area", "line", "rule", "point"]
-    axes = [layer["encoding"]["x"]["axis"]["values"] for layer in chart["layer"]]
-    assert axes == [[5, 10, 20, 30]] * 4
-    assert chart["config"]["background"] == "white"
-    assert "var(--" not in json.dumps(chart)
-
-
-def test_undefined_scores_are_plotted_without_warnings(tmp_path):
-    nan = [np.nan] * 3
-    scores = {"some": [0.1, np.nan, 0.3], "none": nan}
-    series = {
-        name: zip([1, 2, 3], values, nan, nan, strict=True) for name, values in scores.items()
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plot_curve(series, tmp_path / "figure.png", "x", "y")
-    assert_image_is_complete(tmp_path / "figure.png")
 
 
 def test_analyses_work_without_chart_libraries(monkeypatch, tmp_path, tiny_run, caplog):

@@ -10,7 +10,6 @@ from helpers.pages import (
     CHARTS_READY,
     HOSTILE,
     ParsedPage,
-    check_views,
     find_accessibility_faults,
     find_overflow,
     open_page,
@@ -273,19 +272,6 @@ def test_invalid_paths_and_missing_packages_are_rejected(page, tmp_path, monkeyp
 
 
 # -- in a browser --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_full_page_is_accessible_in_all_views(browser, page, tmp_path):
-    write_page(page, tmp_path / "page.html")
-    with open_page(browser, tmp_path / "page.html") as tab:
-        assert tab.locator("[data-chart] svg").count() == 8
-        assert not tab.get_by_text("learning rate").last.is_visible()
-        for box in tab.locator("details").all():
-            box.locator("summary").first.click()
-        for box in tab.locator("[data-numbers]").all():
-            box.locator("tbody tr").nth(1).wait_for()
-        check_views(tab)
 
 
 def test_reader_can_select_systems_conditions_and_theme(browser, page, tmp_path):

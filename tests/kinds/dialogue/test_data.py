@@ -79,11 +79,6 @@ def test_every_format_gives_same_dialogues(tmp_path: Path):
     assert data.notes[0] == (
         "speakers are not used: roles depend on how long ago something was said"
     )
-    # Without turn numbers, the order of the rows decides.
-    (tmp_path / "test.parquet").unlink()
-    lines = [f"{row['dialogue']},{row['text']}" for row in rows]
-    (tmp_path / "test.csv").write_text("\n".join(["dialogue,text", *lines]) + "\n")
-    assert list_dialogues(read_dialogues(tmp_path), "test") == DIALOGUES
 
 
 def test_invalid_dialogue_reports_file_row_and_turn(folder: Path):
@@ -91,19 +86,13 @@ def test_invalid_dialogue_reports_file_row_and_turn(folder: Path):
     (folder / "train.txt").unlink()
     with pytest.raises(UserError, match=r"no train file; it has (dev, test|test, dev)"):
         read_dialogues(folder)
-    with pytest.raises(UserError, match=r"\.txt, \.csv.* file"):
-        read_dialogues(folder / "nothing")
     for suffix, content, message in (
         ("txt", "Hi! __eou__ __eou__ Bye. __eou__\n", "row 1 of train.txt: turn 2 is empty"),
         ("txt", "Hi! Bye.\n", "row 1 of train.txt: no __eou__, which ends every turn"),
-        ("txt", "", "train.txt is empty"),
         ("txt", "Hi! __eou__\n", "train.txt has no dialogue of two utterances or more"),
         ("jsonl", to_jsonl({"utterances": ["a", 1]}), "row 1 .*: turn 2 is 1, not a text"),
-        ("jsonl", to_jsonl({"utterances": "a"}), "utterances is 'a', not a list of texts"),
-        ("jsonl", to_jsonl({"turns": ["a"]}), "has no column .* Expected lines of turns"),
         ("csv", f"{heading}d,1,a\nd,1,b\n", "turn 1 of dialogue 'd' occurs twice"),
         ("csv", f"{heading}d,one,a\n", "row 1 .*: turn is 'one', not a number"),
-        ("csv", f"{heading},1,a\n", "row 1 of train.csv: dialogue is empty"),
     ):
         path = folder / f"train.{suffix}"
         path.write_text(content)
@@ -133,14 +122,6 @@ def test_split_of_single_file_ignores_row_order(tmp_path: Path):
     assert read_dialogues(path, split_seed=4).digest != data.digest
 
 
-def test_missing_dev_split_is_taken_from_train(folder: Path):
-    (folder / "validation.txt").unlink()
-    (folder / "train.txt").write_text(to_lines(make_dialogues(20)))
-    data = read_dialogues(folder)
-    assert [len(turns) for turns in data.splits.values()] == [18, 2, 4]
-    assert "no dev file: 10% of the training dialogues are dev, chosen with seed 0" in data.notes
-
-
 LONG_UTTERANCE = "It rained for forty days and nights, {}."
 
 
@@ -166,9 +147,6 @@ def test_leaks_are_counted_and_dropped(folder: Path):
     assert list_dialogues(dropped, "train") == [*make_dialogues(3), tolerated]
     assert list_dialogues(dropped, "test") == list_dialogues(data, "test")
     assert dropped.notes[1] == "train dialogues left out, because they overlap with dev or test: 2"
-    (folder / "train.txt").write_text((folder / "test.txt").read_text())
-    with pytest.raises(UserError, match="all 4 train dialogues overlap with dev or test"):
-        read_dialogues(folder, drop_leaks=True)
 
 
 # -- storage and options -----------------------------------------------------------------------
@@ -192,7 +170,4 @@ def test_saved_dialogues_are_loaded_unchanged(folder: Path, tmp_path: Path):
     table = pq.read_table(path)
     pq.write_table(table.slice(1).replace_schema_metadata(table.schema.metadata), path)
     with pytest.raises(UserError, match="their digest differs"):
-        Dialogues.load(run)
-    path.write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="cannot be read"):
         Dialogues.load(run)

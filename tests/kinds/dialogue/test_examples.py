@@ -190,9 +190,7 @@ def test_candidates_can_be_read_from_samples_file(data, tmp_path: Path):
         plan_queries(data, "test", pool, [1], [1])
     for row, message in (
         (("z", 2, ["a"]), "row 1 of s.jsonl: no test dialogues have the id 'z'"),
-        (("p", True, ["a"]), "history is True, not a number of turns"),
         (("p", 2, []), r"candidates is \[\], not a list of texts"),
-        (("p", 2, ["a", ""]), "candidate 2 is empty"),
         (("p", 2), "has no column 'candidates'.*Expected dialogue, hist"),
     ):
         with pytest.raises(UserError, match=message):

@@ -238,16 +238,6 @@ def test_windows_of_one_dialogue_are_not_negatives_of_each_other(name):
 # -- fitting -----------------------------------------------------------------------------------
 
 
-def test_same_seed_gives_bit_identical_head():
-    def fit(seed):
-        recipe = make_recipe("c3l-paper", map="mlp", dropout=0.2)
-        return fit_turns(recipe, make_dialogues(), None, seed, ignore_progress, "cpu")
-
-    first, repeated, other = fit(1), fit(1), fit(2)
-    assert all((first.tensors[key] == repeated.tensors[key]).all() for key in first.tensors)
-    assert any((first.tensors[key] != other.tensors[key]).any() for key in first.tensors)
-
-
 def test_loaded_head_gives_same_roles_and_scores(tmp_path):
     arrays = make_dialogues()
     head = fit_turns(make_recipe("weighted", window=6), arrays, None, 3, ignore_progress, "cpu")
@@ -279,19 +269,12 @@ def test_invalid_settings_and_fits_are_rejected():
     pairs = PairArrays(np.ones((3, D)), np.ones((3, D)), np.array([0, 0.5, 1]))
     for call, message in (
         (lambda: make_recipe("rank", score="weighted"), "set objective to weighted, or another"),
-        (lambda: make_recipe("rank", members=2), "set members to 1"),
         (lambda: fit_quickly("rank", short), "no dialogue .* has more than 2 utterances"),
-        (
-            lambda: fit_turns(load_recipe("linear"), short, None, 0, ignore_progress),
-            "the head linear does not map utterances to roles",
-        ),
         (
             lambda: fit_recipe(make_recipe("rank"), pairs, None, 0, ignore_progress),
             "it cannot be fitted on rated pairs",
         ),
-        (lambda: fit_quickly("none", objective="weighted"), "no parameters, but the objective"),
         (lambda: fit_quickly("none").with_score("weighted"), "needs a head with learned weights"),
-        (lambda: fit_quickly("none").after(np.ones((2, 4))), "4 dimensions, but this .* on 6"),
     ):
         with pytest.raises(UserError, match=message):
             call()
@@ -399,9 +382,6 @@ def test_plan_scores_match_equation_4():
     expected = alone + pairs
     np.testing.assert_allclose(plan_scores(b1, candidates, goal), expected, atol=1e-5)
     np.testing.assert_allclose(plan_scores(b1[:, :0], candidates, goal), alone, atol=1e-5)
-    # All contexts may share the candidates.
-    shared = plan_scores(b1, candidates[0], goal)
-    np.testing.assert_allclose(shared[0], expected[0], atol=1e-5)
     # Plans read both roles, whatever the roles in the score of next turns.
     state = ContextState(lambda x: (x, -x), ContextScore.parse("average:b2"))
     for vector in b1[0]:

@@ -39,8 +39,6 @@ def test_reply_ranks_candidates(capsys, dialogue_run, replies):
 def test_invalid_arguments_are_rejected(capsys, dialogue_run, tiny_run, replies, tmp_path):
     for arguments, message in (
         (("sad", " "), "turn 2 is empty"),
-        (("sad", "--goal", " "), "goal 1 is empty"),
-        (("sad", "-k", "0"), "at least 1"),
         (("sad", "--score", "weighted", "--head", "rank"), "needs a head with learned weights"),
         (("sad", "--goal", "happy", "--score", "bi"), "--goal cannot be given with --score"),
     ):
@@ -50,8 +48,6 @@ def test_invalid_arguments_are_rejected(capsys, dialogue_run, tiny_run, replies,
     assert "which has no dialogues" in message
     for name, content, message in (
         ("one.txt", b"only one\n\n", "contains 1 candidates; a choice needs at least 2"),
-        ("latin.txt", b"caf\xe9\nsad\n", "not UTF-8: byte 0xe9"),
-        ("empty.csv", b'text\nsad\n" "\nhappy\n', "row 2 of"),
     ):
         path = tmp_path / name
         path.write_bytes(content)
@@ -90,8 +86,6 @@ def test_candidates_are_saved_and_bound_to_one_model(dialogue_run, tmp_path):
         other.score(other.start(["two men ?"]), loaded)
     with pytest.raises(llmcond.UserError, match="vectors of the dialogue come from another model"):
         other.score(state, other.candidates(["sad", "happy"]))
-    with pytest.raises(llmcond.UserError, match="no utterance yet"):
-        model.score(model.start(), pool)
     (tmp_path / "pool.safetensors").write_bytes(b"x" * 99)
     with pytest.raises(llmcond.UserError, match="holds no candidates"):
         llmcond.Candidates.load(tmp_path / "pool.safetensors")

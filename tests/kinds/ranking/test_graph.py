@@ -66,8 +66,6 @@ def test_header_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptu
     for name, header in (
         ("train.tsv", "Subject\tPredicate\tObject"),
         ("test.tsv", "h\tr\tt"),
-        ("entities.tsv", "id\tname\tdescription"),
-        ("relations.tsv", "relation\ttext\tinverse"),
     ):
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf\n" + f"{header}\n".encode() + content)
@@ -91,10 +89,6 @@ ENTITY_FILES = {
         {"entity2text.txt": ['01\tstool, waste "matter', "02\tsaxony, in Germany", "03\ta, b, c"]},
         ['stool: waste "matter', "saxony: in Germany", "a: b, c"],
     ),
-    "names with occasional commas": (
-        {"entity2text.txt": ["01\tWashington, D.C.", "02\tBerlin", "03\tRome"]},
-        ["Washington, D.C.", "Berlin", "Rome"],
-    ),
     "SimKGC WordNet": (
         {"wordnet-mlj12-definitions.txt": [
             "01\t__family_alcidae_NN_1\tauks", "02\t__stool_NN_2\twaste", "03\t__run_VB_1\tmove"
@@ -107,13 +101,6 @@ ENTITY_FILES = {
             "FB15k_mid2description.txt": [f"01\t{'word ' * 60}"],
         },
         [f"New York: {'word ' * 50}".strip(), "Ben", "Cleo"],
-    ),
-    "KG-BERT long": (
-        {
-            "entity2text.txt": ["01\tAda", "02\tBen"],
-            "entity2textlong.txt": ["01\tAda is a cook", "02\ta farmer", "03\tsomebody"],
-        },
-        ["Ada: is a cook", "Ben: a farmer", "somebody"],
     ),
     "no table": ({}, ["01", "02", "03"]),
 }  # fmt: skip
@@ -130,24 +117,17 @@ def test_invalid_input_reports_file_and_row(tmp_path: Path):
     for number, (files, message) in enumerate((
         ({"train.tsv": ["01\tlikes\t02", "01 likes 02", "01\tlikes"]},
          r"row 2 of train.tsv: 1 columns; expected head, relation and tail, .* \(1 more row"),
-        ({"train.tsv": ["01\t\t02"]}, "row 1 of train.tsv: an id is empty"),
-        ({"test.tsv": []}, "test.tsv is empty: it has no triples"),
         ({"valid.tsv": None}, "has no dev or valid or validation file"),
         ({"dev.txt": ["01\tlikes\t02"]}, "several files of one split: dev.txt, valid.tsv"),
         ({"entities.tsv": ["01\tAda", "02\tBen", "01\tEve"]},
          "row 3 of entities.tsv: 01 occurs before, with another text"),
-        ({"entities.tsv": ["01\ta\tb\tc"]}, "row 1 of entities.tsv: 4 columns; expected 3"),
         ({"test.tsv": ["", "01\tlikes\t09", "08\tlikes\t09"]},
          r"entities that the table of entities lacks, 2 in all: '09', '08' \(triples: 2, the .* 2"),
-        ({"test.tsv": ["01\thates\t02"]}, "relations lacks, 1 in all: 'hates'"),
     )):  # fmt: skip
         with pytest.raises(UserError, match=message):
             read_graph(write_files(tmp_path / str(number), files))
-    folder = write_files(tmp_path / "folder")
     with pytest.raises(UserError, match=r"does not exist. Expected a folder with train"):
         read_graph(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="is a file"):
-        read_graph(folder / "train.tsv")
 
 
 def test_notes_count_irregularities(tmp_path: Path):
@@ -194,8 +174,6 @@ def test_saved_graph_is_loaded_unchanged(tmp_path: Path):
     (other / "entities.parquet").replace(tmp_path / "entities.parquet")
     with pytest.raises(UserError, match="have changed since they were written"):
         Graph.load(tmp_path)
-    with pytest.raises(UserError, match="cannot be read"):
-        Graph.load(tmp_path / "data")
 
 
 # -- inputs of queries and candidates -----------------------------------------------------------
