@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from llmcond.base.errors import UserError
 from llmcond.data.datasets import (
     FRACTIONS,
-    Columns,
     RatingScale,
     open_collection,
     read_collection,
@@ -101,14 +100,6 @@ def test_missing_labels_can_be_unrated(tmp_path: Path, dtype: str):
             load_rows(source)
 
 
-def test_unrated_rows_are_counted(tmp_path: Path, write_rows: WriteRows):
-    write_rows([("a", "b", "c", -1), ("a", "b", "d", 2), ("e", "f", "c", -1)], "d/train.csv")
-    write_rows([("g", "h", "c", 3)], "d/dev.csv")
-    record = read_dataset(str(tmp_path / "d")).to_json()
-    assert record["rows"] == {"train": 3, "dev": 1}
-    assert record["unrated"] == {"train": 2, "dev": 0}
-
-
 # -- texts -----------------------------------------------------------------------------------------
 
 
@@ -145,17 +136,6 @@ def test_values_of_json_are_checked(tmp_path: Path):
         path.write_text(json.dumps({**record, **change}))
         with pytest.raises(UserError, match=f"row 1 of rows.jsonl: {message}"):
             load_rows(str(path))
-
-
-def test_columns_may_have_other_names(write_rows: WriteRows):
-    path = write_rows([("a", "b", "c", 3)], header="text_a,text_b,aspect,score")
-    columns = Columns("text_b", "text_a", "aspect", "score")
-    rows = load_rows(str(path), columns=columns)
-    assert (rows.sentence1, rows.sentence2, rows.condition) == (["b"], ["a"], ["c"])
-    assert rows.rating.tolist() == [0.5]
-    write_rows([("a", "b", "", 3)], header="text_a,text_b,aspect,score")
-    with pytest.raises(UserError, match=r"row 1 of rows.csv: aspect is empty"):
-        load_rows(str(path), None, columns)
 
 
 # -- splits ----------------------------------------------------------------------------------------

@@ -4,23 +4,20 @@ import csv
 import gzip
 import io
 import json
-import os
-import subprocess
+import re
 import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
+import fsspec
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from openpyxl import Workbook
@@ -566,107 +563,49 @@ def test_unreadable_standard_input_is_rejected(pipe):
 
 # -- the hub ---------------------------------------------------------------------------------------
 
-REPO = "/api/datasets/someone/pairs"
-FILES = "/datasets/someone/pairs/resolve/main/"
-READ_SCRIPT = """
-import json, sys, time
-time.sleep = lambda seconds: None  # The hub's client would wait half a minute before it gives up.
-from llmcond.data.datasets import read_dataset
-from llmcond.base.errors import LlmcondError
-for source in sys.argv[1:]:
-    try:
-        dataset = read_dataset(source)
-    except LlmcondError as error:
-        print(json.dumps([type(error).__name__, str(error)]))
-    else:
-        print(json.dumps({name: list(rows.sentence1) for name, rows in dataset.splits.items()}))
-"""
+
+class HubFiles(LocalFileSystem):
+    """Stands in for the hub, whose client raises errors of its HTTP library."""
+
+    protocol, cachable = "hf", False
+    folder: Path
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return re.sub("^hf://datasets/someone/pairs(@main)?", str(cls.folder), str(path))
+
+    def info(self, path: Any, **options: Any) -> dict[str, Any]:
+        if "offline" in str(path):
+            raise RuntimeError("no route to host")
+        return super().info(path, **options)
+
+    def open(self, path: Any, *args: Any, **options: Any) -> Any:
+        if "broken" in str(path):
+            raise RuntimeError("the peer closed the connection")
+        return super().open(path, *args, **options)
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A handler of the requests that the hub gets for a dataset, served from a folder."""
-
-    def __init__(self, *args: Any, folder: Path):
-        self.folder = folder
-        super().__init__(*args)
-
-    def do_GET(self):
-        path = unquote(urlsplit(self.path).path)
-        if path in {REPO, f"{REPO}/revision/main"}:
-            self.reply(json.dumps({"id": "someone/pairs", "sha": "0" * 40}).encode())
-        elif path.startswith(f"{REPO}/tree/main"):
-            self.reply(json.dumps(self.tree()).encode())
-        elif path.startswith(FILES):
-            self.send(self.folder / path.removeprefix(FILES))
-        else:
-            self.reply(b"{}", 404, ("X-Error-Code", "RepoNotFound"))
-
-    def tree(self) -> list[dict[str, Any]]:
-        paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        return [
-            {
-                "type": "file",
-                "path": path.relative_to(self.folder).as_posix(),
-                "size": path.stat().st_size,
-                "oid": "0" * 40,
-            }
-            for path in paths
-        ]
-
-    def send(self, path: Path):
-        if path.stem == "broken":
-            self.close_connection = True
-            return
-        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-        self.reply(path.read_bytes()[int(first) : int(last) + 1], 206)
-
-    def reply(self, body: bytes, status: int = 200, *headers: tuple[str, str]):
-        self.send_response(status)
-        for header in (("Content-Length", str(len(body))), *headers):
-            self.send_header(*header)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any):
-        pass
-
-
-def test_hub_datasets_are_read_like_folders_and_files(tmp_path: Path):
-    write_shards(tmp_path / "hub" / "data")
-    (tmp_path / "hub" / "README.md").write_text("# Pairs\n")
-    write_table(tmp_path / "hub" / "pairs.csv", make_rows(0, 20))
-    write_table(tmp_path / "hub" / "broken.csv", make_rows(0, 20))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder=tmp_path / "hub"))
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    sources = [
-        f"hf://datasets/someone/{name}"
-        for name in ("pairs", "pairs@main", "pairs/pairs.csv", "nothing", "pairs/nothing.csv")
-    ]
-
-    def read_from_hub(port: int, *arguments: str) -> list[Any]:
-        endpoint = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
-        settings = {**endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-c", READ_SCRIPT, *arguments]
-        output = subprocess.run(
-            command, env={**os.environ, **settings}, stdout=subprocess.PIPE, check=True
-        ).stdout
-        return [json.loads(line) for line in output.splitlines()]
-
-    try:
-        results = read_from_hub(
-            server.server_port, *sources, "hf://datasets/someone/pairs/broken.csv"
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
-    folder = {"train": ["a0", "a1", "a2", "a3", "a4"], "dev": ["a5"]}
-    assert results[:2] == [folder, folder]
-    assert [len(split) for split in results[2].values()] == [14, 3, 3]
-    for source, (error, message) in zip(sources[3:], results[3:5], strict=True):
-        assert error == "UserError"
-        assert f"{source} does not exist" in message
+def test_hub_datasets_are_read_like_folders_and_files(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(fsspec.registry._registry, "hf", HubFiles)
+    HubFiles.folder = tmp_path
+    write_shards(tmp_path / "data")
+    (tmp_path / "README.md").write_text("# Pairs\n")
+    for name in ("pairs.csv", "broken.csv"):
+        write_table(tmp_path / name, make_rows(0, 20))
+    for source in ("hf://datasets/someone/pairs", "hf://datasets/someone/pairs@main"):
+        splits = read_dataset(source).splits
+        assert {name: rows.sentence1 for name, rows in splits.items()} == {
+            "train": ["a0", "a1", "a2", "a3", "a4"],
+            "dev": ["a5"],
+        }
+    splits = read_dataset("hf://datasets/someone/pairs/pairs.csv").splits
+    assert [len(rows) for rows in splits.values()] == [14, 3, 3]
     # Lost connections are no user errors.
-    (unreachable,) = read_from_hub(1, sources[0])
-    for (error, message), words in ((results[5], "broken.csv"), (unreachable, "cannot be reached")):
-        assert error == "LlmcondError"
-        assert words in message
+    for name, error, message in (
+        ("nothing.csv", UserError, "nothing.csv does not exist"),
+        ("broken.csv", LlmcondError, "broken.csv: the Hugging Face hub cannot be reached"),
+        ("offline", LlmcondError, "offline: the Hugging Face hub cannot be reached"),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            read_dataset(f"hf://datasets/someone/pairs/{name}")
+        assert type(caught.value) is error

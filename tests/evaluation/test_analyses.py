@@ -11,11 +11,9 @@ import llmcond.evaluation.analyses as analyses_module
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS
 from llmcond.evaluation.analyses import (
-    Change,
     by_condition,
     calibration,
     chance_error,
-    change_table,
     cosines_to_mean,
     frobenius_variance,
     impurity,
@@ -220,27 +218,6 @@ def test_variance_of_norms_equals_variance_of_matrices(n, height, width):
     assert result.n == n
     assert result.raw == pytest.approx(sum((norms - norms.mean()) ** 2) / n)
     assert result.normalised == pytest.approx(np.mean(np.square(scaled)) - np.mean(scaled) ** 2)
-
-
-# Table 3 of the CASE paper, with its rows shuffled.
-TABLE = [
-    ("a skier alone", "two skiers", "The type of job.", 5, 0.7502, 0.9539),
-    ("a tennis player", "a girl", "The name of the game.", 5, 0.6233, 0.9660),
-    ("a skier alone", "two skiers", "The number of person.", 1, 0.6358, 0.2788),
-    ("a tennis player", "a girl", "The color of the dress.", 1, 0.4757, 0.2522),
-]
-
-
-def test_change_table_is_sorted_as_in_paper():
-    records = change_table([Change(*row) for row in TABLE])
-    shown = [(r.sentence1, r.condition, r.rating, r.before, r.after) for r in records]
-    assert shown == [
-        ("a skier alone", "The number of person.", 1, 0.6358, 0.2788),
-        ("a skier alone", "The type of job.", 5, 0.7502, 0.9539),
-        ("a tennis player", "The color of the dress.", 1, 0.4757, 0.2522),
-        ("a tennis player", "The name of the game.", 5, 0.6233, 0.9660),
-    ]
-    assert [r.sentence2 for r in records] == ["two skiers"] * 2 + ["a girl"] * 2
 
 
 UNIT = st.integers(0, 4).map(lambda value: value / 4)

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.processes import FORK_CONTEXT
-from helpers.waiting import PATIENCE
 from safetensors.torch import load_file, save_file
 
 from llmcond.base.errors import DiskFullError, LlmcondError
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Concurrency, Encoder
 from llmcond.encoders.spec import InputError
-from llmcond.features import extract as extract_module
 from llmcond.features.extract import Chunking, extract, order_inputs
 from llmcond.features.store import FeatureStore
 
@@ -169,21 +167,6 @@ def test_only_missing_inputs_are_encoded(store, checkpoint, encoder, tmp_path):
         result = extract(inputs, reopened, fail_to_load)
         assert (result.n_inputs, result.n_computed, result.n_tokens) == (len(inputs), 0, 0)
     assert read_rows(store) == rows
-
-
-def test_many_inputs_are_counted_during_encoding(store, encoder, monkeypatch):
-    progress, inputs, counted = RecordingProgress(), INPUTS[:40], threading.Event()
-    monkeypatch.setattr(extract_module, "COUNTED_FIRST", 39)
-    progress.start = lambda *amount: (progress.started.append(amount), amount[0] and counted.set())
-    progress.advance = lambda *_: counted.wait(PATIENCE)
-    extract(inputs, store, lambda: encoder, progress, Chunking(CHUNK))
-    assert sorted(progress.started, key=str) == [
-        (40, sum(len(item.text) for item in inputs)),
-        (None, None),
-    ]
-    progress.started.clear()
-    extract(inputs, store, fail_to_load, progress, Chunking(CHUNK))
-    assert progress.started == []
 
 
 def test_inputs_are_ordered_by_length_or_prefix():

@@ -69,15 +69,6 @@ def test_stored_and_repeated_inputs_are_not_missing(store, window):
     assert list(counts.sample) == make_inputs(range(10, 30))
 
 
-def test_inputs_stored_during_counting_count_as_missing(store):
-    def store_while_counting():
-        yield from make_inputs(range(5))
-        add(store, make_inputs(range(8)))
-        yield from make_inputs(range(5, 10))
-
-    assert count_missing(store, store_while_counting(), 2).n_missing == 10
-
-
 def test_counts_of_several_prompts_share_seen_keys(store):
     """Inputs that two prompts share are encoded for the first, so the second lacks none of them."""
     seen = KeyIndex()

@@ -286,9 +286,6 @@ def test_heads_are_fitted_on_the_features_they_take(sample_run, reference):
         assert (fitted["head"], fitted["prompt"]) == (recipe, prompts)
         assert (fitted["dim_in"], fitted["dim"]) == (dim, 4)
         assert (fitted["n_train"], fitted["n_dev"]) == (COUNTS["train"], COUNTS["dev"])
-        record = json.loads((sample_run.folder / "heads" / name / "head.json").read_text())
-        assert "+".join(prompt["name"] for prompt in record["prompts"]) == prompts
-        assert record["dim_condition"] == (32 if "|" in layout else 0)
         predicted = reference.similarities(name, rows.sentence1, rows.sentence2, rows.condition)
         score = spearmanr(predicted, rows.rating).statistic
         assert fitted["dev_spearman"] == pytest.approx(score, abs=1e-3)
@@ -340,26 +337,6 @@ def test_embedding_is_the_head_applied_to_features(monkeypatch, sample_run, refe
     expected = reference.similarities(name, *texts, CONDITIONS[:3])
     values = embedder.similarity(*texts, CONDITIONS[:3])
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
-
-
-def test_other_rows_are_encoded_for_prompts_of_named_heads(capsys, run_copy, reference, write_rows):
-    rows = [("two men", "a dog", "the mood", 1), ("a hat", "a dog", "the place", 4)]
-    arguments = ["evaluate", "--run", run_copy, "--data", write_rows(rows), "--head"]
-    for name, encoded_prompt, skipped_prompt in (
-        ("separate-features", S, J),
-        ("both-features", J, "none"),
-    ):
-        assert run([*map(str, arguments), name, "--json", "--predictions", "p.csv"]) == 0
-        captured = capsys.readouterr()
-        prompts = {row["prompt"] for row in json.loads(captured.out)["results"]}
-        assert prompts == {S, *HEADS[name][1].split("+"), HEADS[name][1]}
-        assert f"{encoded_prompt}: " in captured.err
-        assert f"{skipped_prompt}: " not in captured.err
-        predicted = [float(line[name]) for line in read_predictions(Path("p.csv"))]
-        expected = reference.similarities(name, *list(zip(*rows, strict=True))[:3])
-        np.testing.assert_allclose(predicted, expected, rtol=0, atol=1e-5)
-    # The second head uses the features that were encoded for the first one.
-    assert f"{S}: nothing to encode" in captured.err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import checkpoints
 from helpers.commands import run_json, run_rejected
 from helpers.flags import change_flags
 from helpers.processes import Command
@@ -27,12 +26,10 @@ from llmcond.base.files import digest_file
 from llmcond.base.output import FitBar
 from llmcond.base.package import bundled_names
 from llmcond.base.run_log import TRAINING, log_path, read_log
-from llmcond.base.text import Condition
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.data.guides import read_aspect_datasets
 from llmcond.data.rows import fold_of_pair
-from llmcond.encoders import EncoderOptions, resolve
 from llmcond.finetune.loop import BEST, STATE, BatchSchedule, stage_rows
 from llmcond.finetune.model import SHAPES, AspectSampler, supervised_contrast
 from llmcond.finetune.settings import (
@@ -44,8 +41,6 @@ from llmcond.finetune.settings import (
 from llmcond.heads import load_recipe
 from llmcond.heads.module import contrast_groups
 from llmcond.heads.settings import learning_rate_factor
-from llmcond.prompts import load_prompt
-from llmcond.workflows.extract import _choose_default_prompt
 from llmcond.workflows.train_job import build_tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -276,32 +271,6 @@ def test_training_record_card_and_scores(tuned, capsys):
     assert dev["spearman"] == pytest.approx(summary["dev_spearman"], abs=0.06)
 
 
-def test_extraction_uses_first_prompt_of_training(tuned, tmp_path, caplog):
-    caplog.set_level("INFO", "llmcond")
-    folder = Path(shutil.copytree(tuned, tmp_path / "copy"))
-    record = json.loads((folder / "training.json").read_text())
-    digests = {name: load_prompt(name).digest for name in ("concat-cond-sent", "separate")}
-    for prompts, expected, message in (
-        (digests, "concat-cond-sent", ""),
-        ({"concat-cond-sent": "0"}, "concat-sent-cond", "the file of concat-cond-sent with"),
-        ({"mine": "0"}, "concat-sent-cond", "name the file of mine with --prompt"),
-    ):
-        record["made_of"]["prompts"] = prompts
-        (folder / "training.json").write_text(json.dumps(record))
-        resolved = resolve(str(folder), EncoderOptions(device="cpu"))
-        assert _choose_default_prompt(resolved).name == expected
-        assert message in caplog.text
-
-
-def test_tuned_run_can_be_encoder_of_another_run(tuned, data, tmp_path, capsys):
-    arguments = ["--model", tuned, "--data", data, "--run", tmp_path / "other"]
-    summary = run_json(capsys, "extract", *arguments, "--dtype", "float32")
-    record = json.loads((tuned / "run.json").read_text())["encoder"]
-    assert summary["fingerprint"] == record["fingerprint"]
-    message = run_rejected(capsys, "train-lora", *arguments, "--head", "none")
-    assert "--merge" in message  # an adapter cannot be trained on an adapter
-
-
 def test_peft_loads_adapter(tuned, tiny_bert):
     from peft import PeftModel
 
@@ -319,17 +288,9 @@ def test_peft_loads_adapter(tuned, tiny_bert):
     assert np.abs(ours - untrained.numpy()).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--model gemma --rank 2 --prompt concat-sent-cond",
-        "--model bert --pooling mean --prompt routed --router csr --router-layers 2",
-    ],
-)
-def test_encoder_is_trained_in_16_bit(data, tiny_bert, tmp_path, capsys, options):
-    gemma = checkpoints.build_checkpoint("gemma", tmp_path / "gemma").folder
-    options = options.replace("gemma", str(gemma)).replace("bert", str(tiny_bert), 1).split()
-    options += "--dtype bfloat16 --epochs 1 --head none".split()
+def test_routed_encoder_is_trained_in_16_bit(data, tiny_bert, tmp_path, capsys):
+    options = f"--model {tiny_bert} --pooling mean --prompt routed --router csr --router-layers 2"
+    options = [*options.split(), *"--dtype bfloat16 --epochs 1 --head none".split()]
     result = run_json(capsys, "train-lora", "--data", data, "--run", tmp_path / "run", *options)
     # The score is that of the encoder at inference, when its dense layers are in float32.
     assert result["dev_spearman"] == pytest.approx(result["scores"][0]["spearman"], abs=0.05)
@@ -353,22 +314,6 @@ def test_training_starts_from_head_fitted_on_frozen_features(
     assert "holds features of" in train("frozen", "--head", "none", command=run_rejected)
     (tmp_path / "frozen" / "heads").rename(tmp_path / "gone")
     assert "does not exist" in train("third", *arguments, command=run_rejected)
-
-
-def test_template_with_extra_column_is_trained_on(train, write_rows, small_rows, tmp_path):
-    (tmp_path / "noted.toml").write_text(
-        'description = "d"\nsource = "s"\nfields = ["note"]\n'
-        '[conditional]\ntext = "{note} {sentence} {condition}"\n'
-        '[unconditional]\ntext = "{condition}"\n'
-    )
-    arguments = ("--head", "none", "--prompt", tmp_path / "noted.toml", "--epochs", "1")
-    assert "note" in train("without", *arguments, command=run_rejected)
-    header, scores = "sentence1,sentence2,condition,label,note", []
-    for folder, note in (("noted", "children"), ("other", "number {}")):
-        rows = [(*row, note.format(row[3])) for row in small_rows]
-        noted = write_rows(rows, "noted.csv", header)
-        scores.append(train(folder, *arguments, "--data", noted)["dev_spearman"])
-    assert scores[0] != scores[1]
 
 
 # -- the last stage, on train and dev ----------------------------------------------------------
@@ -572,18 +517,6 @@ def test_negatives_share_other_attributes_with_positives(aspects):
     assert np.mean(shared) > 1.6
 
 
-def test_share_of_conditions_with_values_follows_setting(aspects):
-    for share in (0, 0.5, 1):
-        sampler = build_sampler(aspects, aspects_texts=900, aspects_values=share)
-        batch = sampler.sample([1])
-        conditions = dict(zip(batch.group.tolist(), batch.rows.condition, strict=True)).values()
-        values = [condition.values for condition in conditions if isinstance(condition, Condition)]
-        assert abs(len(values) / len(conditions) - share) <= (0.15 if share == 0.5 else 0)
-        assert all(set(each) <= set(PEOPLE) or set(each) <= set(LOCATIONS) for each in values)
-    assert {len(each) for each in values} == {2, 3, 4}
-    assert sampler.sample([1]).rows.texts == batch.rows.texts != sampler.sample([2]).rows.texts
-
-
 def test_loss_compares_texts_within_groups_only():
     vectors = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0.6, 0.8], [0.8, 0.6]])
     group, value = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 0, 0])
@@ -606,9 +539,6 @@ def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp
     assert config["aspects_texts"] == 24
     fitted_on = llmcond.load_embedder(tmp_path / "run").fitted_on
     assert fitted_on.endswith("rows.csv and texts of 1 dataset")
-    card = (tmp_path / "run" / "README.md").read_text()
-    assert "Each step also used 24 texts with known attributes" in card
-    assert "They are from 1 dataset, which the training record below names." in card
     train("again", *options, "--aspects", aspects, "--aspects-texts", 24)
     train("without", *options)
     digests = [digest_file(tmp_path / n / "model.safetensors") for n in ("run", "again", "without")]

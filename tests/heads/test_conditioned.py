@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from llmcond.base.errors import UserError
 from llmcond.heads import (
-    ConcatenatedMatrix,
-    Difference,
     PairArrays,
     SharedRows,
     load_head,
@@ -245,11 +243,6 @@ def test_heads_that_start_at_identity_return_their_features():
         module = FAMILIES[kind](make_recipe(kind, **changes).settings, 6, 6).eval()
         module.start_at_identity()
         torch.testing.assert_close(module(x, features, which), expected, rtol=1e-4, atol=1e-5)
-    for changes in ({"activation": "tanh"}, {"hidden": 11}, {"depth": 3}, {"last": "same"}):
-        module = FAMILIES["mlp"](make_recipe("mlp", **{**mlp_settings, **changes}).settings, 6)
-        before = {name: value.clone() for name, value in module.state_dict().items()}
-        module.start_at_identity()
-        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 # -- rows times the matrices of their conditions -----------------------------------------------
@@ -370,15 +363,7 @@ def test_row_depends_neither_on_other_rows_nor_on_form_of_features(heads, monkey
     features, condition = pairs.first.astype(np.float16), pairs.condition
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     expected = head.transform(features.astype(np.float32), condition)
-    for form in (
-        features,
-        np.asfortranarray(features),
-        np.broadcast_to(features, features.shape),
-        features[::-1].copy()[::-1],
-        SharedRows(features, np.arange(40)),
-        Difference(features, np.zeros_like(features)),
-        ConcatenatedMatrix([features[:, :2], features[:, 2:]]),
-    ):
+    for form in (features, np.asfortranarray(features), SharedRows(features, np.arange(40))):
         np.testing.assert_array_equal(head.transform(form, condition), expected)
     order = np.arange(40)[::-1]
     close(head.transform(features[order], condition[order])[::-1], expected)
@@ -426,17 +411,6 @@ def test_factors_and_norms_match_equations(heads, name):
     np.testing.assert_allclose(rows, products[0].numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_low_rank_norms_do_not_suffer_cancellation(monkeypatch, heads):
-    """Factors whose product is 0 have the norm 0, not NaN from a negative rounding error."""
-    first = np.random.default_rng(0).normal(size=(60, DIM, 2)).astype(np.float32)
-    second = np.random.default_rng(1).normal(size=(60, 2, 3)).astype(np.float32)
-    first[:, :, 1] = second[:, 0] = 0
-    head = heads["low rank"]
-    monkeypatch.setattr(head.module, "generated_matrices", lambda _: [first, second])
-    norms = head.matrix_norms(make_pairs(u=60).condition[np.arange(60)])
-    np.testing.assert_array_equal(norms, np.zeros(60))
-
-
 @pytest.mark.parametrize("name", ["full", "low rank", "relu"])
 def test_condition_cache_gives_same_embeddings_as_head(heads, name):
     head, cache = heads[name], ConditionCache(heads[name])
@@ -453,20 +427,6 @@ def test_condition_cache_gives_same_embeddings_as_head(heads, name):
     np.testing.assert_allclose(embeddings, head.transform(features, condition[:1]), atol=1e-5)
     assert (cache.hits, cache.misses) == (n_conditions + 1, n_conditions)
     assert cache.transform(features[:0], table[:0]).shape == (0, 3)
-
-
-def test_cache_evicts_least_recently_used_condition(heads):
-    head = heads["low rank"]
-    table = np.random.default_rng(2).normal(size=(3, DIM_C)).astype(np.float32)
-    condition_bytes = DIM_C * 4 + (DIM * 2 + 2 * 3) * 4
-    for budget, hits in ((2 * condition_bytes, 2), (2 * condition_bytes - 1, 0)):
-        cache = ConditionCache(head, budget)
-        x = np.ones((1, DIM), dtype=np.float32)
-        for i in (0, 1, 0, 2, 0, 1):
-            expected = head.transform(x, table[[i]])
-            np.testing.assert_allclose(cache.transform(x, table[[i]]), expected, atol=1e-5)
-        # Condition 2 replaced condition 1, the least recently used one.
-        assert (cache.hits, cache.misses) == (hits, 6 - hits)
 
 
 # -- rejected input ----------------------------------------------------------------------------

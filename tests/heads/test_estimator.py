@@ -5,17 +5,14 @@
 
 import copy
 import pickle
-import warnings
 
 import numpy as np
 import pytest
 import sklearn
 from helpers.heads import ignore_progress, tensors
 from scipy.stats import spearmanr
-from sklearn.base import clone, is_regressor
-from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_score
-from sklearn.pipeline import Pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.base import clone
+from sklearn.model_selection import GroupKFold, cross_val_score
 from sklearn.utils import get_tags
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -139,20 +136,6 @@ def test_ratings_may_have_any_scale(data):
     assert head.rating_range_ == (1, 5)
 
 
-def test_default_sizes_are_limited_to_dim_of_features(conditioned, tmp_path):
-    X, y = conditioned
-    for dim, expected in ((None, DIM), (2, 2)):
-        head = Head("hypernet-mse", dim=dim, n_condition=DIM_C, settings=SHORT).fit(X, y)
-        assert (head.head_.settings.dim, head.head_.settings.rank) == (expected, expected)
-    (tmp_path / "mine.toml").write_text('kind = "pca"\ndescription = "d"\nsource = "s"\ndim = 2\n')
-    head = Head(tmp_path / "mine.toml", n_condition=1).fit(X[:, : 2 * DIM + 1])
-    assert head.transform(X[:, : 2 * DIM + 1]).shape == (ROWS, 4)
-    expected = ["head_first0", "head_first1", "head_second0", "head_second1"]
-    assert head.get_feature_names_out().tolist() == expected
-    with pytest.raises(ValueError, match="should have length equal to number of features"):
-        head.get_feature_names_out(["x"])
-
-
 def test_held_out_pairs_select_epoch(data, monkeypatch):
     splits = []
 
@@ -168,18 +151,6 @@ def test_held_out_pairs_select_epoch(data, monkeypatch):
     assert not set(train.pair) & set(held_out.pair)
     assert head.head_.fit.record["selected_on"] == "dev"
     assert all(epoch["dev_spearman"] is not None for epoch in head.curve_)
-
-
-def test_fit_notes_are_warnings_and_undefined_scores_are_nan(data):
-    X, y = data
-    with pytest.warns(UserWarning, match="are fewer than batch_size 512"):
-        Head("linear", settings={"epochs": 1}).fit(X, y)
-    head = Head("none").fit(X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert np.isnan(head.score(X, np.ones(ROWS)))
-        assert np.isnan(head.score(X[:1], y[:1]))
-        assert np.isnan(head.score(np.tile(X[:1], (5, 1)), y[:5]))
 
 
 # -- pipelines and searches --------------------------------------------------------------------
@@ -211,26 +182,6 @@ def test_each_setting_is_a_parameter():
     assert Head().set_params(settings__epochs=2).settings == {"epochs": 2}
     with pytest.raises(ValueError, match="Invalid parameter"):
         head.set_params(epochs=3)
-
-
-def test_grid_search_over_pipeline_varies_recipe_dimension_and_setting(conditioned):
-    X, y = conditioned
-    grid = [
-        {"head__recipe": ["linear"], "head__dim": np.array([2, 4]), "head__settings__epochs": [1]},
-        {"head__recipe": ["hypernet-mse"], "head__settings": [RECIPES["hypernet-mse"]]},
-    ]
-    assert is_regressor(Head())
-    pipeline = Pipeline([("scale", StandardScaler()), ("head", Head(n_condition=DIM_C))])
-    search = GridSearchCV(pipeline, grid, cv=2, error_score="raise")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fewer than batch_size")
-        search.fit(X, y)
-    assert search.cv_results_["mean_test_score"].shape == (3,)
-    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
-    best = search.best_estimator_["head"]
-    assert len(best.curve_) == best.settings["epochs"]
-    scaled = StandardScaler().fit_transform(X)
-    np.testing.assert_array_equal(search.predict(X), best.predict(scaled))
 
 
 # -- rejected input ----------------------------------------------------------------------------

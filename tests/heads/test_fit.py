@@ -370,15 +370,10 @@ def test_contrastive_objectives_override_batches_and_receive_their_pairs(objecti
 
 def test_initial_weights_are_uniform_within_bound_by_fan_in():
     """The only step is so small that it does not move the weights."""
-    c, both = DIM_C, DIM + DIM_C
+    c = DIM_C
     cases = [
         ("mlp", {"dim": 4, "hidden": 5, "depth": 3}, {"weight1": DIM, "weight2": 5, "weight3": 5}),
         ("hadamard", {}, {"transform": c, "transform_bias": c}),
-        (
-            "concat",
-            {"dim": 4, "transform": False},
-            {"sentence": both, "condition": both, "bias": both},
-        ),
         ("hypernet-full", {"dim": 4}, {"matrix": c}),
         (
             "hypernet-ablation",

@@ -49,15 +49,6 @@ def test_fold_is_predicted_by_epoch_that_other_folds_choose():
     assert hold_out([few[0]], SPEARMAN, *few[1:]).predictions.shape == (2 * FOLDS,)
 
 
-def test_members_choose_their_epochs_and_predict_their_mean():
-    first, rating, pair = simulate_epochs(0, epochs=3)
-    second = simulate_epochs(1, epochs=5)[0]
-    together = hold_out([first, second], SPEARMAN, rating, pair)
-    parts = [hold_out([member], SPEARMAN, rating, pair) for member in (first, second)]
-    mean = np.mean([part.predictions for part in parts], axis=0)
-    np.testing.assert_allclose(together.predictions, mean, rtol=1e-6)
-
-
 def test_lower_is_better_and_undefined_scores_are_ignored():
     epochs, rating, pair = simulate_epochs(0, epochs=3)
     error = Metric("error", lambda p, r, _: float(np.abs(p - r).mean()), higher_is_better=False)

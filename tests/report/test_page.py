@@ -101,8 +101,6 @@ def make_undefined(page):
         replace(
             row,
             metrics=dict.fromkeys(row.metrics, Estimate(nan)),
-            seed_sd={},
-            dim=None,
             fits=({"curve": [empty]},),
             difference=row.difference and dict.fromkeys(row.difference, nothing),
         )
@@ -113,11 +111,7 @@ def make_undefined(page):
         results=results,
         rows=replace(page.rows, rating=np.full(len(page.rows), np.nan)),
         similarity={name: np.full(len(v), np.nan) for name, v in page.similarity.items()},
-        isotropy=[
-            {**row, **dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))}
-            for row in page.isotropy
-        ],
-        provenance={"nothing": None},
+        isotropy=(),
     )
 
 

@@ -1,7 +1,6 @@
 """Search filters match like Lance's SQL, and nothing else is evaluated."""
 
 import datetime
-import re
 import time
 from contextlib import suppress
 
@@ -169,33 +168,6 @@ def test_try_cast_of_large_numbers_is_null() -> None:
     rows = pa.table({"x": [1.5, 1e300, float("nan"), None]})
     parsed = parse_filter("TRY_CAST(x AS INT) = 1", {"x": pa.float64()})
     assert rows.filter(parsed.predicate).num_rows == 1
-
-
-@pytest.mark.parametrize(
-    ("where", "pattern", "template", "ids"),
-    [
-        ("stars > 2", r"TRY_CAST\(.*?\)", "{} > 2", "ac"),
-        ("CAST(stars AS INT) > 2", r"TRY_CAST", "{}(stars AS INT) > 2", "a"),
-        ("year > '2020'", r"without quotes: (\d+)", "year > {}", "bc"),
-        ('kind = "it\'s"', r"in single quotes: ('.*?')\.", "kind = {}", "b"),
-        ("[my stars] = '3'", r'such as "(.*?)"\.', "{}", "c"),
-    ],
-)
-def test_advice_of_errors_works(where: str, pattern: str, template: str, ids: str) -> None:
-    stars = ["3", "N/A", "4.5"]
-    columns = {"id": ["a", "b", "c"], "stars": stars, "my stars": stars, "year": [2020, 2021, 2022]}
-    rows = pa.table({**columns, "kind": ["x", "it's", "news"]})
-    types = {field.name: field.type for field in rows.schema}
-    with pytest.raises((UserError, pa.ArrowInvalid)) as error:
-        rows.filter(parse_filter(where, types).predicate)
-    message = str(error.value)
-    if isinstance(error.value, pa.ArrowInvalid):  # TextTable adds the advice, see above
-        message += "TRY_CAST"
-    match = re.search(pattern, message)
-    assert match, message
-    better = template.format(match[match.lastindex or 0])
-    matches = rows.filter(parse_filter(better, types).predicate)
-    assert "".join(matches["id"].to_pylist()) == ids
 
 
 numbers = st.sampled_from(["year", "share", "-3", "2019.5", "CAST(share AS INT)", "NULL"])

@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -579,23 +578,6 @@ def test_kill_loses_no_texts_and_leaves_no_partial_files(
     for record in (index.folder / "views").glob("*/view.json"):
         names = {path.name.partition(".")[0] for path in record.parent.iterdir()}
         assert names == {"view", *json.loads(record.read_text())["segments"]}
-
-
-def test_full_disk_is_reported_in_one_line(build, tmp_path: Path):
-    index = build(TEXTS[:30], columns={"note": ["n" * 300] * 30})
-    rows = [{"text": f"{text} {i}", "note": f"{i}" * 200} for i, text in enumerate(TEXTS)]
-    (tmp_path / "texts.json").write_text(json.dumps(rows))
-    arguments = ["index", tmp_path / "texts.json", "--out", index.folder, "--keep", "note"]
-    setup = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (9_000, 9_000))
-    status, _, err = Command(tmp_path / "full", arguments, setup=setup).finish()
-    assert status == 2
-    assert re.fullmatch(
-        r"llmcond: error: the disk is full: .* contents are unchanged \(30 texts\).*",
-        err.splitlines()[-1],
-    )
-    check_scores(reopen(index), TEXTS[:30])
-    assert run([str(argument) for argument in arguments]) == 0
-    assert len(reopen(index)) == 80
 
 
 def test_damaged_files_are_reported(build, tmp_path: Path):

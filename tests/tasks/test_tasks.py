@@ -195,12 +195,3 @@ def test_first_metric_selects_epoch_and_scores_subsets(
     (_, _, result) = run_json(capsys, "evaluate", *options)["results"]
     assert result["n_unseen_sentences"] == 40
     assert result["unseen_sentences"]["mean_error"] != result["mean_error"]
-    analysis = run_json(capsys, "analyse", *options, "--what", "conditions")["conditions"]
-    (row,) = (row for row in analysis if row["name"] == head)
-    assert row["metric"] == "mean_error"
-    for name, expected in (
-        ("overall", result["mean_error"]),
-        ("seen", result["seen"]["mean_error"]),
-        ("unseen", result["unseen"]["mean_error"]),
-    ):
-        assert row[name] == pytest.approx(expected)

@@ -53,13 +53,9 @@ def test_default_head_has_lowest_average_rank(capsys, run):
     scores = {name: row["dev_average_rank"] for name, row in rows.items()}
     (default_name,) = (name for name, row in rows.items() if row["taken"])
     assert scores[default_name] == min(scores.values())
-    refit = ("fit-head", "--run", run, "--head", "rank", *FAST_FIT, "--name", "again")
-    refitted = run_json(capsys, *refit)
-    assert (refitted["n_train"], refitted["n_dev"]) == (40, 16)
-    assert refitted["dev_average_rank"] == scores["rank@separate"]
-    record = json.loads((run / "heads/again/head.json").read_text())
+    record = json.loads((run / "heads/rank@separate/head.json").read_text())
     best = min(entry["dev_score"] for entry in record["fit"]["curve"])
-    assert best == pytest.approx(refitted["dev_average_rank"])
+    assert best == pytest.approx(scores["rank@separate"])
 
 
 # -- ranking -----------------------------------------------------------------------------------
@@ -138,8 +134,6 @@ def test_predictions_and_report_list_each_query(capsys, dialogue_run, tmp_path):
     assert [example[key] for key in ("turn_before", "last_turn", "answer")] == turns[1:4]
     assert {row["turn_before"] for row in rows if row["history"] == "1"} == {""}
     page_data = read_page_data(page)
-    heading = page_data["texts"][page_data["rows"]["heading"][rows.index(example)]]
-    assert heading == f"dialogue {example['dialogue']}, history 3"
     rank_columns = {system["name"]: system["rank"] for system in page_data["systems"]}
     for result in results:
         row_ranks = [float(row[result["name"]]) for row in rows]

@@ -77,11 +77,6 @@ def test_header_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptu
         message = f"{tmp_path / name}: the first line is a header, and left out: {shown}"
         assert caplog.messages == [message]
         (tmp_path / name).write_bytes(content)
-    # A header in other words is suspected only.
-    files = {"train.tsv": ["Kopf\tBeziehung\tZiel", *TRAIN]}
-    files |= {"entities.tsv": None, "relations.tsv": None}
-    graph = read_graph(write_files(tmp_path / "plain", files))
-    assert any("Kopf, Beziehung, Ziel; if it is a header" in note for note in graph.notes)
 
 
 ENTITY_FILES = {
