@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.processes import FORK_CONTEXT
+from helpers.waiting import PATIENCE
 from safetensors.torch import load_file, save_file
 
 from llmcond.base.errors import DiskFullError, LlmcondError
