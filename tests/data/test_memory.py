@@ -138,20 +138,6 @@ def test_objects_without_valid_texts_are_rejected_in_one_line():
             read(TEXTS, **{option: value})
 
 
-def test_empty_texts_in_memory_are_left_out(caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO", "llmcond")
-    data = [{"text": "a"}, {}, {"text": ""}, {"text": "b"}, {"text": None}]
-    assert read(data, skip_empty=True) == ["a", "b"]
-    assert caplog.messages == ["rows in memory: left out 3 of 5, whose text is empty: rows 2, 3, 5"]
-
-
-def test_columns_of_pandas_have_names_of_any_type():
-    table = pd.DataFrame({0: TEXTS, "index": [1, 2], datetime.date(2020, 1, 1): [3, 4]})
-    source = open_collection(table)
-    collection = read_collection(source, "0", ["index", "2020-01-01"])
-    assert (collection.texts, list(collection.columns.values())) == (TEXTS, [[1, 2], [3, 4]])
-
-
 MOMENT = datetime.datetime(2020, 2, 29, 12, 30, 1, 5)
 #: Columns with a value, and the type with which it is written.
 TYPED: dict[str, tuple[Any, Any, Any]] = {

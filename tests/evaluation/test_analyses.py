@@ -12,7 +12,6 @@ from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS
 from llmcond.evaluation.analyses import (
     by_condition,
-    calibration,
     chance_error,
     cosines_to_mean,
     frobenius_variance,
@@ -80,14 +79,6 @@ def test_isotropy_depends_on_neither_blocks_nor_scale(monkeypatch, tmp_path):
     assert collect_statistics(isotropy(mapped)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("dim", "floor"), [(64, 0.45), (512, 0.77)])
-def test_equal_vectors_have_cosine_1_and_lowest_partition_ratio(dim, floor):
-    result = isotropy(np.tile(sample_gaussians(1, dim), (50, 1)))
-    assert result.mean_cosine == pytest.approx(1)
-    assert result.std_cosine == pytest.approx(0, abs=1e-9)
-    assert result.partition_ratio == pytest.approx(floor, abs=0.03)
-
-
 def test_zero_vectors_are_counted_and_left_out():
     vectors = sample_gaussians(20, 4, shift=1)
     figures, cosines = measure_isotropy("a", np.concatenate([vectors, np.zeros((3, 4))]))
@@ -109,16 +100,6 @@ def test_invalid_vectors_are_rejected(analyse):
     ):
         with pytest.raises(UserError, match=message):
             analyse(vectors)
-
-
-def test_vectors_that_an_analysis_cannot_use_are_rejected():
-    for call, message in (
-        (lambda: isotropy(np.array([[1.0, 0], [0, 0], [0, 0]])), "2 of 3 .* zero.*position 1"),
-        (lambda: impurity(np.ones((4, 2)), list("abab")), "have 1 distinct values, but 2 clusters"),
-        (lambda: project_2d(np.eye(2)), r"shape \(2, 2\)"),
-    ):
-        with pytest.raises(UserError, match=message):
-            call()
 
 
 # -- clusters -----------------------------------------------------------------------------------
@@ -260,12 +241,3 @@ def test_conditions_are_grouped_ignoring_case_spaces_and_full_stop():
     assert groups.label == ("The sport.", "the age")
     assert groups.index.tolist() == [0, 1, 0, 0, 1]
     assert groups.count.tolist() == [3, 2]
-
-
-def test_calibration_has_one_level_per_rating_with_quartiles():
-    low, high = calibration(
-        np.array([0.0, 0.2, 0.4, 0.6, 0.8, 9.0]), np.array([1.0, 1, 1, 1, 1, 5])
-    )
-    assert (low.rating, low.n, high.rating, high.n) == (1.0, 5, 5.0, 1)
-    assert [low.mean, low.low, low.median, low.high] == pytest.approx([0.4, 0.2, 0.4, 0.6])
-    assert (high.mean, high.low, high.median, high.high) == (9.0, 9.0, 9.0, 9.0)

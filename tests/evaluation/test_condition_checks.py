@@ -92,14 +92,6 @@ def test_indicators_match_their_definitions():
     assert indicators(np.ones((5, 3))) == dict.fromkeys(INDICATORS, 0.0)
 
 
-def test_expected_accuracy_is_clipped_to_0_and_1():
-    expected = CALIBRATION.expect({"nearest": 0.4})
-    assert (expected.low, expected.value, expected.high) == pytest.approx((0.6, 0.7, 0.8))
-    expected = CALIBRATION.expect({"nearest": 1.4})
-    assert (expected.low, expected.value, expected.high) == (1, 1, 1)
-    assert CALIBRATION.expect({"nearest": -3}).high == 0
-
-
 @pytest.mark.parametrize(("low", "ranks"), [(0.1, True), (0.0, False)])
 def test_calibration_ranks_conditions_if_it_does_on_unseen_families(low, ranks):
     measured = {"spearman_left_out": {"family": {"low": low}}}

@@ -176,15 +176,6 @@ def test_verdict_depends_on_direction_of_metric():
     assert compare([], baseline, rating, pair, resamples=10) == []
 
 
-def test_holm_correction():
-    # In ascending order: 0.005 x 4, 0.01 x 3, 0.03 x 2, 0.04 x 1, without any decrease.
-    np.testing.assert_allclose(holm(np.array([0.01, 0.04, 0.03, 0.005])), [0.03, 0.06, 0.06, 0.02])
-    np.testing.assert_allclose(holm(np.array([0.9, 0.6])), [1, 1])
-    np.testing.assert_allclose(holm(np.array([0.02])), [0.02])
-    np.testing.assert_allclose(holm(np.array([nan, 0.02, 0.5])), [nan, 0.06, 1])
-    assert holm(np.array([])).shape == (0,)
-
-
 def test_verdict_uses_corrected_p():
     (baseline, candidate, *others), rating, pair = simulate_rows(
         60, [1.5, 1.1, *[1.5] * 40], seed=2
@@ -351,37 +342,3 @@ def test_few_pairs_have_no_interval_and_intervals_stay_in_range(n_pairs):
             assert np.isnan([estimate.low, estimate.high]).all()
         else:
             assert estimate.low < estimate.high == 1
-
-
-# -- crossed clusters ---------------------------------------------------------------------------
-
-
-def simulate_queries(seed, n=400, n_heads=40, n_tails=25):
-    """Return ranks of two systems, (1, n) each, whose difficulty depends on head and tail."""
-    rng = np.random.default_rng(seed)
-    heads, tails = rng.integers(n_heads, size=n), rng.integers(n_tails, size=n)
-    systems = []
-    for _ in range(2):
-        by_head, by_tail = rng.standard_normal(n_heads), rng.standard_normal(n_tails)
-        noise = by_head[heads] + by_tail[tails] + rng.standard_normal(n)
-        systems.append(np.ceil(np.exp(1 + noise))[None])
-    return systems, heads, tails
-
-
-def test_variance_of_crossed_clusters_is_that_of_both_kinds_minus_that_of_rows():
-    systems, heads, tails = simulate_queries(0)
-    n = len(heads)
-    data, mrr = (np.zeros(n), np.arange(n)), [METRICS["mrr"]]
-    crossed = bootstrap_metrics(systems, *data, mrr, crossed=(heads, tails))
-    rows = bootstrap_metrics(systems, *data, mrr)
-    by_head, by_tail = (bootstrap_metrics(systems, data[0], ids, mrr) for ids in (heads, tails))
-    expected = by_head.row_variance(0, 1, 0) + by_tail.row_variance(0, 1, 0)
-    expected -= rows.row_variance(0, 1, 0)
-    assert crossed.row_variance(0, 1, 0) == pytest.approx(expected)
-    assert crossed.n_clusters(0) == 25
-    (narrow,), (wide,) = (paired_differences(r, {0: [1]}).values() for r in (rows, crossed))
-    assert wide["mrr"].value == narrow["mrr"].value
-    half = student.ppf(0.975, 24) * np.sqrt(expected)
-    assert wide["mrr"].high - wide["mrr"].value == pytest.approx(half)
-    wide_estimate, narrow_estimate = (r.estimates(1)["mrr"] for r in (crossed, rows))
-    assert wide_estimate.low < narrow_estimate.low < narrow_estimate.high < wide_estimate.high

@@ -1,8 +1,5 @@
 """The index of keys, and the counts of inputs that a store lacks, reported before encoding."""
 
-import os
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from helpers.identities import IDENTITY
@@ -31,19 +28,6 @@ def test_find_returns_first_position_of_each_key(chunks, queries):
     for keys in (queries, added):
         positions = [added.index(key) if key in added else -1 for key in keys]
         assert index.find(b"".join(keys)).tolist() == positions
-
-
-def test_many_small_additions_leave_few_compact_arrays():
-    keys, index = os.urandom(16 * 4_096), KeyIndex()
-    for start in range(0, len(keys), 16 * 7):
-        index.add(keys[start : start + 16 * 7])
-        lengths = [len(run.first) for run in index._runs]
-        assert all(a >= 2 * b for a, b in pairwise(lengths))
-    np.testing.assert_array_equal(index.find(keys), np.arange(4_096))
-    columns = [column for run in index._runs for column in (run.first, run.second, run.positions)]
-    assert sum(column.nbytes for column in columns) == 24 * len(index)
-    # A view would keep a larger array alive.
-    assert all(column.base is None for column in columns)
 
 
 def make_inputs(numbers):

@@ -6,7 +6,6 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import lance
@@ -282,21 +281,6 @@ def test_full_disk_stops_merging_before_it_stops_appending(eager_merging, store,
     with pytest.raises(DiskFullError, match="the 60 features already stored are kept"):
         add_rows(store, [60])
     check_contents(store, range(60))
-
-
-def test_only_the_last_fragments_are_mergeable():
-    many, full = store_module._MERGED_FRAGMENTS, store_module._FULL_ROWS
-    mergeable = partial(store_module.mergeable, row_bytes=788)
-    assert mergeable([512] * (many - 1)) == 0
-    assert mergeable([512] * many) == many
-    assert mergeable([full] * 3 + [512] * many) == many
-    assert mergeable([512] * 9 + [full] + [512] * (many - 1)) == 0
-    # Merged fragments are merged again only when several times as many rows have been added.
-    assert mergeable([512 * many] + [512] * (many - 1)) == 0
-    assert mergeable([512 * many] * 7 + [512] * many) == many + 7
-    # With 4,096 dimensions, these fragments have 84 MB and 8 MB each.
-    assert store_module.mergeable([10_240] * 100, row_bytes=8_212) == 0
-    assert store_module.mergeable([1_024] * many, row_bytes=8_212) == many
 
 
 # -- concurrency -----------------------------------------------------------------------------------

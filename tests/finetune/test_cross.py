@@ -155,17 +155,6 @@ def test_truncation_keeps_condition(cross_run):
     assert abs(similarities[0] - similarities[1]) > 1e-5
 
 
-def test_decoder_is_trained_from_python(tiny_checkpoint, data, tmp_path):
-    options = {"pooling": "last", "dtype": "float32", "epochs": 1, "rank": 2}
-    model, folder = str(tiny_checkpoint("mistral")), tmp_path / "run"
-    trained = llmcond.train_cross(model=model, data=data, run=folder, **options)
-    (result,) = llmcond.evaluate(run=trained.run)
-    assert trained.metrics["spearman"].value == result.metrics["spearman"].value
-    loaded = llmcond.load_cross_encoder(folder)
-    batched = loaded.similarity([FIRST, SECOND], [SECOND, FIRST], ["the place", "the mood"])
-    assert batched[1] == pytest.approx(loaded.similarity(SECOND, FIRST, "the mood"), abs=1e-5)
-
-
 # -- commands that need embeddings -------------------------------------------------------------
 
 
@@ -221,9 +210,6 @@ def test_heads_prompts_and_runs_of_another_kind_are_rejected(
     assert "holds a cross-encoder, which is a different kind of model" in message
     message = run_rejected(capsys, *command, tmp_path / "new", "--start", cross_run / "heads/cross")
     assert "the head of a cross-encoder" in message
-    command = ["similarity", FIRST, SECOND, "--condition", "the place", "--run", cross_run]
-    for arguments in (["--head", "linear"], ["--prompt", "cond"]):
-        assert "neither heads nor prompts" in run_rejected(capsys, *command, *arguments)
     message = run_rejected(capsys, "evaluate", "--run", cross_run, "--head", "linear")
     assert "Leave out --head" in message
 

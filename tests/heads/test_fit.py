@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from llmcond.base.arrays import as_matrix
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS, Metric
 from llmcond.heads import (
@@ -164,18 +163,6 @@ def test_features_and_conditions_in_any_form_give_same_head(monkeypatch, name):
             actual = fit(kind, converted, converted_dev, **changes)
             assert tensors(actual) == tensors(expected)
             assert actual.fit.record == expected.fit.record
-
-
-def test_differences_are_not_rounded_to_float16():
-    pairs, other = make_pairs(dtype=np.float16), make_pairs(seed=1, dtype=np.float16)
-    first, second = Difference(pairs.first, other.first), Difference(pairs.second, other.second)
-    dense = as_matrix(first).read()
-    assert (dense != dense.astype(np.float16)).any()
-    heads = [
-        fit("linear", replace(pairs, first=side, second=second), **SHORT, dim=4)
-        for side in (first, dense)
-    ]
-    assert tensors(heads[0]) == tensors(heads[1])
 
 
 # -- batches -----------------------------------------------------------------------------------
@@ -484,16 +471,6 @@ def test_without_informative_dev_rows_the_last_epoch_is_selected():
         assert [epoch["dev_spearman"] for epoch in record["curve"]] == [None] * 3
         assert len(head.fit.notes) == n_notes
         assert not n_notes or "dev score is undefined" in head.fit.notes[0]
-
-
-def test_epoch_loss_is_mean_over_rows(objective_calls):
-    """The last batch, of four rows, counts less than the others."""
-    record = fit("linear", make_pairs(100), dim=4, epochs=1, batch_size=32).fit.record
-    ratings = [rating for rating, _ in objective_calls]
-    assert [len(rating) for rating in ratings] == [32, 32, 32, 4]
-    expected = sum(len(rating) * rating.sum() for rating in ratings) / 100
-    entry = {"epoch": 1, "step": 4, "learning_rate": 1e-3, "dev_spearman": None}
-    assert record["curve"] == [{**entry, "loss": pytest.approx(expected, rel=1e-5)}]
 
 
 def test_large_heads_use_bfloat16_if_cpu_supports_it(monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from math import isnan
 
 import numpy as np
 import pytest
@@ -47,20 +46,6 @@ def test_fold_is_predicted_by_epoch_that_other_folds_choose():
     assert hold_out([few[0]], SPEARMAN, *few[1:]) is None
     few = simulate_epochs(0, n_pairs=FOLDS)
     assert hold_out([few[0]], SPEARMAN, *few[1:]).predictions.shape == (2 * FOLDS,)
-
-
-def test_lower_is_better_and_undefined_scores_are_ignored():
-    epochs, rating, pair = simulate_epochs(0, epochs=3)
-    error = Metric("error", lambda p, r, _: float(np.abs(p - r).mean()), higher_is_better=False)
-    epochs[0] = rating
-    assert (hold_out([epochs], error, rating, pair).predictions == epochs[0]).all()
-    epochs[1:] = 0
-    assert (hold_out([epochs], SPEARMAN, rating, pair).predictions == epochs[0]).all()
-    constant = np.zeros_like(epochs)
-    constant[-1] = 1
-    held_out = hold_out([constant], SPEARMAN, rating, pair)
-    assert (held_out.predictions == 1).all()
-    assert all(map(isnan, held_out.scores))
 
 
 def test_other_folds_select_the_setting():

@@ -1,7 +1,6 @@
 """Prompt templates: rendering, validation, digests, controls, routers and their preview."""
 
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from llmcond.base.package import bundled_names
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import Rows
-from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.features.view import FeatureView
 from llmcond.prompts import InputTemplate, Prompt, load_prompt, prompt_from_json
@@ -414,17 +412,6 @@ def test_tokens_and_marks_match_extraction(capsys, minilm):
     assert item["tokens"] == "[CLS] in this [SEP] the mood of the people [SEP]".split()
     cut = "scene we see one gentleman reading a book on an over ##cast day , looking excited ."
     assert item["cut"] == cut.split()
-
-
-def test_instruction_is_tokenized_without_reading_weights(capsys, tiny_checkpoint, monkeypatch):
-    folder = shutil.copytree(tiny_checkpoint("mistral"), "model")
-    (Path(folder) / "model.safetensors").write_bytes(b"not read")
-    monkeypatch.setattr(Encoder, "__init__", lambda *_: pytest.fail("an encoder was loaded"))
-    options = ["--model", folder, "--device", "cpu", "--pooling", "last", "--row", 3]
-    options += ["--instruction-format", "Instruct: {instruction} Query: {text}"]
-    item = run_json(capsys, "prompts", "show", "sts-sent", *options)["inputs"][0]
-    assert item["tokens"][:2] == ["[CLS]", "instruct"]
-    assert item["pooled"] == [False] * (len(item["tokens"]) - 1) + [True]
 
 
 @pytest.mark.parametrize(

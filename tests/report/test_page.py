@@ -22,7 +22,7 @@ from llmcond.evaluation.analyses import rank_error
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import ComparedSystem, Result, compare_with_baseline
 from llmcond.report.content import Page, with_minus_signs
-from llmcond.report.page import check_page, write_page
+from llmcond.report.page import write_page
 from llmcond.report.tables import range_text
 
 TEMPLATES = ("pair-cond", "concat-sent-cond")
@@ -250,19 +250,6 @@ def test_page_of_single_result_has_no_comparison(page, tmp_path):
     assert get_sections(write_and_parse(bare, tmp_path)) == ["results"]
     with pytest.raises(UserError, match="1 names of results occur more than once"):
         replace(page, results=[best, best])
-
-
-def test_invalid_paths_and_missing_packages_are_rejected(page, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"has the suffix \.pdf; name an \.html or \.htm file"):
-        check_page(tmp_path / "page.pdf")
-    (tmp_path / "folder.html").mkdir()
-    with pytest.raises(UserError, match="is a folder; name a file"):
-        check_page(tmp_path / "folder.html")
-    check_page(tmp_path / "new" / "page.html")
-    assert not (tmp_path / "new").exists()
-    monkeypatch.setattr("llmcond.report.page.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install 'llmcond\[report\]'"):
-        check_page(tmp_path / "page.html")
 
 
 # -- in a browser --------------------------------------------------------------------------------

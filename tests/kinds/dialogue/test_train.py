@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers.commands import run_json, run_rejected
+from helpers.commands import run_json
 from helpers.dialogues import write_dialogues
 from helpers.flags import change_flags
 from helpers.training import cpu_accelerator, resume_training
@@ -132,14 +132,3 @@ def test_trained_run_has_figures_of_evaluate_and_replies(capsys, data, model, tm
     texts.write_text("sad\nthe park on red\n")
     reply = run_json(capsys, "reply", "two men ?", "sad", "--candidates", texts, "--run", trained)
     assert reply["head"] == "weighted@separate"
-
-
-def test_invalid_arguments_are_rejected(capsys, data, model, tmp_path):
-    for arguments, message in (
-        ((), "no head is named"),
-        (("--head", "rank", "--dim", "8"), "have the size of the features"),
-        (("--head", "rank", "--prompt", "separate", "separate"), "Give one --prompt"),
-    ):
-        command = make_arguments(data, model, tmp_path / "run", *arguments)
-        assert message in run_rejected(capsys, "train-lora", *command)
-        assert not (tmp_path / "run").exists()
