@@ -15,6 +15,8 @@ import pytest
 from filelock import FileLock, Timeout
 from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy
 from helpers.identities import IDENTITY
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmcond.base import stores as lance_io
 from llmcond.base.errors import DiskFullError, LlmcondError, UserError
@@ -22,7 +24,9 @@ from llmcond.encoders import EncoderInput
 from llmcond.encoders.spec import Encoded
 from llmcond.features import store as location_module
 from llmcond.features import store as store_module
+from llmcond.features.extract import count_missing, merge_counts
 from llmcond.features.store import BucketLocation, FeatureStore, resolve_store_uri
+from llmcond.features.view import KeyIndex
 
 N = 600
 INPUTS = [EncoderInput("", f"text {i}") for i in range(N)]
@@ -170,6 +174,53 @@ def test_rows_of_workers_are_read_once(root):
     assert add_rows(store, range(20)) == 0
     check_contents(store, range(20), once=False)
     assert len(store) == 30
+
+
+# -- keys, and counts of inputs that a store lacks ------------------------------------------------
+
+#: There are only a few halves, so that keys repeat or differ in one half only.
+HALVES = st.sampled_from([b"\0" * 8, b"\0" * 7 + b"\1", b"\1" + b"\0" * 7, b"\xff" * 8])
+KEYS = st.builds(bytes.__add__, HALVES, HALVES) | st.binary(min_size=16, max_size=16)
+KEY_LISTS = st.lists(KEYS, max_size=12)
+
+
+@given(chunks=st.lists(KEY_LISTS, max_size=12), queries=KEY_LISTS)
+def test_find_returns_first_position_of_each_key(chunks, queries):
+    index = KeyIndex()
+    for chunk in chunks:
+        index.add(b"".join(chunk))
+    added = [key for chunk in chunks for key in chunk]
+    for keys in (queries, added):
+        positions = [added.index(key) if key in added else -1 for key in keys]
+        assert index.find(b"".join(keys)).tolist() == positions
+
+
+@pytest.mark.parametrize("window", [1, 7, 1000])
+def test_stored_and_repeated_inputs_are_not_missing(store, window):
+    add_rows(store, range(10))
+    counts = count_missing(store, iter([*INPUTS[5:30], *INPUTS[:25]]), window)
+    characters = sum(len(item.text) for item in INPUTS[10:30])
+    assert (counts.n_inputs, counts.n_missing, counts.n_characters) == (30, 20, characters)
+    assert list(counts.sample) == INPUTS[10:30]
+    # Inputs that two prompts share are encoded for the first, so the second lacks none of them.
+    seen = KeyIndex()
+    parts = [count_missing(store, INPUTS[10:30], window, seen) for _ in range(2)]
+    assert [(part.n_inputs, part.n_missing) for part in parts] == [(20, 20), (0, 0)]
+    assert merge_counts(parts).n_missing == 20
+
+
+def test_samples_are_random_with_equal_sampling_rates(store):
+    """Every eighth text is short, as conditions are. The sample must keep this share."""
+    items = [EncoderInput("", f"{n}" if n % 8 == 0 else f"a text {n}") for n in range(40_000)]
+    many, few = (count_missing(store, part, 1_000) for part in (items, INPUTS))
+    assert 1_024 <= len(many.sample) <= 2_048
+    short = sum(item.text.isdigit() for item in many.sample) / len(many.sample)
+    assert short == pytest.approx(1 / 8, abs=0.03)
+    assert list(few.sample) == INPUTS
+    for whole in (merge_counts([few, many]), merge_counts([many, few])):
+        share = sum(item.text.startswith("text") for item in whole.sample) / len(whole.sample)
+        assert share == pytest.approx(N / (N + 40_000), abs=0.012)
+        assert len(whole.sample) == pytest.approx((N + 40_000) / whole.every, rel=0.1)
 
 
 # -- lookups ---------------------------------------------------------------------------------------
