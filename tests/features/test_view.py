@@ -1,8 +1,5 @@
 """Features that heads take from one prompt or several, in views and commands."""
 
-import contextlib
-import csv
-import io
 import itertools
 import json
 import re
@@ -10,9 +7,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers.commands import run_json, run_rejected
 from scipy.stats import spearmanr
@@ -178,68 +176,34 @@ HEADS = {
     "difference": ("linear", S, "dim=4", "S-s"),
 }
 ZERO_SHOT = {f"none@{J}+c": "J", f"none@{J}": "J-j", f"none@{S}": "S-s"}
-COUNTS = {"train": 240, "dev": 40, "test": 60}
-ENCODER = ["--dtype", "float32", "--pooling", "mean", "--normalize"]
+ENCODER = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
 
 
-def build_fit_arguments(name: str) -> list[str]:
-    recipe, prompts, settings, _ = HEADS[name]
-    rest = settings.removeprefix("dim=4").split()
-    options = ["batch_size=64", "epochs=2", *rest]
-    return ["fit-head", "--head", recipe, "--prompt", prompts, "--dim", "4", "--set", *options]
-
-
-def read_predictions(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
+def fit(run_dir: Path, name: str, prompts: str, saved_name: str) -> Any:
+    recipe, _, settings, _ = HEADS[name]
+    changes = dict(change.split("=") for change in f"batch_size=64 epochs=2 {settings}".split())
+    return llmcond.fit_head(run=run_dir, head=recipe, prompt=prompts, set=changes, name=saved_name)
 
 
 @pytest.fixture(scope="module")
-def sample_run(
-    tmp_path_factory: pytest.TempPathFactory,
-    tiny_checkpoint: Callable[..., Path],
-    one_thread: None,
-) -> SimpleNamespace:
+def sample_run(tmp_path_factory: pytest.TempPathFactory, model: str, one_thread: None) -> Path:
     """A run on rows of the sample, with two prompts and all heads. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("views")
     (folder / "data").mkdir()
-    for split, count in COUNTS.items():
+    for split, count in {"train": 240, "dev": 40, "test": 60}.items():
         lines = (sample_folder() / f"{split}.csv").read_text(encoding="utf-8").splitlines(True)
         (folder / "data" / f"{split}.csv").write_text("".join(lines[: count + 1]), "utf-8")
-    run_dir = folder / "run"
-    extract = ["extract", "--model", tiny_checkpoint(), "--data", folder / "data", "--run", run_dir]
-    extract += [*ENCODER, "--device", "cpu", "--store-dtype", "float32"]
-    extracted = run_quietly(*extract, "--prompt", J, "--prompt", S)
-    assert set(extracted["prompts"]) == {J, S}
-    fitted = {
-        name: run_quietly(*build_fit_arguments(name), "--run", run_dir, "--name", name)
-        for name in HEADS
-    }
-    predictions = folder / "predicted.csv"
-    rows = run_quietly("evaluate", "--run", run_dir, "--predictions", predictions)["results"]
-    return SimpleNamespace(
-        folder=run_dir,
-        fitted=fitted,
-        predictions=read_predictions(predictions),
-        results={row["name"]: row for row in rows},
-    )
-
-
-def run_quietly(*arguments: object) -> dict:
-    """Run a command that must succeed, and return its JSON output, without ``capsys``."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert run([*map(str, arguments), "--json"]) == 0
-    return json.loads(out.getvalue())
+    options = {"data": folder / "data", "run": folder / "run", "prompt": [J, S], **ENCODER}
+    llmcond.extract(model=model, store_dtype="float32", **options)
+    for name, (_, prompts, *_) in HEADS.items():
+        fit(folder / "run", name, prompts, name)
+    return folder / "run"
 
 
 @pytest.fixture
-def run_copy(sample_run: SimpleNamespace, tmp_path: Path) -> Path:
+def run_copy(sample_run: Path, tmp_path: Path) -> Path:
     """A copy of the run that a test may change."""
-    return Path(shutil.copytree(sample_run.folder, tmp_path / "copy"))
-
-
-def read_model(folder: Path) -> str:
-    return str(json.loads((folder / "run.json").read_text())["encoder"]["model"])
+    return Path(shutil.copytree(sample_run, tmp_path / "copy"))
 
 
 class ReferenceFeatures:
@@ -275,25 +239,28 @@ class ReferenceFeatures:
 
 
 @pytest.fixture(scope="module")
-def reference(sample_run: SimpleNamespace) -> ReferenceFeatures:
-    return ReferenceFeatures(sample_run.folder)
+def reference(sample_run: Path) -> ReferenceFeatures:
+    return ReferenceFeatures(sample_run)
 
 
-def test_every_head_is_evaluated_on_the_features_it_takes(sample_run, reference):
-    rows = reference.run.rows("test")
-    assert list(sample_run.results) == [*ZERO_SHOT, *HEADS]
-    for name, row in sample_run.results.items():
+def test_every_head_is_evaluated_on_the_features_it_takes(capsys, sample_run, reference):
+    rows, evaluate = reference.run.rows("test"), ("evaluate", "--run", sample_run)
+    evaluated = run_json(capsys, *evaluate, "--predictions", "p.csv")["results"]
+    results = {row["name"]: row for row in evaluated}
+    predictions = pd.read_csv("p.csv")
+    assert list(results) == [*ZERO_SHOT, *HEADS]
+    for name, row in results.items():
         expected = reference.similarities(name, rows.sentence1, rows.sentence2, rows.condition)
-        predicted = np.array([float(line[name]) for line in sample_run.predictions])
+        predicted = predictions[name].to_numpy()
         np.testing.assert_allclose(predicted, expected, rtol=0, atol=1e-5)
         score = spearmanr(predicted, rows.rating).statistic
         assert row["spearman"] == pytest.approx(score, abs=1e-3)
         recipe, prompts, *_ = HEADS.get(name, ("none", row["prompt"]))
         assert (row["head"], row["prompt"], row["split"]) == (recipe, prompts, "test")
-        fitted = sample_run.fitted.get(name, {"dim": None, "seed": None})
-        assert (row["n"], row["dim"], row["seed"]) == (60, fitted["dim"], fitted["seed"])
+        dim, seed = (4, 0) if name in HEADS else (None, None)
+        assert (row["n"], row["dim"], row["seed"]) == (60, dim, seed)
     # Separate features without a head are always subtracted.
-    assert [sample_run.results[name]["subtract"] for name in ZERO_SHOT] == [False, True, True]
+    assert [results[name]["subtract"] for name in ZERO_SHOT] == [False, True, True]
 
 
 TEXTS = [
@@ -312,7 +279,7 @@ def test_embedding_is_the_head_applied_to_features(monkeypatch, sample_run, refe
     head, _, prompt = name.partition("@")
     expected = reference.embeddings(name, TEXTS)
     monkeypatch.setattr(import_module("llmcond.runs.embedder"), "_BLOCK", 3)
-    embedder = llmcond.load_embedder(sample_run.folder, head=head, prompt=prompt or None)
+    embedder = llmcond.load_embedder(sample_run, head=head, prompt=prompt or None)
     encoded = embedder.encode(SENTENCES, CONDITIONS, normalize=False)
     np.testing.assert_allclose(encoded, expected, rtol=0, atol=1e-5)
     # One condition for all texts. The second call may use the cached features of the condition.
@@ -339,16 +306,14 @@ def test_embedding_is_the_head_applied_to_features(monkeypatch, sample_run, refe
     ],
 )
 def test_invalid_arguments_of_fit_head_are_rejected(capsys, sample_run, arguments, expected):
-    before = sorted(sample_run.folder.rglob("*"))
-    assert expected in run_rejected(capsys, "fit-head", *arguments, "--run", sample_run.folder)
-    assert sorted(sample_run.folder.rglob("*")) == before
+    before = sorted(sample_run.rglob("*"))
+    assert expected in run_rejected(capsys, "fit-head", *arguments, "--run", sample_run)
+    assert sorted(sample_run.rglob("*")) == before
 
 
-def test_order_of_prompts_does_not_change_a_head(capsys, run_copy):
+def test_order_of_prompts_does_not_change_a_head(run_copy):
     for name in ("both-features", "two-towers"):
-        fit = [*build_fit_arguments(name), "--run", run_copy, "--name", "turned"]
-        fit[fit.index(BOTH)] = f"{S}+{J}"
-        assert run_json(capsys, *fit)["prompt"] == BOTH
+        assert fit(run_copy, name, f"{S}+{J}", "turned").to_json()["prompt"] == BOTH
         heads = [open_run(run_copy).load_head(head).head for head in (name, "turned")]
         for key, weights in heads[0].tensors.items():
             np.testing.assert_array_equal(heads[1].tensors[key], weights)
@@ -361,13 +326,11 @@ def test_order_of_prompts_does_not_change_a_head(capsys, run_copy):
             llmcond.load_embedder(run_copy, head, prompt=prompt)
 
 
-def test_head_is_named_after_its_recipe_and_prompts(capsys, run_copy):
+def test_head_is_named_after_its_recipe_and_prompts(capsys, run_copy, model):
     bundled = (llmcond.base.package.bundled_folder("prompts") / f"{J}.toml").read_text()
     Path("c.toml").write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
-    extract = ("extract", "--model", read_model(run_copy), "--run", run_copy, *ENCODER)
-    run_json(capsys, *extract, "--prompt", "c.toml")
-    fit = ("fit-head", "--run", run_copy, "--dim", "4")
-    pca = (*fit, "--head", "pca", "--prompt")
+    llmcond.extract(model=model, run=run_copy, prompt=["c.toml"], **ENCODER)
+    pca = ("fit-head", "--run", run_copy, "--dim", "4", "--head", "pca", "--prompt")
     # A prompt named c does not collide with the suffix +c for unsubtracted features.
     assert "Name the prompt c first" in run_rejected(capsys, *pca, f"{J}+c")
     assert run_json(capsys, *pca, f"c+{J}")["name"] == f"pca@c+{J}"
