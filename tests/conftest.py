@@ -216,14 +216,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     @cache
     def build(kind: str, seed: int, hidden: int, layers: int) -> Path:
         import torch
+        import transformers
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-        from transformers import (
-            BertConfig,
-            BertModel,
-            MistralConfig,
-            MistralModel,
-            PreTrainedTokenizerFast,
-        )
 
         torch.manual_seed(seed)
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -234,13 +228,11 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
-        fast = PreTrainedTokenizerFast(
+        names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"}
+        fast = transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
-            pad_token="[PAD]",
-            unk_token="[UNK]",
-            cls_token="[CLS]",
-            sep_token="[SEP]",
             model_max_length=64,
+            **{f"{name}_token": token for name, token in names.items()},
         )
         shape = {
             "vocab_size": len(vocabulary),
@@ -252,9 +244,11 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
             "pad_token_id": 0,
         }
         if kind == "bert":
-            model = BertModel(BertConfig(**shape), add_pooling_layer=False)
+            config = transformers.BertConfig(**shape)
+            model = transformers.BertModel(config, add_pooling_layer=False)
         else:
-            model = MistralModel(MistralConfig(**shape, num_key_value_heads=2))
+            config = transformers.MistralConfig(**shape, num_key_value_heads=2)
+            model = transformers.MistralModel(config)
         folder = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folder)
         fast.save_pretrained(folder)

@@ -2,15 +2,12 @@
 
 import copy
 import inspect
-import pickle
 import re
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 import llmcond
-from llmcond import AnalysisResult, PushResult
 from llmcond.base.output import Displayed
 from llmcond.clustering import Clustering
 from llmcond.heads import PairArrays
@@ -65,12 +62,3 @@ def test_results_of_functions_are_displayed():
         assert classes
         for cls in classes:  # all of them are public
             assert getattr(llmcond, cls).__repr__ is Displayed.__repr__
-
-
-@pytest.mark.parametrize("cls", [AnalysisResult, PushResult])
-def test_dictionary_results_are_displayed_like_others(cls):
-    result = cls(split="dev", files=[{"name": "a<b", "size": 1}])
-    assert dict(result) == result.to_json()
-    assert repr(result) == f"{cls.__name__}(split='dev', files=<1 row>)"
-    assert "a&lt;b" in result._repr_html_()
-    assert pickle.loads(pickle.dumps(result)) == result

@@ -110,7 +110,6 @@ def test_missing_bucket_is_reported_in_one_line(capsys, fitted, source):
     for source_uri, out, message in (
         (f"{missing}/src", "out", f"{missing}/src does not exist"),
         (f"{missing}/src.lance", "out", "src.lance cannot be read: "),
-        (source, f"{missing}/out", "NO_SUCH_BUCKET"),
         (source, f"{missing}/out.lance", "NO_SUCH_BUCKET"),
     ):
         arguments = embed_command(out, fitted, source=source_uri)

@@ -13,7 +13,6 @@ import numpy as np
 import pictures
 import pytest
 import yaml
-from helpers.blocks import find_blocks, run_command, split_commands, write_titled_file
 from helpers.commands import run_json
 from helpers.paths import ROOT
 
@@ -26,6 +25,26 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+def find_blocks(text):
+    """Return the language and the text of each code block of a page."""
+    return re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def split_commands(block):
+    """Yield the words of each command of a block, without prompts and comments."""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        if words:
+            yield words
+
+
+def run_command(words, capsys):
+    assert words[0] == "llmcond"
+    code, captured = run(words[1:]), capsys.readouterr()
+    assert code == 0, (words, captured.err)
+    return captured.out
 
 
 def find_commands(text):
@@ -162,9 +181,10 @@ def forget_plugins(monkeypatch):
 def test_files_and_commands_of_extending_run(in_tmp, capsys, forget_plugins):
     names = []
     for language, text in find_blocks(TEXTS[ROOT / "docs" / "extending.md"]):
-        name = write_titled_file(text)
-        if name:
-            names.append(name)
+        title = re.match(r"# (\S+\.(?:py|toml|csv))\n", text)
+        if title:
+            Path(title[1]).write_text(text[title.end() :], encoding="utf-8")
+            names.append(title[1])
         elif language == "bash":
             for words in split_commands(text):
                 forget_plugins()

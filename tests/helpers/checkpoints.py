@@ -37,6 +37,7 @@ CORPUS = [
     "Query: task: Given a web search query, retrieve relevant passages | query: classification",
 ]
 HIDDEN, LAYERS, HEADS, POSITIONS = 32, 2, 4, 128
+MISTRAL_TOKENS = {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}
 
 
 @dataclass(frozen=True)
@@ -338,29 +339,30 @@ def _save_decoder(
     weights = network.state_dict()
     written = _with_lm_head(weights) if head else weights
     _save(folder, config, written, architectures=[f"{family}{'ForCausalLM' if head else 'Model'}"])
-    tokenizer.save(str(folder / "tokenizer.json"))
     return network, weights
+
+
+def _save_tokenizer(
+    folder: Path, tokenizer: Tokenizer, kind: str, tokens: Mapping[str, str | None], **settings: Any
+) -> None:
+    """Write tokenizer.json, and a config with the special tokens by their role."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {f"{role}_token": token for role, token in tokens.items()}
+    defaults = {"tokenizer_class": kind, "model_max_length": POSITIONS}
+    write_json(folder / "tokenizer_config.json", {**defaults, **named, **settings})
 
 
 def _build_mistral(folder: Path, head: bool = False, end: bool = True) -> TinyCheckpoint:
     """Write a Mistral whose tokenizer.json adds only <s>; its config may add </s>."""
     tokenizer = _mistral_tokenizer()
     network, weights = _save_decoder(folder, "Mistral", tokenizer, head)
-    write_json(folder / "tokenizer_config.json", _mistral_settings(end))
+    tokens = {**MISTRAL_TOKENS, "pad": "</s>"}
+    _save_tokenizer(folder, tokenizer, "LlamaTokenizer", tokens, **_mistral_settings(end))
     return TinyCheckpoint(folder, network, tokenizer, weights, [1], [2])
 
 
 def _mistral_settings(end: bool) -> dict[str, Any]:
-    return {
-        "add_bos_token": True,
-        "add_eos_token": end,
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "</s>",
-        "model_max_length": 10**30,
-        "tokenizer_class": "LlamaTokenizer",
-    }
+    return {"add_bos_token": True, "add_eos_token": end, "model_max_length": 10**30}
 
 
 def _build_qwen(
@@ -370,19 +372,12 @@ def _build_qwen(
     network, weights = _save_decoder(
         folder, family, tokenizer, head, hidden_size=hidden, head_dim=hidden // HEADS
     )
-    end = tokenizer.token_to_id("<|endoftext|>")
-    settings = {
-        "add_prefix_space": False,
-        "bos_token": None,
-        # The end token of chat models, which is not the one whose state is the embedding.
-        "eos_token": "<|im_end|>" if family == "Qwen3" else "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": None,
-        "model_max_length": POSITIONS,
-        "tokenizer_class": "Qwen2Tokenizer",
-    }
-    write_json(folder / "tokenizer_config.json", settings)
-    return TinyCheckpoint(folder, network, tokenizer, weights, [], [end])
+    # The end token of chat models is not the one whose state is the embedding.
+    end = "<|endoftext|>"
+    eos = "<|im_end|>" if family == "Qwen3" else end
+    tokens = {"bos": None, "eos": eos, "pad": end, "unk": None}
+    _save_tokenizer(folder, tokenizer, "Qwen2Tokenizer", tokens, add_prefix_space=False)
+    return TinyCheckpoint(folder, network, tokenizer, weights, [], [tokenizer.token_to_id(end)])
 
 
 def _build_gte_qwen2(
@@ -390,23 +385,12 @@ def _build_gte_qwen2(
 ) -> TinyCheckpoint:
     """Write a Qwen2 whose files request remote code, which creates ``marker`` if it runs."""
     checkpoint = _build_qwen(folder, "Qwen2", hidden=hidden)
-    change_json(
-        folder / "config.json",
-        auto_map={
-            "AutoModel": "modeling_qwen.Qwen2Model",
-            "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM",
-        },
-    )
-    change_json(
-        folder / "tokenizer_config.json",
-        add_eos_token=True,
-        auto_map={
-            "AutoTokenizer": [
-                "tokenization_qwen.Qwen2Tokenizer",
-                "tokenization_qwen.Qwen2TokenizerFast",
-            ]
-        },
-    )
+    tasks = {"AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    code = {name: f"modeling_qwen.Qwen2{task}" for name, task in tasks.items()}
+    change_json(folder / "config.json", auto_map=code)
+    tokenizers = [f"tokenization_qwen.Qwen2Tokenizer{end}" for end in ("", "Fast")]
+    settings = {"add_eos_token": True, "auto_map": {"AutoTokenizer": tokenizers}}
+    change_json(folder / "tokenizer_config.json", **settings)
     if marker is not None:
         for name in ("modeling_qwen.py", "tokenization_qwen.py"):
             (folder / name).write_text(f"open({str(marker)!r}, 'w').close()\n")
@@ -430,20 +414,9 @@ def _build_gemma(folder: Path) -> TinyCheckpoint:
     network = _random_network(Gemma3TextModel, config)
     weights = network.state_dict()
     _save(folder, config, weights, architectures=["Gemma3TextModel"], sliding_window=8)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "add_bos_token": True,
-            "add_eos_token": True,
-            "bos_token": "<bos>",
-            "eos_token": "<eos>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-            "model_max_length": POSITIONS,
-            "tokenizer_class": "GemmaTokenizer",
-        },
-    )
+    tokens = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"}
+    settings = {"add_bos_token": True, "add_eos_token": True}
+    _save_tokenizer(folder, tokenizer, "GemmaTokenizer", tokens, **settings)
     write_modules(folder, "Dense", "Dense", "Normalize")
     for path, width, out in (("2_Dense", HIDDEN, 48), ("3_Dense", 48, HIDDEN)):
         weights[path] = torch.randn(out, width) / width**0.5
@@ -465,19 +438,9 @@ def _build_xlm_r(folder: Path, pooling: str = "mean") -> TinyCheckpoint:
     weights = network.state_dict()
     _save(folder, config, weights, architectures=["XLMRobertaModel"])
     write_modules(folder, "Normalize", pooling=pooling)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "cls_token": "<s>",
-        "sep_token": "</s>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "mask_token": "<mask>",
-        "model_max_length": POSITIONS,
-        "tokenizer_class": "XLMRobertaTokenizer",
-    }
-    write_json(folder / "tokenizer_config.json", settings)
+    tokens = {"bos": "<s>", "eos": "</s>", "cls": "<s>", "sep": "</s>"}
+    tokens |= {"pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
+    _save_tokenizer(folder, tokenizer, "XLMRobertaTokenizer", tokens)
     return TinyCheckpoint(folder, network, tokenizer, weights, [0], [2])
 
 
@@ -531,10 +494,7 @@ def _save_pickled(folder: Path, weights: dict[str, Tensor]) -> None:
 # -- NV-Embed-v2 -------------------------------------------------------------------------------
 
 
-def _build_nv_embed(
-    folder: Path,
-    hidden: int = 64,
-) -> TinyCheckpoint:
+def _build_nv_embed(folder: Path, hidden: int = 64) -> TinyCheckpoint:
     """Write the layout of NV-Embed-v2: nested configs, its weight names, Mistral's tokenizer."""
     from transformers import MistralConfig, MistralModel
 
@@ -551,20 +511,16 @@ def _build_nv_embed(
     first, second = (f"latent_attention_model.cross_attend_blocks.{i}." for i in (0, 1))
     shapes = {
         "latent_attention_model.latents": (latents, hidden),
-        f"{first}norm.weight": (hidden,),
-        f"{first}norm.bias": (hidden,),
-        f"{first}norm_context.weight": (hidden,),
-        f"{first}norm_context.bias": (hidden,),
         f"{first}fn.to_q.weight": (inner, hidden),
         f"{first}fn.to_kv.weight": (2 * inner, hidden),
         f"{first}fn.to_out.weight": (hidden, inner),
-        f"{second}norm.weight": (hidden,),
-        f"{second}norm.bias": (hidden,),
         f"{second}fn.net.0.weight": (8 * hidden, hidden),
         f"{second}fn.net.0.bias": (8 * hidden,),
         f"{second}fn.net.2.weight": (hidden, 4 * hidden),
         f"{second}fn.net.2.bias": (hidden,),
     }
+    norms = (f"{first}norm", f"{first}norm_context", f"{second}norm")
+    shapes |= {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
     weights = {
         **{f"embedding_model.{key}": value for key, value in network.state_dict().items()},
         **{key: torch.randn(shape) * 0.3 for key, shape in shapes.items()},
@@ -602,10 +558,8 @@ def _build_nv_embed(
             "torch_dtype": "float16",
         },
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {**_mistral_settings(end=False), "tokenizer_class": "PreTrainedTokenizerFast"}
-    del settings["pad_token"]
-    write_json(folder / "tokenizer_config.json", settings)
+    settings = _mistral_settings(end=False)
+    _save_tokenizer(folder, tokenizer, "PreTrainedTokenizerFast", MISTRAL_TOKENS, **settings)
     return TinyCheckpoint(folder, network, tokenizer, weights, [1], [2])
 
 

@@ -1,10 +1,9 @@
 """Notes about texts: those in other languages than English, and those that train has as well."""
 
-import csv
 from pathlib import Path
 
 import pytest
-from helpers.commands import run_json
+from helpers.commands import read_csv, run_json
 from scipy.stats import spearmanr
 
 from llmcond.base.output import log
@@ -80,25 +79,19 @@ def test_only_english_encoders_are_reported(messages):
 # -- rows that share a sentence with train -----------------------------------------------------
 
 
-def write_split(name, rows):
-    path = Path("data", f"{name}.csv")
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w", newline="") as stream:
-        csv.writer(stream).writerows([("sentence1", "sentence2", "condition", "label"), *rows])
-    return path
-
-
 @pytest.fixture
-def splits(in_tmp, small_rows):
+def splits(in_tmp, small_rows, write_rows):
     """Write splits in which 8 of 40 rows of dev have the first sentence of train; return train."""
     train, dev = small_rows[:40], list(small_rows[40:])
     dev[::5] = [(train[0][0].upper(), *row[1:]) for row in dev[::5]]
-    write_split("train", train)
-    write_split("dev", dev)
+    write_rows(train, "data/train.csv")
+    write_rows(dev, "data/dev.csv")
     return train
 
 
-def test_unseen_sentences_are_scored_separately(splits, capsys, caplog, model, small_rows):
+def test_unseen_sentences_are_scored_separately(
+    splits, capsys, caplog, model, small_rows, write_rows
+):
     train = splits
     words = ("--data", "data", "--prompt", "concat-sent-cond", "--pooling", "mean", "--run", "r")
     assert run(["extract", "--model", model, *words]) == 0
@@ -107,8 +100,7 @@ def test_unseen_sentences_are_scored_separately(splits, capsys, caplog, model, s
     assert "dev: 8 of 40 rated rows share a sentence with train" in messages
     evaluate = ("evaluate", "--run", "r", "--head", "none")
     result, _ = run_json(capsys, *evaluate, "--predictions", "p.csv")["results"]
-    rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
-    unseen = [row for row in rows if row["sentence1"] != train[0][0].upper()]
+    unseen = [row for row in read_csv("p.csv") if row["sentence1"] != train[0][0].upper()]
     assert (result["n_unseen_sentences"], len(unseen)) == (32, 32)
     predictions, ratings = (
         [float(row[key]) for row in unseen] for key in (result["name"], "rating")
@@ -122,11 +114,11 @@ def test_unseen_sentences_are_scored_separately(splits, capsys, caplog, model, s
     # All sentences of train are known, and so are those of another file with the same pairs.
     assert "unseen_sentences" not in run_json(capsys, *evaluate, "--split", "train")["results"][0]
     rows = [(a, b, "the weather", 3 + i % 2) for i, (a, b, *_) in enumerate(train)]
-    known = run_json(capsys, *evaluate, "--data", write_split("known", rows))["results"][0]
+    known = run_json(capsys, *evaluate, "--data", write_rows(rows, "data/known.csv"))["results"][0]
     assert (known["n_unseen_sentences"], known["unseen_sentences"]["spearman"]) == (0, None)
     # A pair that is in both splits causes a warning.
     Path("data/known.csv").unlink()
-    write_split("dev", small_rows[38:])
+    write_rows(small_rows[38:], "data/dev.csv")
     caplog.clear()
     log_rows(read_dataset("data"))
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")

@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import signal
+import threading
 import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
-from helpers.chat import ChatServer, Fault, answer, question_texts
 from helpers.commands import read_csv, run_json, run_rejected
 from helpers.flags import change_flags
 from helpers.processes import Command
@@ -27,6 +31,148 @@ ROWS = [
 #: Headers of an error that let the client retry at once.
 RETRY_AT_ONCE = {"Retry-After": "0.01"}
 JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+# -- the server --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the server.
+
+    Attributes:
+        status: HTTP status; 0 drops the connection.
+        seconds: delay before the fault.
+        text: message of the error.
+        body: raw body, which need not follow the protocol; if empty, ``text`` is sent.
+        headers: additional HTTP headers.
+        without_end: bytes sent every ``pause`` seconds, endlessly, instead of a body.
+        pause: interval of ``without_end`` in seconds.
+        in_headers: whether ``without_end`` is sent within the headers.
+    """
+
+    status: int = 500
+    seconds: float = 0
+    text: str = "out of order"
+    body: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    without_end: bytes = b""
+    pause: float = 0
+    in_headers: bool = False
+
+
+def question_texts(body):
+    """Return the sentences and the condition of a question, by their labels."""
+    return dict(re.findall(r"^([A-Z]\w+(?: \d)?): (.*)$", body["messages"][-1]["content"], re.M))
+
+
+def answer(body):
+    """Return a rating from the share of common words as JSON, or a proposal."""
+    texts = question_texts(body)
+    if "Others:" in body["messages"][-1]["content"]:
+        alike, different = f"the words of {texts['Sentence'][:9]}", "the length"
+        return json.dumps({"partner": 1, "alike": alike, "different": different})
+    if "nonsense" in texts["Condition"]:
+        return json.dumps({"rating": "ill-defined"})
+    first, second = (set(texts[f"Sentence {i}"].lower().split()) for i in (1, 2))
+    return json.dumps({"rating": str(1 + round(4 * len(first & second) / len(first | second)))})
+
+
+class ChatServer(ThreadingHTTPServer):
+    """A server in threads of this process, used as a context manager.
+
+    Attributes:
+        bodies: bodies of the requests, in the order of arrival.
+        keys: their ``Authorization`` headers.
+        times: times of arrival in seconds, by a monotonic clock.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, answer=answer, find_fault=lambda body, number: None, models=("rater",)):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        self.answer, self.find_fault, self.models = answer, find_fault, models
+        self.bodies, self.keys, self.times = [], [], []
+        self.lock, self.ended = threading.Lock(), threading.Event()
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *_):
+        """Ignore clients that closed the connection."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self._say(200, {"object": "list", "data": [{"id": name} for name in self.server.models]})
+
+    def do_POST(self):
+        body, chat = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server
+        with chat.lock:
+            number = len(chat.bodies)
+            chat.bodies.append(body)
+            chat.keys.append(self.headers["Authorization"])
+            chat.times.append(time.monotonic())
+        fault = chat.find_fault(body, number)
+        if fault is None and body["model"] not in chat.models:
+            fault = Fault(404, text=f"no model {body['model']}")
+        if fault is None:
+            self._say(200, complete(body, chat.answer(body)))
+            return
+        chat.ended.wait(fault.seconds)
+        if not fault.status:
+            self.close_connection = True
+            self.connection.close()
+        elif fault.without_end:
+            self._send_without_end(fault)
+        elif fault.body:
+            self._send(fault.status, fault.body.encode(), fault.headers)
+        else:
+            self._say(fault.status, {"error": {"message": fault.text}}, fault.headers)
+
+    def _say(self, status, value, headers=MappingProxyType({})):
+        json_headers = {"Content-Type": "application/json", **headers}
+        self._send(status, json.dumps(value).encode(), json_headers)
+
+    def _send(self, status, data, headers):
+        self.send_response(status)
+        for name, text in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _send_without_end(self, fault):
+        self.close_connection = True
+        end = b"" if fault.in_headers else b"no\r\n\r\n"
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nX-Long: " + end)
+        while not self.server.ended.wait(fault.pause):
+            self.wfile.write(fault.without_end)
+
+    def log_message(self, *_):
+        pass
+
+
+def complete(body, text):
+    """Return a response of the chat protocol with an answer."""
+    read = sum(len(message["content"]) for message in body["messages"]) // 4
+    written = len(text) // 4
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    message = {"role": "assistant", "content": text}
+    choices = [{"index": 0, "finish_reason": "stop", "message": message}]
+    about = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"]}
+    return {**about, "choices": choices, "usage": usage}
+
+
+# -- set-up ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -281,17 +281,6 @@ def test_attach_works_on_weights_offloaded_by_accelerate(bert, monkeypatch):
     torch.testing.assert_close(actual, expected)
 
 
-def test_8_bit_weights_are_upcast_without_loss(bert):
-    _, folder = bert
-    tensors = load_file(folder / WEIGHTS)
-    rounded = {key: value.to(torch.float8_e4m3fn) for key, value in tensors.items()}
-    save_file(rounded, folder / WEIGHTS, {"format": "pt"})
-    actual = encode_texts(folder)
-    upcast = {key: value.float() for key, value in rounded.items()}
-    save_file(upcast, folder / WEIGHTS, {"format": "pt"})
-    np.testing.assert_array_equal(actual, encode_texts(folder))
-
-
 # -- identity and base -------------------------------------------------------------------------
 
 
