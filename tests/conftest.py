@@ -328,21 +328,15 @@ def tiny_run(
     small_rows: list[tuple[str, str, str, int]],
 ) -> Path:
     """A run with features from a tiny random encoder. Copy it before changing it."""
+    from helpers.commands import write_pairs
+
     from llmcond import extract
 
     folder = tmp_path_factory.mktemp("runs")
-    data = folder / "rows.csv"
-    lines = ["sentence1,sentence2,condition,label"]
-    lines += [",".join(str(value) for value in row) for row in small_rows]
-    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    data = write_pairs(folder / "rows.csv", small_rows)
     options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
-    extract(
-        model=str(tiny_bert),
-        **options,
-        run=folder / "run",
-        data=str(data),
-        prompt=["concat-sent-cond"],
-    )
+    options |= {"model": str(tiny_bert), "data": str(data), "prompt": ["concat-sent-cond"]}
+    extract(run=folder / "run", **options)
     return folder / "run"
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.checkpoints import change_json
 from helpers.commands import run_json, run_rejected
 from helpers.paths import ROOT
 from helpers.processes import Command
@@ -271,18 +272,15 @@ def test_run_cannot_be_extracted_with_other_options(
 
 
 def test_damaged_or_newer_files_of_run_are_reported(capsys, run_copy):
-    def change(path, **changes):
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
     fit = ("fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
     run_json(capsys, *fit, "--name", "p")
     manifest = run_copy / "run.json"
     shutil.rmtree(next(run_copy.glob("features/*/vectors.lance")))
     assert "it resumes" in run_rejected(capsys, *fit)
-    change(manifest, prompts={})
+    change_json(manifest, prompts={})
     line = run_rejected(capsys, "analyse", "--run", run_copy)
     assert "has no extracted features yet" in line
-    change(manifest, format=99)
+    change_json(manifest, format=99)
     assert "newer version" in run_rejected(capsys, "evaluate", "--run", run_copy)
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def run_rejected(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert len(lines) == 1
     assert "Traceback" not in captured.err
     return lines[0].removeprefix("llmcond: error: ")
+
+
+def write_pairs(path: str | Path, rows: Iterable[Sequence[object]]) -> Path:
+    """Write a CSV file of pairs with the standard columns."""
+    lines = ["sentence1,sentence2,condition,label", *(",".join(map(str, row)) for row in rows)]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return Path(path)
 
 
 def read_csv(path: str | Path) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 
+from helpers.commands import write_pairs
 from llmcond import extract, fit_head
 from llmcond.heads import fit_recipe, load_recipe
 
@@ -42,14 +43,12 @@ def fit_all_heads(folder: Path, encoder: Path, rows: list[tuple[str, str, str, i
     The heads low, relu, hadamard and concat use separate features, own and linear use joint
     features, and both uses both.
     """
-    lines = ["sentence1,sentence2,condition,label"]
-    lines += [",".join(str(value) for value in row) for row in rows]
-    (folder / "rows.csv").write_text("\n".join(lines) + "\n")
+    data = write_pairs(folder / "rows.csv", rows)
     (folder / "own.toml").write_text(CUSTOM_TEMPLATE)
     options = {"dtype": "float32", "device": "cpu", "pooling": "mean"}
     prompts = ["separate", str(folder / "own.toml"), "concat-sent-cond"]
     run = folder / "run"
-    extract(model=str(encoder), **options, run=run, data=str(folder / "rows.csv"), prompt=prompts)
+    extract(model=str(encoder), **options, run=run, data=str(data), prompt=prompts)
     once = {"epochs": "1"}
     small = {**once, "dim": "16", "rank": "4"}
     relu = {**small, "activation": "relu"}

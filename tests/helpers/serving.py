@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -102,6 +103,10 @@ class Client:
         if self.schemas is not None:
             self.schemas.check(method, path, answer)
         return answer
+
+    def connect(self) -> socket.socket:
+        """Open a connection, for requests of raw bytes."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
     def get(self, path: str, **headers: str) -> Response:
         """Send a GET request."""

@@ -19,7 +19,7 @@ from llmcond.base.package import DEFAULT_MODEL
 from llmcond.cli import run
 from llmcond.heads.numpy_heads import ZERO_SHOT
 from llmcond.runs import open_run
-from llmcond.runs.embedder import Embedder, EmbeddingModel, base_encoder, find_unfamiliar_conditions
+from llmcond.runs.embedder import EmbeddingModel, base_encoder, find_unfamiliar_conditions
 from llmcond.runs.examples import predict, zero_shot_heads
 from llmcond.runs.rated import RatedExamples
 
@@ -235,9 +235,6 @@ def test_zero_shot_head_predicts_cosines_of_features(fitted):
     embedder = llmcond.load_embedder(fitted, "none")
     assert embedder.head is ZERO_SHOT
     assert (embedder.name, embedder.dim, embedder.fitted_on) == ("none", embedder.encoder.dim, "")
-    bare = Embedder(embedder.encoder, embedder.view)
-    vectors = bare.encode(SENTENCES, PLACE)
-    np.testing.assert_array_equal(vectors, embedder.encode(SENTENCES, PLACE))
 
 
 def test_base_encoder_of_bundled_model_is_minilm(minilm):

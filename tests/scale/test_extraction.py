@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from helpers.commands import write_pairs
 from helpers.processes import Command
 from helpers.waiting import PATIENCE, wait_until
 from safetensors.torch import load_file, save_file
@@ -37,14 +38,12 @@ ON_RAY = {"scale": "ray", "actors": 2}
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A file of rows with 4,002 distinct inputs per prompt, which are extracted in four parts."""
-    path = tmp_path_factory.mktemp("data") / "rows.csv"
-    lines = ["sentence1,sentence2,condition,label"]
-    for i in range(2_000):
-        condition = ("the number of people", "the place")[i % 2]
-        other = f"dogs walk on at park number {i}"
-        lines.append(f"two men play number {i},{other},{condition},{1 + i % 5}")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    conditions = ("the number of people", "the place")
+    texts = ("two men play number", "dogs walk on at park number")
+    rows = [
+        (*(f"{text} {i}" for text in texts), conditions[i % 2], 1 + i % 5) for i in range(2_000)
+    ]
+    return write_pairs(tmp_path_factory.mktemp("data") / "rows.csv", rows)
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +205,6 @@ def test_killed_driver_resumes_from_last_commit(
 # -- errors ------------------------------------------------------------------------------------
 
 
-def write_pairs(path, *special):
-    rows = [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(20)]
-    path.write_text("\n".join(["sentence1,sentence2,condition,label", *rows, *special, ""]))
-    return str(path)
-
-
 def test_input_that_cannot_be_encoded_is_named_in_error(model, tmp_path):
     broken = shutil.copytree(model, tmp_path / "broken")
     vocabulary = json.loads((broken / "tokenizer.json").read_text())["model"]["vocab"]
@@ -219,13 +212,15 @@ def test_input_that_cannot_be_encoded_is_named_in_error(model, tmp_path):
     weights["embeddings.word_embeddings.weight"][vocabulary["rain"]].fill_(float("nan"))
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     options = {"run": tmp_path / "run", "prompt": [FIRST], "workers": 1}
-    data = write_pairs(tmp_path / "nan.csv", "rain,a dog,the place,3")
+    rows = [(f"two men sit number {i}", "a dog", "the place", 1 + i % 5) for i in range(20)]
+    data = str(write_pairs(tmp_path / "nan.csv", [*rows, ("rain", "a dog", "the place", 3)]))
     with pytest.raises(UserError, match=r"row 21 of nan.csv.*returned NaN or infinity"):
         extract(model=str(broken), **vars(OPTIONS), data=data, **options)
     stored = read_vectors(tmp_path / "run")
     assert len(stored) == 22  # all other inputs
     assert all(np.isfinite(vector).all() for vector in stored.values())
-    data = write_pairs(tmp_path / "long.csv", f"two men,a dog,{'the number of people ' * 9},3")
+    long = ("two men", "a dog", "the number of people " * 9, 3)
+    data = str(write_pairs(tmp_path / "long.csv", [*rows, long]))
     settings = vars(replace(OPTIONS, max_length=32, long_texts="windows"))
     with pytest.raises(UserError, match=r"^row 21 of long.csv, prompt .* is too long without"):
         extract(model=model, **settings, data=data, **{**options, "run": tmp_path / "long"})

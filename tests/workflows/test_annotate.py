@@ -38,17 +38,10 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of the server.
+    """A fault of the server, with a message (``text``) or a body that breaks the protocol.
 
-    Attributes:
-        status: HTTP status; 0 drops the connection.
-        seconds: delay before the fault.
-        text: message of the error.
-        body: raw body, which need not follow the protocol; if empty, ``text`` is sent.
-        headers: additional HTTP headers.
-        without_end: bytes sent every ``pause`` seconds, endlessly, instead of a body.
-        pause: interval of ``without_end`` in seconds.
-        in_headers: whether ``without_end`` is sent within the headers.
+    Status 0 drops the connection. ``without_end`` is sent every ``pause`` seconds instead of a
+    body, or within the headers.
     """
 
     status: int = 500
@@ -79,13 +72,7 @@ def answer(body):
 
 
 class ChatServer(ThreadingHTTPServer):
-    """A server in threads of this process, used as a context manager.
-
-    Attributes:
-        bodies: bodies of the requests, in the order of arrival.
-        keys: their ``Authorization`` headers.
-        times: times of arrival in seconds, by a monotonic clock.
-    """
+    """A server in threads of this process, used as a context manager; it records requests."""
 
     daemon_threads = True
 

@@ -112,16 +112,6 @@ def test_several_conditions_are_recorded_with_their_values(embed):
     assert all(len(name) < 80 for name in names)
 
 
-def test_column_that_lance_cannot_hold_is_reported_before_encoding(embed):
-    for name in ("a.b", "a`b", "_rowid"):
-        pq.write_table(pa.table({"text": ["a dog", "a cat"], name: [1, 2]}), "texts.parquet")
-        line = embed("v.lance", ["x"], "--keep", name, command=run_rejected)
-        assert f"the column name {name!r}" in line
-        assert not Path("v.lance").exists()
-    embed("v", ["x"], "--keep", name)
-    assert pq.read_table("v").column_names[0] == name
-
-
 def test_workers_embed_a_file_as_one_process_does(embed, caplog, tiny_run, two_threads):
     caplog.set_level("INFO", "llmcond")
     for name, options in (("alone", ()), ("shared", ("--workers", "2"))):

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from helpers.checkpoints import change_json
 from helpers.commands import run_json, run_rejected
 
 from llmcond.base.run_log import log_path, read_log
@@ -94,9 +95,8 @@ def test_head_that_cannot_be_start_is_rejected(fit, run, dialogue_run):
         name = ("--name", "new") if "--dim" in options else ()
         assert message in fit("--start", start, *options, *name, head=head, command=run_rejected)
     path = run / "heads" / LINEAR / "head.json"
-    record = json.loads(path.read_text())
-    record["encoder"]["identity"]["max_length"] = 7
-    path.write_text(json.dumps(record))
+    encoder = json.loads(path.read_text())["encoder"]
+    change_json(path, encoder={**encoder, "identity": {**encoder["identity"], "max_length": 7}})
     message = fit("--start", LINEAR, "--name", "n", command=run_rejected)
     assert "but the run holds features of" in message
 

@@ -3,14 +3,11 @@
 import csv
 import json
 
-import pandas as pd
 import pytest
 from helpers.commands import run_json, run_rejected
 
 from llmcond import Index
 from llmcond.cli import run
-from llmcond.options.texts import IndexOptions
-from llmcond.workflows.index import index_texts
 
 ROWS = [("a", "two men play in the park", "2019"), ("b", "children sit at the beach", "2024")]
 ROWS += [("c", "three women walk in the rain", "2025"), ("d", "two dogs play at the beach", "2020")]
@@ -141,6 +138,3 @@ def test_values_and_guide_are_recorded_and_applied(index, search, show, tmp_path
     assert search(*CONDITION)["results"] == before["results"]
     messages = in_one_line(show(*CONDITION).err)
     assert "'the place' has the values that the index records: park, beach" in messages
-    table = pd.DataFrame({"text": ["men in the park", "dogs at the beach"], "label": ["a", "b"]})
-    result = index_texts(IndexOptions(out=index, condition=["the place"], guide=table))
-    assert result.to_json()["guides"][condition_text]["labels"] == {"a": 1, "b": 1}

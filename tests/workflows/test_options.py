@@ -30,14 +30,6 @@ def test_values_change_similarity_under_condition(tiny_run, capsys):
     assert run([str(part) for part in (*command, *PLACE, "--values", "park, beach")]) == 0
     cells = capsys.readouterr().out.split()
     assert cells[:3] == ["condition", "values", "similarity"]
-    conditions = [word for text in "abc" for word in ("--condition", text)]
-    for values, message in (
-        (("a", "b"), "there are 2 --values and 3 --condition. Give"),
-        (("a", 'b "', '"c'), "the values '\"c' cannot be read"),
-        ((",".join(map(str, range(65))), "", ""), "at most 64"),
-    ):
-        flags = [word for value in values for word in ("--values", value)]
-        assert message in run_rejected(capsys, *command, *conditions, *flags)
 
 
 @pytest.mark.parametrize(

@@ -244,12 +244,10 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(hub, frozen, capsys, tmp_pat
     card = hub.files()["README.md"].decode()
     for text in (
         "base_model: sentence-transformers/all-MiniLM-L6-v2",
-        f"| `{LINEAR}` | `concat-sent-cond` | yes | 8 |",
-        f"uses `{MLP}` unless",
         '"licence": "Apache-2.0"',
         f'"fingerprint": "{manifest["encoder"]["fingerprint"]}"',
     ):
-        assert text in re.sub(" +", " ", card)
+        assert text in card
     np.testing.assert_array_equal(encode_texts(REPO), expected)
     np.testing.assert_array_equal(encode_texts(REPO, LINEAR), expected_linear)
 
