@@ -65,13 +65,9 @@ def compare_texts(capsys, *more):
     return json.loads(printed.out)["similarities"][0]["similarity"], printed.err.splitlines()
 
 
-BUNDLED = f"model: {DEFAULT_MODEL} (bundled), prompt concat-cond-sent"
-
-
-def extract(data, folder, dtype="float32"):
-    options = ["--dtype", dtype, "--prompt", "concat-cond-sent", "--run", folder]
-    arguments = ["extract", "--model", "minilm", *options, *(["--data", data] if data else [])]
-    assert run([str(argument) for argument in arguments]) == 0
+def extract(*data):
+    options = ["--dtype", "float32", "--prompt", "concat-cond-sent", "--run", "runs/default"]
+    assert run(["extract", "--model", "minilm", *options, *data]) == 0
 
 
 def test_default_run_of_sample_is_not_used_for_other_texts(
@@ -83,7 +79,7 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
     shutil.copy(write_rows(small_rows), sample)
     monkeypatch.setattr("llmcond.data.datasets.sample_folder", lambda: sample.parent)
     by_bundled, _ = compare_texts(capsys)
-    extract(None, "runs/default")
+    extract()
     run_json(capsys, "fit-head", "--head", "pca", "--dim", "4")
     run_json(capsys, "heads", "--run", "runs/default", "--default", "pca@concat-cond-sent")
     similarity, lines = compare_texts(capsys)
@@ -91,7 +87,7 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
     assert lines == [
         "runs/default was created from the bundled sample, so the bundled model is used (--run "
         "runs/default to use that run)",
-        BUNDLED,
+        f"model: {DEFAULT_MODEL} (bundled), prompt concat-cond-sent",
     ]
     assert llmcond.load_embedder().encoder.name == DEFAULT_MODEL
     # Commands on the run's data still use the run, and so does --run.
@@ -108,7 +104,7 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
 def test_default_run_of_user_data_is_used(capsys, write_rows, small_rows):
     """The data may be a folder with the name that records use for the bundled sample."""
     write_rows(small_rows, "sample/train.csv")
-    extract("sample", "runs/default")
+    extract("--data", "sample")
     capsys.readouterr()
     zero_shot = "encoder minilm, zero-shot (no head is fitted), prompt concat-cond-sent"
     assert compare_texts(capsys)[1] == [f"model: runs/default, {zero_shot}"]

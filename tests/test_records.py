@@ -1,23 +1,31 @@
-"""A record matches its dataclass, or causes a one-line error."""
+"""Records, strict TOML and encodings: valid files are read, others cause one-line errors."""
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from helpers.paths import ROOT
 
 from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.package import bundled_names
 from llmcond.base.records import (
     RECORD,
+    STRICT,
     as_json,
+    build,
     check_record,
     fields_as_json,
     read_record,
+    read_toml,
+    resolve_toml,
     write_record,
 )
+from llmcond.base.text import check_encoding, read_text_file
 
 
 @dataclass(frozen=True)
@@ -95,3 +103,111 @@ def test_values_become_json_and_are_read_again(tmp_path):
     record = _Outer(_Inner(("a",), 0.5), {"x": 1})
     write_record(tmp_path / "record.json", record)
     assert read_record(tmp_path / "record.json", _Outer) == _Outer(_Inner(["a"], 0.5), {"x": 1})
+
+
+# -- TOML --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inner:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    width: int
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Outer:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    rate: float
+    inner: Inner
+    epochs: int = 3
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError("Epochs must be at least 1")
+
+
+VALID_VALUES = {"rate": 0.5, "inner": {"width": 4}}
+
+
+def test_valid_values_become_nested_dataclasses_with_defaults():
+    assert build(Outer, VALID_VALUES, "x.toml") == Outer(0.5, Inner(4, ""), 3)
+    assert build(Outer, {**VALID_VALUES, "rate": 2}, "x.toml").rate == 2.0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({**VALID_VALUES, "epoch": 1}, ["'epoch'", "Did you mean 'epochs'", "rate, inner, epochs"]),
+        (
+            {**VALID_VALUES, "inner": {"width": 1, "widht": 2}},
+            ["unknown key 'inner.widht'", "Did you mean 'width'", "Legal keys: width, label."],
+        ),
+        ({**VALID_VALUES, "inner": {"width": "4"}}, ["'inner.width' is '4'", "integer"]),
+        ({**VALID_VALUES, "rate": float("nan")}, ["'rate' is nan", "finite"]),
+        ({**VALID_VALUES, "epochs": "a" * 1_000_000}, ["'epochs' is 'aaa"]),
+        ({**VALID_VALUES, "rate": datetime.date(2024, 1, 1)}, ["date", "not JSON serializable"]),
+        ({**VALID_VALUES, "epochs": 0}, ["epochs must be at least 1"]),
+    ],
+)
+def test_invalid_value_error_names_valid_alternatives(values: dict[str, Any], words: list[str]):
+    with pytest.raises(UserError) as error:
+        build(Outer, values, "x.toml")
+    message = str(error.value)
+    assert message.startswith("x.toml: ")
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"dim = ", "cannot be read as TOML"),
+        (b"a = " + 5_000 * b"[", "cannot be read as TOML: maximum recursion"),
+        (b"name = 'caf\xe9'\n", "not UTF-8.*iconv -f WINDOWS-1252 -t UTF-8 '.*my file.toml'"),
+        ("name = 1\n".encode("utf-16-be"), "UTF-16 without .*iconv -f UTF-16-BE"),
+        (b"PK\x03\x04\0\0", "is a ZIP archive"),
+        (None, "does not exist"),
+    ],
+)
+def test_unreadable_toml_is_a_user_error(tmp_path: Path, content: bytes | None, words: str):
+    path = tmp_path / "my file.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=words) as error:
+        read_toml(path)
+    assert str(path) in str(error.value)
+    assert "--encoding" not in str(error.value)  # an option that some commands do not have
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_marked_files_are_decoded(tmp_path: Path, encoding: str):
+    path = tmp_path / "a.toml"
+    path.write_bytes("name = 'café'\n".encode(encoding))
+    assert read_text_file(path) == "name = 'café'\n"
+    assert read_toml(path) == {"name": "café"}
+    assert check_encoding(encoding) == encoding
+    for name in ("", "cp125", "hex", "rot13", "undefined", "é"):
+        with pytest.raises(UserError, match=r"^--encoding is .*, which is not an encoding of"):
+            check_encoding(name)
+
+
+@pytest.mark.parametrize("kind", ["prompts", "heads"])
+def test_names_and_paths_are_resolved(kind: str, tmp_path: Path):
+    files = list((ROOT / kind).glob("*.toml"))
+    assert bundled_names(kind) == sorted(path.stem for path in files)
+    for path in files:
+        assert resolve_toml(path.stem, kind).read_bytes() == path.read_bytes()
+    path = tmp_path / "mine.toml"
+    path.touch()
+    assert resolve_toml(str(path), kind) == path
+    for name, message in (
+        (f"{path.stem}x", rf"unknown {kind[:-1]} 'minex'.*llmcond {kind}"),
+        ("nowhere/a.toml", rf"the {kind[:-1]} file nowhere/a\.toml does not exist"),
+        (f"../{kind}/{bundled_names(kind)[0]}", rf"unknown {kind[:-1]} '\.\."),
+    ):
+        with pytest.raises(UserError, match=message):
+            resolve_toml(name, kind)

@@ -119,7 +119,6 @@ def test_invalid_flag_is_reported_in_one_line(arguments, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"colour": "green"}, "--colour is 'green'"),
         ({"layers": 2.5}, "-n is 2.5; expected a whole number."),
         ({"thickness": -1.0}, "--thickness is -1; it must be at least 0 and finite."),
         ({"thickness": float("nan")}, "--thickness is nan; expected a finite number."),

@@ -1,10 +1,14 @@
-"""The generated parts of the documentation site, and its checks of links and addresses."""
+"""The generated parts of the documentation site, its addresses, and its tutorials."""
 
 import argparse
+import ast
+import json
 import re
+import shlex
 import tomllib
 
 import make_docs
+import pytest
 from helpers.paths import ROOT
 
 import llmcond
@@ -44,3 +48,34 @@ def test_every_file_has_the_addresses_of_pyproject():
             for url in pattern.findall(path.read_text(encoding="utf-8")):
                 users.setdefault(url, []).append(str(path.relative_to(ROOT)))
     assert users.keys() == {urls["Documentation"], urls["Repository"]}, users
+
+
+# -- tutorials ---------------------------------------------------------------------------------
+
+#: Their notebooks are executed, with their expectations, when the site is built.
+TUTORIALS = ROOT / "docs" / "tutorials"
+
+
+def find_shell_commands(source):
+    """Return the commands of the cells of a tutorial that a shell runs."""
+    lines = re.findall(r"^# !((?:.*\\\n# )*.*)$", source, re.MULTILINE)
+    return [shlex.split(line.replace("\\\n# ", " ")) for line in lines]
+
+
+@pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.py")), ids=lambda path: path.stem)
+def test_cells_commands_expectations_and_links_are_valid(path):
+    source = path.read_text(encoding="utf-8")
+    ast.parse(source)
+    for program, *arguments in find_shell_commands(source):
+        assert program == "llmcond"
+        _parser().parse_args(arguments)
+    assert re.search("^#   kernelspec:(\n#  .*)*name: python3$", source, re.MULTILINE)
+    expectations = re.findall("^# %% expect=(.*)$", source, re.MULTILINE)
+    assert len(expectations) >= 3
+    for value in expectations:
+        assert not any(re.search(pattern, "") for pattern in json.loads(value))
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", source)
+    assert links
+    for link in links:
+        page = TUTORIALS / link
+        assert page.is_file() or page.with_suffix(".py").is_file(), link

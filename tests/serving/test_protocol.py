@@ -1,12 +1,11 @@
 """Limits of size and time on the bytes of a connection, with raw sockets."""
 
 import json
-import socket
 import time
 
 import pytest
 from helpers.serving import serve
-from helpers.waiting import PATIENCE, wait_until
+from helpers.waiting import wait_until
 
 from llmcond.serving import model_server
 from llmcond.serving.model import ServedModel
@@ -19,13 +18,9 @@ BODY = json.dumps({"input": ["two men", "children"], "condition": "the place"}).
 MUCH = model_server.MAX_HEAD_BYTES + 20_000
 
 
-def connect(client):
-    return socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE)
-
-
 def exchange(client, *parts):
     """Send bytes, and return everything that the server sends until it closes the connection."""
-    with connect(client) as connection:
+    with client.connect() as connection:
         for part in parts:
             connection.sendall(part)
         return b"".join(iter(lambda: connection.recv(65_536), b""))
@@ -73,7 +68,7 @@ def test_bodies_may_be_larger_than_headers_but_not_than_the_limit(client):
 )
 def test_slow_clients_are_disconnected(embedder, monkeypatch, parts, status):
     monkeypatch.setattr(model_server, "HEAD_SECONDS", 0.3)
-    with serve(ServedModel(embedder), payload_limit=99) as (client, _), connect(client) as slow:
+    with serve(ServedModel(embedder), payload_limit=99) as (client, _), client.connect() as slow:
         slow.settimeout(0.1)
         answer, is_open = b"", True
         for part in parts:
@@ -101,7 +96,7 @@ def test_slow_model_and_pauses_between_requests_are_no_reason_to_disconnect(embe
         time.sleep(0.5)
         return original(embedder, rows)
 
-    with serve(ServedModel(embedder)) as (client, _), connect(client) as connection:
+    with serve(ServedModel(embedder)) as (client, _), client.connect() as connection:
         monkeypatch.setattr(type(embedder), "encode_with_counts", encode_with_counts)
         request = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
         for _ in range(2):
@@ -117,7 +112,7 @@ def test_client_that_does_not_read_its_answer_is_disconnected(embedder, monkeypa
     monkeypatch.setattr(model_server, "STALL_SECONDS", 0.3)
     body = json.dumps({"input": ["two men"] * 2_000, "condition": "the place"}).encode()
     request = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with serve(ServedModel(embedder)) as (client, server), connect(client) as connection:
+    with serve(ServedModel(embedder)) as (client, server), client.connect() as connection:
         for _ in range(20):  # more than the buffers of the sockets
             connection.sendall(request)
         wait_until(lambda: not server.server_state.connections)

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import json
 import logging
-import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -217,7 +216,7 @@ TWO_LENGTHS = HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.parametrize("body", [b"0\r\n\r\n", b"no chunk\r\n"])
 def test_body_with_two_lengths_is_rejected_and_connection_closed(client, body):
     second_request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE) as connection:
+    with client.connect() as connection:
         connection.sendall(TWO_LENGTHS + body + second_request)
         response = b"".join(iter(lambda: connection.recv(4096), b""))
     assert response.startswith(b"HTTP/1.1 400")
@@ -282,7 +281,7 @@ def test_server_without_keys_accepts_only_local_hosts(client, embedder):
     for host in ("localhost", "LocalHost:8000", "127.0.0.1:1", "[::1]:8000", "10.0.0.1"):
         assert client.get("/healthz", Host=host).status == 200
     # http.client always sends a host, as browsers do.
-    with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE) as connection:
+    with client.connect() as connection:
         connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert connection.recv(12) == b"HTTP/1.1 200"
     for host in ("example.org", "localhost.example.org:8000", "127.0.0.1.example.org", ""):
@@ -372,7 +371,7 @@ def test_slow_requests_time_out(embedder, blocked_encoding):
         assert (second.status, second.error["code"]) == (504, "timeout")
         assert "Send fewer texts at a time" in second.error["message"]
         assert first().status == 504
-        with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE) as connection:
+        with client.connect() as connection:
             connection.sendall(HEAD + b"Content-Length: 90\r\n\r\n{")
             assert connection.recv(12) == b"HTTP/1.1 408"
         blocked_encoding.go.set()
@@ -385,7 +384,7 @@ def test_work_of_disconnected_client_is_dropped(embedder, blocked_encoding):
         first = start_thread(lambda: client.post("/v1/embeddings", VALID))
         blocked_encoding.started.acquire()
         body = json.dumps(VALID).encode()
-        with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE) as connection:
+        with client.connect() as connection:
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             wait_for_metric(client, "llmcond_waiting_texts 3.0")
             assert server.gate._batcher.awaited == 2
