@@ -156,7 +156,6 @@ TYPED: dict[str, tuple[Any, Any, Any]] = {
         decimal.Decimal("1.50"),
         pa.decimal128(3, 2),
     ),
-    "bytes": (pa.array([b"\xff\0", None]), b"\xff\0", pa.binary()),
     "large integer": (pa.array([2**64 - 1, None], pa.uint64()), 2**64 - 1, pa.string()),
     "dictionary": (pa.array(["x", None]).dictionary_encode(), "x", pa.string()),
 }

@@ -8,7 +8,7 @@ import pytest
 from helpers.graphs import random_graph
 
 from llmcond.base.errors import UserError
-from llmcond.base.metrics import RANKING_METRICS, choose_metrics, mean_over_strata
+from llmcond.base.metrics import RANKING_METRICS, choose_metrics
 from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.evaluation.results import (
     CandidatePool,
@@ -74,16 +74,6 @@ def test_ranks_of_three_entities():
     # The answer of a self-loop is its head, which is not excluded.
     assert without.resolve_ties().tolist() == [1, 1, 3]
     assert rank(np.ones((3, 1)), candidates, triples, None).resolve_ties().tolist() == [3, 2, 3]
-
-
-def test_ties_resolve_to_mean_first_or_last_rank():
-    one_query, equal = np.ones((1, 1)), np.ones((5, 1))
-    ranks = rank(one_query, equal, np.array([[0, 0, 3]]), None)
-    assert [ranks.resolve_ties(ties).item() for ties in TIES] == [3, 1, 5]
-    # All other candidates are known answers.
-    triples = np.array([[0, 0, 0], [0, 0, 1]])
-    ranks = rank(np.ones((2, 1)), np.ones((2, 1)), triples, KnownTriples(triples, 2))
-    assert all(ranks.resolve_ties(ties).tolist() == [1, 1] for ties in TIES)
 
 
 def test_ranks_equal_those_of_plain_loops(graph, vectors):
@@ -203,13 +193,3 @@ def test_fast_means_equal_general_resampling():
     np.testing.assert_allclose(fast.values, general.values)
     np.testing.assert_allclose(fast.sampled, general.sampled)
     assert not np.allclose(fast.sampled, fast.sampled[..., :1])
-
-
-def test_average_rank_averages_strata_and_micro_averages_queries():
-    rank = np.array([1.0, 3, 10, 20, 30])
-    stratum, no_groups = np.array([2.0, 2, 3, 3, 3]), np.zeros(5, dtype=int)
-    average, micro = choose_metrics(["average_rank", "average_rank_micro"])
-    assert average(rank, stratum, no_groups) == (2 + 20) / 2
-    assert micro(rank, stratum, no_groups) == 64 / 5
-    hits = mean_over_strata(choose_metrics(["hits@10"])[0])
-    assert hits(rank, stratum, no_groups) == (1 + 1 / 3) / 2

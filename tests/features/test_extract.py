@@ -39,8 +39,6 @@ INPUTS = make_inputs(640)
 
 
 class RecordingProgress:
-    """A progress that records the calls of its methods."""
-
     def __init__(self):
         self.started, self.advanced = [], []
 

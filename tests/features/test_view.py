@@ -202,7 +202,6 @@ def sample_run(tmp_path_factory: pytest.TempPathFactory, model: str, one_thread:
 
 @pytest.fixture
 def run_copy(sample_run: Path, tmp_path: Path) -> Path:
-    """A copy of the run that a test may change."""
     return Path(shutil.copytree(sample_run, tmp_path / "copy"))
 
 

@@ -32,7 +32,6 @@ FIRST, SECOND = "two men play in the park", "two dogs sit at the beach"
 
 @pytest.fixture(scope="module")
 def cross_run(tiny_bert, small_rows, tmp_path_factory) -> Path:
-    """A trained cross-encoder."""
     folder = tmp_path_factory.mktemp("cross")
     with (folder / "rows.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows([("sentence1", "sentence2", "condition", "label")])

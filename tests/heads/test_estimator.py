@@ -220,16 +220,3 @@ def test_invalid_rows_are_rejected(data):
             Head(settings=SHORT).fit(rows, ratings, pair=pair)
     with pytest.raises(ValueError, match="NaN"):
         Head("none").fit(X, np.full(ROWS, np.nan))
-
-
-def test_embed_rejects_mismatched_input(conditioned):
-    X, y = conditioned
-    head = Head("hadamard", settings=SHORT, n_condition=DIM_C).fit(X, y)
-    condition = np.zeros((2, DIM_C))
-    for features, conditions, message in (
-        (np.zeros((2, DIM + 1)), condition, f"have {DIM + 1} dimensions.*fitted on {DIM}"),
-        (np.zeros((2, DIM)), None, "also needs the features of each condition"),
-        (np.zeros((2, DIM)), np.zeros((2, DIM_C + 1)), "conditions have 4 dimensions"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            head.embed(features, conditions)

@@ -20,8 +20,6 @@ from llmcond.heads import (
     SharedRows,
     cosine,
     fit_recipe,
-    load_head,
-    save_head,
 )
 from llmcond.heads.conditioned import Linear
 from llmcond.heads.fit import entries_since_best, fit_by_gradient
@@ -207,7 +205,6 @@ class Spy:
 
 
 def make_numbered_pairs(n, dim=3, condition=None, pair=None, seed=0):
-    """Make pairs whose first feature is the number of their row."""
     rng = np.random.default_rng(seed)
     first, second = rng.normal(size=(2, n, dim)).astype(np.float32)
     first[:, 0] = second[:, 0] = np.arange(n)
@@ -215,7 +212,6 @@ def make_numbered_pairs(n, dim=3, condition=None, pair=None, seed=0):
 
 
 def fit_with_spy(pairs, dev=None, seed=0, **changes):
-    """Fit a head with a spy, and return the spy."""
     spy = Spy()
     base_recipe = make_recipe("linear", **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes})
 
@@ -246,7 +242,6 @@ def objective_calls(monkeypatch):
 
 
 def flatten(batches):
-    """Return all rows in the order of the batches."""
     return [row for batch in batches for row in batch]
 
 
@@ -493,7 +488,7 @@ def test_large_heads_use_bfloat16_if_cpu_supports_it(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "changes"), [("mlp", {"dim": 8, "hidden": 32}), ("hypernet-mse", HYPER)]
 )
-def test_similarity_of_ensemble_is_mean_of_members(kind, changes, tmp_path):
+def test_similarity_of_ensemble_is_mean_of_members(kind, changes):
     pairs, stages = make_pairs(), []
     recipe = make_recipe(kind, **SHORT, **changes, members=3)
     head = fit_recipe(recipe, pairs, pairs, 5, lambda *call: stages.append(call[2] or {}))
@@ -508,9 +503,6 @@ def test_similarity_of_ensemble_is_mean_of_members(kind, changes, tmp_path):
     np.testing.assert_allclose(similarity, expected, atol=1e-5)
     curves = [member["curve"] for member in head.fit.record["members"]]
     assert curves == [single.fit.record["curve"] for single in singles]
-    save_head(head, tmp_path / "head", {})
-    loaded, _ = load_head(tmp_path / "head")
-    np.testing.assert_array_equal(compute_similarity(loaded, pairs), similarity)
 
 
 def test_fit_starts_from_parameters_of_another_head():

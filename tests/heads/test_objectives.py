@@ -13,8 +13,6 @@ from llmcond.base.records import build
 from llmcond.heads.module import (
     Objective,
     RatedBatch,
-    adjacent_pairs,
-    check_contrasts,
     contrast_groups,
 )
 from llmcond.heads.settings import ObjectiveSettings
@@ -272,15 +270,6 @@ def test_rows_of_sentence_pair_are_contrasted_in_twos(pair):
         if expected[-1] == index:
             waiting[name] = index
     assert group.tolist() == expected
-
-
-def test_contrastive_pairs_and_ties_are_counted():
-    group = contrast_groups(np.array([7, 7, 3, 5, 5, 7, 7, 5, 5]))
-    assert adjacent_pairs(group).tolist() == [[0, 1], [3, 4], [5, 6], [7, 8]]
-    pair, rating = np.array([0, 1, 2, 1, 0, 2, 3]), np.array([0.5, 1.0, 0.25, 0.5, 0.5, 0.25, 1])
-    counted = check_contrasts(pair, rating, settings_of("acl"))
-    assert counted == {"n_contrastive_pairs": 3, "n_tied_pairs": 2}
-    assert check_contrasts(None, rating, settings_of("mse")) == {}
 
 
 # -- settings ----------------------------------------------------------------------------------

@@ -324,11 +324,6 @@ def test_controls_are_evaluated_but_embed_no_texts(model, data, capsys, monkeypa
             [("hat is worn", "hat fits", "red"), ("is worn", "fits", "red hat")],
             (5, 6),
         ),
-        (
-            "{sentence}{condition}",
-            [("a", "b", "x"), ("a", "b", "y"), ("a ", "b ", "c"), ("a", "b", " c")],
-            (7, 8),
-        ),
         # One sentence alone does not make rows the same.
         ("{condition} {sentence}", [("b c", "s", "a"), ("c", "s", "a b")], None),
         # Repeated rows are no collision, nor are conditions of other sentences.

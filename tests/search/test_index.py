@@ -541,7 +541,6 @@ def test_threads_search_while_texts_are_added(build):
 
 
 def kill_at_call(module: str, name: str) -> None:
-    """Make this process kill itself when it calls a function."""
     target: Any = importlib.import_module(module)
     *classes, function = name.split(".")
     for attribute in classes:

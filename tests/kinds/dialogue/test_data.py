@@ -10,7 +10,7 @@ import pytest
 
 from llmcond.base.errors import UserError
 from llmcond.data.datasets import DataOptions
-from llmcond.kinds.dialogue.data import Dialogues, Turns, read_dialogues
+from llmcond.kinds.dialogue.data import Dialogues, read_dialogues
 from llmcond.tasks import find_task
 
 DIALOGUES = [["Hi!", "Hello.", "Bye."], ["Hello.", "Hi!"], ["Tea?", "Yes.", "Milk?", "No."]]
@@ -39,16 +39,6 @@ def folder(tmp_path: Path) -> Path:
     for split, file in (("train", "train.txt"), ("dev", "validation.txt"), ("test", "test.txt")):
         (tmp_path / file).write_text(to_lines(make_dialogues(4, split)))
     return tmp_path
-
-
-def test_contexts_are_first_turns_of_longer_dialogues():
-    turns = Turns.from_lists([[0, 1, 2], [3, 4], [5, 6, 7, 8]])
-    rows, contexts, answers = turns.contexts(2)
-    assert rows.tolist() == [0, 2]
-    assert contexts.tolist() == [[0, 1], [5, 6]]
-    assert answers.tolist() == [2, 7]
-    assert turns.dialogue.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
-    assert [array.shape for array in turns.contexts(4)] == [(0,), (0, 4), (0,)]
 
 
 # -- formats -----------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from llmcond.base.errors import UserError
 from llmcond.base.metrics import choose_metrics
 from llmcond.kinds.dialogue.data import Dialogues, Turns
 from llmcond.kinds.dialogue.examples import (
-    PLAN_METRICS,
     RandomPool,
     RetrievedPool,
     measure_subsets,
@@ -98,13 +97,6 @@ def test_metrics_are_means_over_histories_or_cells(random_dialogues):
     assert average.value == pytest.approx(np.mean(means))
     assert micro.value == pytest.approx(np.concatenate(ranks).mean())
     assert average.low < average.value < average.high
-
-    plans = plan_queries(random_dialogues, "test", RandomPool(False, size=20), [2, 5], [1, 2])
-    ranks = rank_plans(plans, lambda contexts, candidates, goals: rng.random(candidates.shape))
-    (overall,), cells = measure_subsets(plans, [ranks.resolve_ties()[None]], PLAN_METRICS)
-    assert list(cells) == ["2+1", "2+2", "5+1", "5+2"]
-    values = [cell.metrics["hits@5"].value for (cell,) in cells.values()]
-    assert overall.metrics["hits@5"].value == pytest.approx(np.mean(values))
 
 
 # -- planning ----------------------------------------------------------------------------------

@@ -77,8 +77,6 @@ def test_every_turn_with_enough_context_is_target():
 
 
 class RecordingGenerator:
-    """A random generator that records its draws."""
-
     def __init__(self, seed):
         self._rng, self.draws = np.random.default_rng(seed), []
 

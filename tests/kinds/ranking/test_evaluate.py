@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 from helpers.commands import read_page_data, run_json, run_rejected
-from helpers.flags import change_flags
 from helpers.graphs import write_graph
 
 import llmcond
@@ -46,10 +45,6 @@ def fitted(extracted, tmp_path_factory):
 def test_each_text_is_encoded_once(capsys, graph, model, tmp_path):
     folder = tmp_path / "run"
     command = ("extract", "--data", graph, "--model", model, "--run", folder, *ENCODER)
-    routed = (*command, "--task", "kgc", "--router", "csr", "--router-layers", "2")
-    message = run_rejected(capsys, *routed, "--prompt", "separate")
-    assert "--router csr would have no effect" in message
-    assert not folder.exists()
     # Entities are sentences and candidates at once; relations have two directions.
     separate = run_json(capsys, *command, "--task", "kgc")["prompts"]["separate"]
     assert separate["n_inputs"] == separate["n_computed"] == 24 + 6
@@ -57,9 +52,6 @@ def test_each_text_is_encoded_once(capsys, graph, model, tmp_path):
     joint = joint["concat-sent-cond"]
     assert joint["n_inputs"] - joint["n_computed"] == 24 + 6
     assert run_json(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
-    # With a router the default prompt is routed, because separate features do not depend on it.
-    routed_run = change_flags(routed, "--run", tmp_path / "routed")
-    assert list(run_json(capsys, *routed_run)["prompts"]) == ["routed"]
 
 
 def test_run_rejects_other_data_and_tasks(capsys, run, graph, model, tiny_run, tmp_path):
@@ -69,7 +61,6 @@ def test_run_rejects_other_data_and_tasks(capsys, run, graph, model, tiny_run, t
     pairs = ("similarity", "a", "b", "--condition", "c", "--run", run)
     complete = ("complete", "--run", tiny_run, "--head-entity", "a", "--relation", "b")
     for command, message in (
-        ((*extract, "--task", "csts"), "run of the task kgc, not csts"),
         ((*extract, "--data", other), "has other examples"),
         (pairs, "this command needs rated pairs"),
         (complete, "has no knowledge graph"),
@@ -233,11 +224,6 @@ def test_triple_is_completed_by_name_or_id(capsys, fitted):
     assert len(all_rows) == 23
     unknown = run_json(capsys, *by_name, "-k", "99")["results"]
     assert {row["id"] for row in all_rows} - {row["id"] for row in unknown} == {"p04"}
-    tail = run_json(
-        capsys, *command, "--tail-entity", "l1", "--relation", "_is_at", "--no-filtered"
-    )
-    known = {row["id"] for row in tail["results"] if row["known"]}
-    assert known <= {f"p{i:02}" for i in range(1, 16, 4)}
 
 
 @pytest.mark.parametrize("head", ["hypernet-full", "linear"])
