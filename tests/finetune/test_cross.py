@@ -31,14 +31,11 @@ FIRST, SECOND = "two men play in the park", "two dogs sit at the beach"
 
 
 @pytest.fixture(scope="module")
-def cross_run(tiny_bert, small_rows, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("cross")
-    with (folder / "rows.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows([("sentence1", "sentence2", "condition", "label")])
-        csv.writer(stream).writerows(small_rows)
-    command = f"train-cross --model {tiny_bert} --data {folder / 'rows.csv'} --run {folder / 'run'}"
+def cross_run(tiny_bert, tiny_run, tmp_path_factory) -> Path:
+    folder, rows = tmp_path_factory.mktemp("cross") / "run", tiny_run.parent / "rows.csv"
+    command = f"train-cross --model {tiny_bert} --data {rows} --run {folder}"
     assert run([*command.split(), *PLAIN.split()]) == 0
-    return folder / "run"
+    return folder
 
 
 @pytest.fixture

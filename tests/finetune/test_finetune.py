@@ -48,12 +48,9 @@ PLAIN = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 -
 
 
 @pytest.fixture(scope="module")
-def rows_file(small_rows, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "rows.csv"
-    lines = ["sentence1,sentence2,condition,label"]
-    lines += [",".join(str(value) for value in row) for row in small_rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+def rows_file(tiny_run) -> Path:
+    """The forty pairs of the tiny run."""
+    return tiny_run.parent / "rows.csv"
 
 
 @pytest.fixture(scope="module")

@@ -153,14 +153,6 @@ def assert_equals_equations(batch, objective_settings):
     torch.testing.assert_close(gradients, batch.gradients(expected), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", SINGLE_OBJECTIVES)
-def test_each_objective_equals_its_equation(name):
-    for ties in TIES:
-        assert_equals_equations(BATCH, settings_of(name, ties=ties))
-        changed = settings_of(name, ties=ties, temperature=0.2, scale=3.0, margin=0.7)
-        assert_equals_equations(BATCH, changed)
-
-
 WEIGHT = st.sampled_from([0.0, 0.5, 1.0, 3.0])
 SETTINGS = st.builds(
     ObjectiveSettings,

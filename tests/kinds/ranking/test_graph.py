@@ -63,20 +63,13 @@ def test_triples_are_indices_and_texts_join_name_and_description(tmp_path: Path)
 
 def test_header_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     expected = read_graph(write_files(tmp_path))
-    for name, header in (
-        ("train.tsv", "Subject\tPredicate\tObject"),
-        ("test.tsv", "h\tr\tt"),
-    ):
-        content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf\n" + f"{header}\n".encode() + content)
-        caplog.clear()
-        with caplog.at_level("INFO", "llmcond"):
-            graph = read_graph(tmp_path)
-        assert graph.digest == expected.digest
-        shown = header.replace("\t", ", ")
-        message = f"{tmp_path / name}: the first line is a header, and left out: {shown}"
-        assert caplog.messages == [message]
-        (tmp_path / name).write_bytes(content)
+    path = tmp_path / "train.tsv"
+    path.write_bytes(b"\xef\xbb\xbf\nSubject\tPredicate\tObject\n" + path.read_bytes())
+    caplog.clear()
+    with caplog.at_level("INFO", "llmcond"):
+        assert read_graph(tmp_path).digest == expected.digest
+    message = f"{path}: the first line is a header, and left out: Subject, Predicate, Object"
+    assert caplog.messages == [message]
 
 
 ENTITY_FILES = {
