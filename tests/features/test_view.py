@@ -51,7 +51,6 @@ NO_SEPARATE = (
 )
 JOINT_ONLY = "!" + NO_SEPARATE.format("joint", "joint features only")
 TWO_SEPARATE = "!" + NO_SEPARATE.format("separate.texts", "2 prompts with them")
-ALSO_JOINT = r"!takes separate features only, but --prompt joint.separate also names joint features"
 IGNORED = "!without subtraction the condition would be ignored"
 HAS_SEPARATE = "!the prompt separate has separate features"
 NO_INPUT = "!the head, which takes joint features, has no input"

@@ -32,11 +32,7 @@ from llmcond.data.guides import read_aspect_datasets
 from llmcond.data.rows import fold_of_pair
 from llmcond.finetune.loop import BEST, STATE, BatchSchedule, stage_rows
 from llmcond.finetune.model import SHAPES, AspectSampler, supervised_contrast
-from llmcond.finetune.settings import (
-    AspectSettings,
-    StageSettings,
-    TuneSettings,
-)
+from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.module import contrast_groups
 from llmcond.heads.settings import learning_rate_factor

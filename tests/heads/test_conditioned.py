@@ -14,12 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcond.base.errors import UserError
-from llmcond.heads import (
-    PairArrays,
-    SharedRows,
-    load_head,
-    save_head,
-)
+from llmcond.heads import PairArrays, SharedRows, load_head, save_head
 from llmcond.heads.conditioned import ConditionGroups
 from llmcond.heads.fitted import ConditionCache
 from llmcond.heads.module import Batch

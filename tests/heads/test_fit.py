@@ -13,14 +13,7 @@ from scipy.stats import spearmanr
 
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS, Metric
-from llmcond.heads import (
-    ConcatenatedMatrix,
-    Difference,
-    PairArrays,
-    SharedRows,
-    cosine,
-    fit_recipe,
-)
+from llmcond.heads import ConcatenatedMatrix, Difference, PairArrays, SharedRows, cosine, fit_recipe
 from llmcond.heads.conditioned import Linear
 from llmcond.heads.fit import entries_since_best, fit_by_gradient
 from llmcond.heads.module import Batch, HeadModule, seeded

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 
 from llmcond.base.errors import UserError
 from llmcond.base.records import build
-from llmcond.heads.module import (
-    Objective,
-    RatedBatch,
-    contrast_groups,
-)
+from llmcond.heads.module import Objective, RatedBatch, contrast_groups
 from llmcond.heads.settings import ObjectiveSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,7 +21,6 @@ from llmcond.kinds.dialogue.examples import DialogueExamples
 from llmcond.runs import open_any_run
 
 ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
-FAST_FIT = ("--set", "epochs=2", "batch_size=64")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def test_candidates_ties_and_scores_can_be_set(capsys, dialogue_run, tmp_path):
     assert "the candidates lack" in run_rejected(capsys, *command, "--candidates", pool)
 
 
-def test_invalid_arguments_are_rejected(capsys, data, dialogue_run, causal_model, tmp_path):
+def test_invalid_arguments_are_rejected(capsys, dialogue_run, causal_model, tmp_path):
     pickled = shutil.copytree(causal_model, tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     short = ("--history", "3", "--distance", "1")
