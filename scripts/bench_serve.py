@@ -8,8 +8,7 @@ The rate is compared with one call of the same model with all texts, in the serv
 comparison uses wall time, and the processor time of the server, which other processes on the
 machine affect less. The peer is sentence-transformers behind the same queue and endpoints.
 
-Commit 17f6c5ba can also send malformed requests, which ``fuzz.py --kind request`` does as well, and
-measure the memory after many requests.
+Commit 17f6c5ba can also send malformed requests, and measure the memory after many requests.
 """
 
 from __future__ import annotations

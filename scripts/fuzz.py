@@ -1,19 +1,19 @@
-"""Feed commands and servers with damaged input: no traceback, no hang, no wrong result.
+"""Feed commands with damaged input: no traceback, no hang, no wrong result.
 
     python scripts/fuzz.py                                   # 2,000 inputs, minutes on two cores
     python scripts/fuzz.py --kind run --seed 137 --count 1   # one input again
 
 An input is a small run, checkpoint, store or file in which a value, a line, some bytes or a whole
-file was changed. Other inputs are a request to a server, a filter of a search, a damaged output of
-``llmcond embed``, and the answers of a chat server (``fuzz_services.py``). Files and objects with
-texts in any form are undamaged, and their rows must come out (``fuzz_texts.py``). The kind and the
-seed of an input determine it completely, so that each input can be repeated.
+file was changed. Files and objects with texts in any form are undamaged, and their rows must come
+out (``fuzz_texts.py``). The kind and the seed of an input determine it completely, so that each
+input can be repeated. Commit 17f6c5ba can also try requests to a server, filters of a search,
+damaged outputs of ``llmcond embed``, and answers of a chat server; tests cover these.
 
 Commands run in worker processes, one input after the other; a process that hangs is killed. An
-input fails if there is a traceback, an exit code other than 0, 1 and 2, a status of 500 or above,
-a hang, excessive memory use, or a result that contradicts the input. Time limits grow with the
-load of the machine. A table counts tries and failures, and every failure is printed with its seed.
-The exit code is 1 if there are failures. The script requires Linux.
+input fails if there is a traceback, an exit code other than 0, 1 and 2, a hang, excessive memory
+use, or rows that contradict the input. Time limits grow with the load of the machine. A table
+counts tries and failures, and every failure is printed with its seed. The exit code is 1 if there
+are failures. The script requires Linux.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import csv
 import io
 import json
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -46,17 +47,10 @@ from fuzz_changes import (
     change_file,
     succeed,
 )
-from fuzz_services import (
-    SERVICES,
-    limit_process,
-    load_factor,
-    make_services,
-    peak_memory,
-    preloading_context,
-)
 from fuzz_texts import TEXT_INPUTS
 
 from llmcond.base.package import bundled_folder
+from llmcond.base.system import process_context
 
 #: Seconds after which an input counts as hanging; an input takes some seconds at most.
 LIMIT_SECONDS: Final = 30
@@ -65,6 +59,10 @@ GROWTH: Final = 400 * 2**20
 #: Number of first inputs, during which a worker imports modules and fills caches.
 FIRST_INPUTS: Final = 100
 WORKERS: Final = 2
+#: Bytes of address space of a worker: about twice what it needs.
+ADDRESS_SPACE: Final = 8 * 2**30
+#: A module whose import takes long.
+BERT: Final = "transformers.models.bert.modeling_bert"
 
 # -- inputs, by kind ---------------------------------------------------------------------------
 
@@ -242,7 +240,6 @@ def file_input(kind: str, chance: Random, base: Base, work: Path) -> Command:
 
 KINDS: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {
     **{kind: partial(file_input, kind) for kind in FILES},
-    **SERVICES,
     **TEXT_INPUTS,
 }
 
@@ -265,13 +262,14 @@ def run_worker(pipe: Connection, folder: Path) -> None:
     """Try the inputs from a pipe; answer each with its failure and the peak memory so far."""
     import torch
 
-    limit_process()
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     while True:
         kind, seed = pipe.recv()
         failure = try_input(kind, seed, Base(folder))
-        pipe.send((failure, peak_memory()))
+        kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        pipe.send((failure, 1024 * kibibytes))
 
 
 class Worker:
@@ -282,7 +280,7 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        context = preloading_context()
+        context = process_context("llmcond.heads", "pyarrow.parquet", BERT)
         self.pipe, worker_end = context.Pipe()
         self._process = context.Process(target=run_worker, args=(worker_end, self._folder))
         self._process.start()
@@ -291,7 +289,8 @@ class Worker:
 
     def send(self, kind: str, seed: int) -> None:
         """Send an input to the process."""
-        self.input, self.deadline = (kind, seed), time.monotonic() + load_factor() * LIMIT_SECONDS
+        load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        self.input, self.deadline = (kind, seed), time.monotonic() + load * LIMIT_SECONDS
         self.pipe.send((kind, seed))
 
     def answer(self) -> str | None:
@@ -314,7 +313,7 @@ class Worker:
         return failure
 
     def kill(self) -> None:
-        """Kill the process; its server ends with it."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 
@@ -322,7 +321,6 @@ class Worker:
 def fuzz(inputs: Sequence[tuple[str, int]], folder: Path) -> list[tuple[str, int, str]]:
     """Try inputs, which are pairs of kind and seed; return kind, seed and failure of the failed."""
     make_base(folder)
-    make_services(folder)
     failed: list[tuple[str, int, str]] = []
     remaining, idle = list(reversed(inputs)), [Worker(folder) for _ in range(WORKERS)]
     workers, busy = list(idle), list[Worker]()
