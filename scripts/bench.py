@@ -59,18 +59,8 @@ class BenchOptions(Options):
         """Add what a checkpoint with random weights is built from."""
         sizes = "other sizes of the architecture, such as num_hidden_layers=8; with random weights"
         self.option("--set", [], sizes, metavar="KEY=N")
-        self.folder()
-
-    def folder(self) -> None:
-        """Add the folder of checkpoints with random weights."""
         folder = "folder that random checkpoints are saved in and read from"
         self.option("--folder", Path, folder, "llmcond-bench in the temporary folder")
-
-
-def checkpoint_folder(options: argparse.Namespace) -> Path:
-    """Return the folder of checkpoints with random weights."""
-    folder: Path = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
-    return folder
 
 
 # -- time and processes ------------------------------------------------------------------------
@@ -273,7 +263,8 @@ def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None
         )
     sizes = {key: int(value) for key, _, value in (pair.partition("=") for pair in options.set)}
     # In a new process, because processes started later inherit the peak memory of this one.
-    folder = run_in_process(random_checkpoint, shape, checkpoint_folder(options), sizes)
+    parent = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
+    folder = run_in_process(random_checkpoint, shape, parent, sizes)
     return folder, known.repo if known else None
 
 

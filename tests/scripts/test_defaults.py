@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 #: The arguments of each script, with tiny sizes, and an excerpt of its output.
 ARGUMENTS_AND_OUTPUT = {
     "bench_aspects": ("--model {tiny} --data {aspects} --values 0 2 --json", "| mean of 2 |"),
-    "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
     "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1", "| an empty program |"),
     "bench_fit": (
@@ -37,7 +36,6 @@ ARGUMENTS_AND_OUTPUT = {
     "bench_store": ("{tmp}/store --rows 8 --part 3", "8 vectors of 384, 3 a commit: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
-    "golden": ("record {tmp}/golden --only prompts models", "models: exit 0"),
     "make_aspects": ("--out {tmp}/texts --texts 40", ".json: 40 texts"),
     "make_weights": ("--out {tmp}", "SHA-256"),
 }
@@ -90,7 +88,7 @@ def threads_for_processes(monkeypatch):
     monkeypatch.setattr(import_module("bench_first"), "WAYS", {"an empty program": ""})
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
-    for name in ("bench", "bench_encoders", "bench_fit"):
+    for name in ("bench", "bench_fit"):
         monkeypatch.setattr(import_module(name), "run_in_process", lambda work, *args: work(*args))
 
 
