@@ -1,7 +1,6 @@
 """Results: their JSON, their order, comparisons, and undefined metrics."""
 
 import json
-import re
 from dataclasses import replace
 from math import nan
 
@@ -184,10 +183,6 @@ def test_results_are_shown_as_table_and_as_data_frame():
     html = results._repr_html_()
     assert html.startswith("<p><b>Results</b> </p><table>")
     assert "&lt;b&gt;" in html
-    cells = re.findall("<td>(.*?) *</td>", html)
-    assert "50.0 [40.0, 60.0]" in cells
-    assert cells[len(cells) // 2 - 3 : len(cells) // 2] == ["+12.5 [10.0, 15.0]", "0.02", "better"]
-    assert cells[-3:] == ["", "", ""]
     frame = Results((baseline,)).to_pandas()
     assert frame["spearman_low"].tolist() == [0.4]
     assert "spearman_ci" not in frame

@@ -448,16 +448,11 @@ def test_commit_after_that_of_another_machine_is_repeated(
     check_contents(bucket_store, range(5 if name == "commit_first" else 0, 20), once=False)
 
 
-@pytest.fixture
-def proxy(s3_server, bucket_store, monkeypatch):
-    """A proxy between the server and the handles that are opened from now on."""
-    server_proxy = Proxy(s3_server.port)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server_proxy.port}")
-    yield server_proxy
-    server_proxy.close()
-
-
-def test_storage_without_conditional_writes_is_reported(bucket, bucket_store, proxy):
+def test_storage_without_conditional_writes_is_reported(
+    s3_server, bucket, bucket_store, monkeypatch
+):
+    proxy = Proxy(s3_server.port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
     proxied = open_store(bucket)
     add_rows(proxied, range(10))
     proxy.answer, proxy.only = (412, "PreconditionFailed"), ("PUT", "_versions/")
@@ -465,6 +460,7 @@ def test_storage_without_conditional_writes_is_reported(bucket, bucket_store, pr
         add_rows(proxied, range(20))
     bucket_store.refresh()
     check_contents(bucket_store, range(10))
+    proxy.close()
 
 
 @pytest.mark.parametrize(

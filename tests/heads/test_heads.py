@@ -166,7 +166,6 @@ def test_set_values_are_parsed_by_setting_types():
     assert load_recipe("concat").parse_changes({"bias": "false"}, "--set") == {"bias": False}
     for invalid, message in (
         ({"epoch": "7"}, r"--set: the head mlp has no setting 'epoch'. Did you mean 'epochs'"),
-        ({"dropout": "much"}, "dropout is 'much', not float"),
         ({"matryoshka": "8x4"}, "matryoshka is '8x4', not whole numbers, such as 256,128"),
         ({"objective": "mine"}, "objective is 'mine'; expected code as FILE.py:NAME"),
     ):
