@@ -26,22 +26,16 @@ OUTPUTS = ["out", "out.lance"]
 ON_RAY = ("--scale", "ray", "--actors")
 
 
-def write_source(folder):
-    """Write three files in nested folders below a folder."""
-    for name, start, stop in (("a/1", 0, 100), ("a/2", 100, 130), ("b", 130, 250)):
-        path = folder / "src" / f"{name}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(text_table(start, stop), path, row_group_size=30)
-    (folder / "src" / "_SUCCESS").touch()
-    (folder / "src" / "read.me").write_text("not read")
-
-
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """Three files in nested folders below the current folder, with work units of 40 rows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(embed_stream, "UNIT_ROWS", 40)
-    write_source(tmp_path)
+    Path("src/a").mkdir(parents=True)
+    for name, start, stop in (("a/1", 0, 100), ("a/2", 100, 130), ("b", 130, 250)):
+        pq.write_table(text_table(start, stop), f"src/{name}.parquet", row_group_size=30)
+    for name in ("_SUCCESS", "read.me"):  # are not read
+        Path("src", name).write_text("not read")
 
 
 @pytest.fixture
@@ -381,7 +375,6 @@ def test_invalid_row_is_reported_before_writing(embed):
 
 
 def test_invalid_arguments_report_one_line(capsys, source, fitted):
-    Path("file").touch()
     Path("foreign").mkdir()
     Path("foreign/x.txt").touch()
     lance.write_dataset(text_table(0, 3), "foreign.lance")
@@ -389,7 +382,6 @@ def test_invalid_arguments_report_one_line(capsys, source, fitted):
     for arguments, expected in (
         ("--out out --text text", "a/1.parquet has no column 'condition'"),
         ("--out out --text id --condition topic", "of the type int64; expected texts"),
-        (f"--out file {topic}", "file is a file; name a folder"),
         (f"--out foreign {topic}", "foreign holds other files"),
         (f"--out s3://b/v.npy {topic}", "on this machine only"),
         (f"--out hdfs://b/v {topic}", "does not support hdfs:// storage"),

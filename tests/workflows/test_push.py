@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import numpy as np
@@ -50,18 +52,6 @@ def hub(monkeypatch, tmp_path):
     with serve_storing_hub() as server:
         use_hub(monkeypatch, server.url, tmp_path / "client")
         yield server
-
-
-@pytest.fixture
-def set_offline(tmp_path, monkeypatch):
-    """Return a function that switches the hub off or on and returns its local cache."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-
-    def switch(offline: bool) -> Path:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        return tmp_path / "hub"
-
-    return switch
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +122,7 @@ def edit(path: Path, changes: dict) -> None:
     record = json.loads(path.read_text())
     for key, value in changes.items():
         *parents, name = key.split(".")
-        target = record
-        for parent in parents:
-            target = target[parent]
-        target[name] = value
+        reduce(getitem, parents, record)[name] = value
     path.write_text(json.dumps(record))
 
 
@@ -252,13 +239,15 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(hub, frozen, capsys, tmp_pat
     np.testing.assert_array_equal(encode_texts(REPO, LINEAR), expected_linear)
 
 
-def test_frozen_hub_encoder_is_named_with_its_commit(hub, set_offline, base, data, tmp_path):
-    commit = write_to_hub_cache(base, set_offline(True), "me/base")
+def test_frozen_hub_encoder_is_named_with_its_commit(hub, monkeypatch, base, data, tmp_path):
+    commit = write_to_hub_cache(base, Path(constants.HF_HUB_CACHE), "me/base")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     folder = fit_heads("me/base", data, tmp_path / "run")
     expected = encode_texts(folder)
-    set_offline(False)
-    push(run=folder, repo=REPO)
-    cache = set_offline(True) / "models--me--base"
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        push(run=folder, repo=REPO)
+    cache = Path(constants.HF_HUB_CACHE) / "models--me--base"
     encoder = json.loads(hub.files()["run.json"])["encoder"]
     assert (encoder["model"], encoder["revision"]) == ("me/base", commit)
     assert f"at revision `{commit}`" in hub.files()["README.md"].decode()

@@ -72,7 +72,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None, int]]:
 
 def sweep_arguments(folder, *arguments, prompt=JOINT, workers=1):
     options = ("--run", folder, "--workers", workers, "--prompt", prompt)
-    return [str(argument) for argument in ("sweep", *options, *arguments)]
+    return [*map(str, ("sweep", *options, *arguments))]
 
 
 def run_sweep(capsys, folder, *arguments, **options):

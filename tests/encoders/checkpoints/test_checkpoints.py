@@ -73,17 +73,6 @@ def add_dense(folder, path="2_Dense", out=16):
     return weights
 
 
-class Changes:
-    """Changes of a JSON file, each of its original content."""
-
-    def __init__(self, path):
-        self.path = path
-        self.original = json.loads(path.read_text()) if path.exists() else {}
-
-    def apply(self, change):
-        write_json(self.path, {**self.original, **change})
-
-
 # -- settings ----------------------------------------------------------------------------------
 
 
@@ -169,14 +158,14 @@ INVALID_FILES = [
 def test_files_with_unsupported_content_are_rejected_in_one_line(folder):
     add_dense(folder)
     for file, change, message in INVALID_FILES:
-        existed, changes = (folder / file).exists(), Changes(folder / file)
-        changes.apply(change)
+        original = (folder / file).read_text() if (folder / file).exists() else None
+        change_json(folder / file, **change)
         with pytest.raises(LlmcondError, match=message) as raised:
             check_model(str(folder), CPU)
         assert "\n" not in str(raised.value)
-        changes.apply({})
-        if not existed:
-            (folder / file).unlink()
+        (folder / file).unlink()
+        if original is not None:
+            (folder / file).write_text(original)
 
 
 def test_dense_layer_is_applied_after_pooling(folder):
@@ -279,11 +268,10 @@ def test_special_tokens_are_a_template(folder):
 
 
 def test_network_that_cannot_be_built_or_run_is_reported(folder, monkeypatch):
-    config = Changes(folder / "config.json")
-    config.apply({"intermediate_size": 1_000_000})
+    change_json(folder / "config.json", intermediate_size=1_000_000)
     with pytest.raises(LlmcondError, match=r"describes 13\d,.* parameters, but its weight files h"):
         load_on_cpu(folder)
-    config.apply({})
+    change_json(folder / "config.json", intermediate_size=64)
     monkeypatch.setattr(BertModel, "forward", lambda *_, **__: {}["a setting"])
     with pytest.raises(LlmcondError, match=r"cannot be run as float32.*'a setting'"):
         load_on_cpu(folder)
@@ -293,7 +281,7 @@ def test_network_that_cannot_be_built_or_run_is_reported(folder, monkeypatch):
 
 
 def test_attention_is_read_from_config(decoder, folder):
-    config = Changes(decoder / "config.json")
+    config = json.loads((decoder / "config.json").read_text())
     for change, expected in (
         ({}, None),
         ({"is_causal": False, "is_decoder": True}, "bidirectional"),
@@ -303,12 +291,12 @@ def test_attention_is_read_from_config(decoder, folder):
         ({"use_bidirectional_attention": True, "is_causal": True}, "bidirectional"),
         ({"use_bidirectional_attention": False}, None),
     ):
-        config.apply(change)
+        write_json(decoder / "config.json", {**config, **change})
         resolved = resolve_folder(decoder)
         assert resolved.identity.attention == (expected or "causal")
         assumed = [message for message in resolved.assumed if "--attention" in message]
         assert len(assumed) == (expected is None)
-    config.apply({})
+    write_json(decoder / "config.json", config)
     vectors = [
         load_on_cpu(decoder, attention=attention).encode(INPUTS)
         for attention in ("causal", "bidirectional")
