@@ -428,3 +428,12 @@ def test_listing_names_controls(capsys):
     assert list(rows) == bundled_names("prompts")
     controls = {name: row["control"] for name, row in rows.items() if row["control"]}
     assert controls == {SHUFFLED.name: "shuffled", LEFT_OUT.name: "left-out"}
+
+
+def test_markup_and_escapes_in_texts_are_not_interpreted(capsys, write_rows):
+    rows = [
+        ("[red]two[/red] :dog: \x1b[31m", f"s{i}", "[bold]the\nplace[/bold]", 3) for i in range(6)
+    ]
+    out = show_text(capsys, "concat-sent-cond", "--data", write_rows(rows), "--row", 1)
+    assert r"text:        [red]two[/red] :dog: \x1b[31m [bold]the place[/bold]" in out
+    assert "\x1b" not in out
