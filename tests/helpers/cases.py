@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from helpers import checkpoints
 from llmcond.encoders import EncoderInput
+from llmcond.encoders.spec import Router
 
 WORDS = " ".join(checkpoints.CORPUS).split()
 TASKS = ["", "", "classification", "given the Sentence: two dogs run over wet grass"]
@@ -32,6 +33,14 @@ class Case:
     config: dict = field(default_factory=dict)
     shares_prefixes: bool = False
     window: int = MAX_LENGTH
+
+    def build(self, folder):
+        """Create the checkpoint in a folder, unless it is there."""
+        path = folder / "model"
+        if not path.exists():
+            checkpoints.build_checkpoint(self.kind, path, **self.checkpoint_options)
+            checkpoints.change_json(path / "config.json", **self.config)
+        return path
 
 
 CASES = {
@@ -69,6 +78,22 @@ CASES = {
         },
     ),
 }
+
+
+def routed_input(text, condition, temperature=0.05, centre=True, standardize=False):
+    return EncoderInput("", text, router=Router(condition, temperature, centre, standardize))
+
+
+def routed_inputs(n, max_words, conditions, settings=((),), long=True):
+    """Return sentences under several conditions, some without router, one longer than fits."""
+    generator = random.Random(0)
+    lengths = generator.choices(range(1, max_words), k=n)
+    texts = [" ".join(generator.choices(WORDS, k=k)) for k in lengths]
+    texts += ["the man " * 80] if long else []
+    items = [routed_input(t, c, *row) for t in texts for c in conditions for row in settings]
+    items += [EncoderInput("", text) for text in [*texts, *conditions]]
+    generator.shuffle(items)
+    return items
 
 
 def sample_inputs(encoder, seed, n_inputs=40):

@@ -37,7 +37,6 @@ CORPUS = [
     "Query: task: Given a web search query, retrieve relevant passages | query: classification",
 ]
 HIDDEN, LAYERS, HEADS, POSITIONS = 32, 2, 4, 128
-MISTRAL_TOKENS = {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class TinyCheckpoint:
             the mask.
         tokenizer: tokenizer as the ``tokenizers`` library reads it.
         weights: weights by name.
-        first_ids: token ids in front of every input.
-        last_ids: token ids behind every input.
+        first_ids, last_ids: token ids in front of and behind every input.
     """
 
     folder: Path
@@ -114,12 +112,9 @@ def change_json(path: Path, **changes: Any) -> None:
 
 
 def write_modules(folder: Path, *kinds: str, pooling: Mapping[str, Any] | str = "mean") -> None:
-    """Write modules.json of sentence-transformers, and the config of its pooling.
+    """Write modules.json of sentence-transformers, and the config or mode of its pooling.
 
-    Args:
-        folder: folder of the checkpoint.
-        kinds: classes of the modules after Transformer and Pooling.
-        pooling: config of the pooling, or its mode.
+    ``kinds`` are the classes of the modules after Transformer and Pooling.
     """
     names = ["Transformer", "Pooling", *kinds]
     modules = [
@@ -177,16 +172,24 @@ def _train_bpe(
     )
 
 
+def _add_specials(tokenizer: Tokenizer, specials: list[str], single: str, pair: str) -> None:
+    """Add special tokens, and templates of them around one text and around a pair."""
+    tokenizer.add_special_tokens(specials)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=pair,
+        special_tokens=[(token, i) for i, token in enumerate(specials) if token in single],
+    )
+
+
 def _mistral_tokenizer() -> Tokenizer:
     """Return a tokenizer like Mistral 7B v0.1's: ▁ begins a word, and only <s> is added."""
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     words = pre_tokenizers.Split("▁", "merged_with_next")
-    tokenizer = Tokenizer(_train_bpe(["<unk>", "<s>", "</s>", *_BYTES], normalizer, words, []))
+    specials = ["<unk>", "<s>", "</s>"]
+    tokenizer = Tokenizer(_train_bpe([*specials, *_BYTES], normalizer, words, []))
     tokenizer.normalizer = normalizer
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
-    )
+    _add_specials(tokenizer, specials, "<s> $A", "<s> $A <s> $B")
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
@@ -249,12 +252,8 @@ def _xlm_r_tokenizer() -> Tokenizer:
     )
     tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.Metaspace("▁", "always")
-    tokenizer.add_special_tokens([*specials, "<mask>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>",
-        pair="<s> $A </s> </s> $B </s>",
-        special_tokens=[("<s>", 0), ("</s>", 2)],
-    )
+    tokens = [*specials, "<mask>"]
+    _add_specials(tokenizer, tokens, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
     return tokenizer
 
 
@@ -265,12 +264,7 @@ def _gemma_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(_train_bpe([*specials, *_BYTES], normalizer, words, []))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    tokenizer.add_special_tokens(specials)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>",
-        pair="<bos> $A <eos> <bos> $B <eos>",
-        special_tokens=[("<bos>", 2), ("<eos>", 1)],
-    )
+    _add_specials(tokenizer, specials, "<bos> $A <eos>", "<bos> $A <eos> <bos> $B <eos>")
     return tokenizer
 
 
@@ -318,82 +312,67 @@ def _config_values(tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
     }
 
 
-def _with_lm_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with the names of a model that has a language-model head."""
-    head = {"lm_head.weight": torch.randn_like(weights["embed_tokens.weight"])}
-    return {**{f"model.{key}": value for key, value in weights.items()}, **head}
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer, kind: str, **settings: Any) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = {"model_max_length": POSITIONS, "tokenizer_class": kind, **settings}
+    write_json(folder / "tokenizer_config.json", values)
 
 
 def _save_decoder(
     folder: Path, family: str, tokenizer: Tokenizer, head: bool, **shape: Any
 ) -> tuple[Any, dict[str, Tensor]]:
+    """Save a decoder, with the names of a model that has a language-model head if ``head``."""
     import transformers
 
-    config_kind = getattr(transformers, f"{family}Config")
-    config = config_kind(
-        **_config_values(
-            tokenizer, num_key_value_heads=2, **{"max_position_embeddings": 4096, **shape}
-        )
-    )
+    values = {"max_position_embeddings": 4096, "num_key_value_heads": 2, **shape}
+    config = getattr(transformers, f"{family}Config")(**_config_values(tokenizer, **values))
     network = _random_network(getattr(transformers, f"{family}Model"), config)
-    weights = network.state_dict()
-    written = _with_lm_head(weights) if head else weights
+    weights = written = network.state_dict()
+    if head:
+        written = {f"model.{key}": value for key, value in weights.items()}
+        written["lm_head.weight"] = torch.randn_like(weights["embed_tokens.weight"])
     _save(folder, config, written, architectures=[f"{family}{'ForCausalLM' if head else 'Model'}"])
     return network, weights
-
-
-def _save_tokenizer(
-    folder: Path, tokenizer: Tokenizer, kind: str, tokens: Mapping[str, str | None], **settings: Any
-) -> None:
-    """Write tokenizer.json, and a config with the special tokens by their role."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    named = {f"{role}_token": token for role, token in tokens.items()}
-    defaults = {"tokenizer_class": kind, "model_max_length": POSITIONS}
-    write_json(folder / "tokenizer_config.json", {**defaults, **named, **settings})
 
 
 def _build_mistral(folder: Path, head: bool = False, end: bool = True) -> TinyCheckpoint:
     """Write a Mistral whose tokenizer.json adds only <s>; its config may add </s>."""
     tokenizer = _mistral_tokenizer()
     network, weights = _save_decoder(folder, "Mistral", tokenizer, head)
-    tokens = {**MISTRAL_TOKENS, "pad": "</s>"}
-    _save_tokenizer(folder, tokenizer, "LlamaTokenizer", tokens, **_mistral_settings(end))
+    settings = {**_MISTRAL_SETTINGS, "add_eos_token": end, "pad_token": "</s>"}
+    _save_tokenizer(folder, tokenizer, "LlamaTokenizer", **settings)
     return TinyCheckpoint(folder, network, tokenizer, weights, [1], [2])
 
 
-def _mistral_settings(end: bool) -> dict[str, Any]:
-    return {"add_bos_token": True, "add_eos_token": end, "model_max_length": 10**30}
+_MISTRAL_SETTINGS = {
+    "add_bos_token": True,
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "model_max_length": 10**30,
+}
 
 
-def _build_qwen(
-    folder: Path, family: str = "Qwen3", head: bool = True, hidden: int = HIDDEN
-) -> TinyCheckpoint:
+def _build_qwen(folder: Path, family: str = "Qwen3") -> TinyCheckpoint:
     tokenizer = _qwen_tokenizer()
-    network, weights = _save_decoder(
-        folder, family, tokenizer, head, hidden_size=hidden, head_dim=hidden // HEADS
-    )
-    # The end token of chat models is not the one whose state is the embedding.
+    network, weights = _save_decoder(folder, family, tokenizer, head=True, head_dim=HIDDEN // HEADS)
     end = "<|endoftext|>"
-    eos = "<|im_end|>" if family == "Qwen3" else end
-    tokens = {"bos": None, "eos": eos, "pad": end, "unk": None}
-    _save_tokenizer(folder, tokenizer, "Qwen2Tokenizer", tokens, add_prefix_space=False)
+    settings = {"add_prefix_space": False, "bos_token": None, "pad_token": end, "unk_token": None}
+    # The end token of chat models is not the one whose state is the embedding.
+    settings["eos_token"] = "<|im_end|>" if family == "Qwen3" else end
+    _save_tokenizer(folder, tokenizer, "Qwen2Tokenizer", **settings)
     return TinyCheckpoint(folder, network, tokenizer, weights, [], [tokenizer.token_to_id(end)])
 
 
-def _build_gte_qwen2(
-    folder: Path, marker: Path | None = None, hidden: int = HIDDEN
-) -> TinyCheckpoint:
-    """Write a Qwen2 whose files request remote code, which creates ``marker`` if it runs."""
-    checkpoint = _build_qwen(folder, "Qwen2", hidden=hidden)
-    tasks = {"AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-    code = {name: f"modeling_qwen.Qwen2{task}" for name, task in tasks.items()}
-    change_json(folder / "config.json", auto_map=code)
-    tokenizers = [f"tokenization_qwen.Qwen2Tokenizer{end}" for end in ("", "Fast")]
-    settings = {"add_eos_token": True, "auto_map": {"AutoTokenizer": tokenizers}}
-    change_json(folder / "tokenizer_config.json", **settings)
-    if marker is not None:
-        for name in ("modeling_qwen.py", "tokenization_qwen.py"):
-            (folder / name).write_text(f"open({str(marker)!r}, 'w').close()\n")
+def _build_gte_qwen2(folder: Path) -> TinyCheckpoint:
+    """Write a Qwen2 whose files request remote code."""
+    checkpoint = _build_qwen(folder, "Qwen2")
+    kinds = {"AutoModel": "Qwen2Model", "AutoModelForCausalLM": "Qwen2ForCausalLM"}
+    auto_map = {auto: f"modeling_qwen.{kind}" for auto, kind in kinds.items()}
+    change_json(folder / "config.json", auto_map=auto_map)
+    names = [f"tokenization_qwen.Qwen2Tokenizer{end}" for end in ("", "Fast")]
+    path = folder / "tokenizer_config.json"
+    change_json(path, add_eos_token=True, auto_map={"AutoTokenizer": names})
     return checkpoint
 
 
@@ -414,9 +393,9 @@ def _build_gemma(folder: Path) -> TinyCheckpoint:
     network = _random_network(Gemma3TextModel, config)
     weights = network.state_dict()
     _save(folder, config, weights, architectures=["Gemma3TextModel"], sliding_window=8)
-    tokens = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"}
-    settings = {"add_bos_token": True, "add_eos_token": True}
-    _save_tokenizer(folder, tokenizer, "GemmaTokenizer", tokens, **settings)
+    settings = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+    settings |= {"add_bos_token": True, "add_eos_token": True}
+    _save_tokenizer(folder, tokenizer, "GemmaTokenizer", **settings)
     write_modules(folder, "Dense", "Dense", "Normalize")
     for path, width, out in (("2_Dense", HIDDEN, 48), ("3_Dense", 48, HIDDEN)):
         weights[path] = torch.randn(out, width) / width**0.5
@@ -424,46 +403,35 @@ def _build_gemma(folder: Path) -> TinyCheckpoint:
     return TinyCheckpoint(folder, network, tokenizer, weights, [2], [1])
 
 
+def _roberta_values(tokenizer: Tokenizer) -> dict[str, Any]:
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    sizes = {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}
+    return _config_values(tokenizer, **sizes, **ids)
+
+
 def _build_xlm_r(folder: Path, pooling: str = "mean") -> TinyCheckpoint:
     from transformers import XLMRobertaConfig, XLMRobertaModel
 
     tokenizer = _xlm_r_tokenizer()
-    config = XLMRobertaConfig(
-        **_config_values(tokenizer, max_position_embeddings=POSITIONS + 2, type_vocab_size=1),
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-    )
+    config = XLMRobertaConfig(**_roberta_values(tokenizer))
     network = _random_network(XLMRobertaModel, config)
     weights = network.state_dict()
     _save(folder, config, weights, architectures=["XLMRobertaModel"])
     write_modules(folder, "Normalize", pooling=pooling)
-    tokens = {"bos": "<s>", "eos": "</s>", "cls": "<s>", "sep": "</s>"}
-    tokens |= {"pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
-    _save_tokenizer(folder, tokenizer, "XLMRobertaTokenizer", tokens)
+    settings = {f"{name}_token": f"<{name}>" for name in ("pad", "unk", "mask")}
+    settings |= {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>"}
+    _save_tokenizer(folder, tokenizer, "XLMRobertaTokenizer", **settings)
     return TinyCheckpoint(folder, network, tokenizer, weights, [0], [2])
 
 
-def _build_simcse_roberta(folder: Path, hidden: int = HIDDEN) -> TinyCheckpoint:
+def _build_simcse_roberta(folder: Path) -> TinyCheckpoint:
     """As published in 2021: pytorch_model.bin, and a vocabulary without tokenizer.json."""
     from transformers import RobertaConfig, RobertaModel
 
     tokenizer = _roberta_tokenizer()
-    config = RobertaConfig(
-        **_config_values(
-            tokenizer,
-            hidden_size=hidden,
-            max_position_embeddings=POSITIONS + 2,
-            type_vocab_size=1,
-        ),
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-    )
+    config = RobertaConfig(**_roberta_values(tokenizer))
     network = _random_network(RobertaModel, config)
-    weights = network.state_dict()
-    _save(folder, config, {}, architectures=["RobertaModel"])
-    _save_pickled(folder, weights)
+    weights = _save_pickled(folder, network)
     tokenizer.model.save(str(folder))
     write_json(folder / "tokenizer_config.json", {"model_max_length": 512})
     return TinyCheckpoint(folder, network, tokenizer, weights, [0], [2])
@@ -475,9 +443,7 @@ def _build_simcse_bert(folder: Path, hidden: int = HIDDEN) -> TinyCheckpoint:
     tokenizer = _bert_tokenizer()
     config = BertConfig(**_config_values(tokenizer, hidden_size=hidden), pad_token_id=0)
     network = _random_network(BertModel, config)
-    weights = network.state_dict()
-    _save(folder, config, {}, architectures=["BertModel"])
-    _save_pickled(folder, weights)
+    weights = _save_pickled(folder, network)
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     (folder / "vocab.txt").write_text("\n".join(token for token, _ in vocabulary) + "\n")
     write_json(folder / "tokenizer_config.json", {"do_lower_case": True, "model_max_length": 512})
@@ -485,20 +451,23 @@ def _build_simcse_bert(folder: Path, hidden: int = HIDDEN) -> TinyCheckpoint:
     return TinyCheckpoint(folder, network, tokenizer, weights, [first], [last])
 
 
-def _save_pickled(folder: Path, weights: dict[str, Tensor]) -> None:
+def _save_pickled(folder: Path, network: Any) -> dict[str, Tensor]:
+    _save(folder, network.config, {}, architectures=[type(network).__name__])
+    weights: dict[str, Tensor] = network.state_dict()
     # Versions of that time saved the positions with the weights.
     positions = {"embeddings.position_ids": torch.arange(POSITIONS)[None]}
     torch.save({**weights, **positions}, folder / "pytorch_model.bin")
+    return weights
 
 
 # -- NV-Embed-v2 -------------------------------------------------------------------------------
 
 
-def _build_nv_embed(folder: Path, hidden: int = 64) -> TinyCheckpoint:
+def _build_nv_embed(folder: Path) -> TinyCheckpoint:
     """Write the layout of NV-Embed-v2: nested configs, its weight names, Mistral's tokenizer."""
     from transformers import MistralConfig, MistralModel
 
-    tokenizer = _mistral_tokenizer()
+    tokenizer, hidden = _mistral_tokenizer(), 64
     backbone = {
         **_config_values(tokenizer, hidden_size=hidden, max_position_embeddings=4096),
         "num_key_value_heads": 2,
@@ -509,8 +478,10 @@ def _build_nv_embed(folder: Path, hidden: int = 64) -> TinyCheckpoint:
     cross_heads, cross_head_dim, latents = 2, 48, 8
     inner = cross_heads * cross_head_dim
     first, second = (f"latent_attention_model.cross_attend_blocks.{i}." for i in (0, 1))
+    norms = (f"{first}norm", f"{first}norm_context", f"{second}norm")
     shapes = {
         "latent_attention_model.latents": (latents, hidden),
+        **{f"{norm}.{kind}": (hidden,) for norm in norms for kind in ("weight", "bias")},
         f"{first}fn.to_q.weight": (inner, hidden),
         f"{first}fn.to_kv.weight": (2 * inner, hidden),
         f"{first}fn.to_out.weight": (hidden, inner),
@@ -519,8 +490,6 @@ def _build_nv_embed(folder: Path, hidden: int = 64) -> TinyCheckpoint:
         f"{second}fn.net.2.weight": (hidden, 4 * hidden),
         f"{second}fn.net.2.bias": (hidden,),
     }
-    norms = (f"{first}norm", f"{first}norm_context", f"{second}norm")
-    shapes |= {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
     weights = {
         **{f"embedding_model.{key}": value for key, value in network.state_dict().items()},
         **{key: torch.randn(shape) * 0.3 for key, shape in shapes.items()},
@@ -558,8 +527,8 @@ def _build_nv_embed(folder: Path, hidden: int = 64) -> TinyCheckpoint:
             "torch_dtype": "float16",
         },
     )
-    settings = _mistral_settings(end=False)
-    _save_tokenizer(folder, tokenizer, "PreTrainedTokenizerFast", MISTRAL_TOKENS, **settings)
+    settings = {**_MISTRAL_SETTINGS, "add_eos_token": False}
+    _save_tokenizer(folder, tokenizer, "PreTrainedTokenizerFast", **settings)
     return TinyCheckpoint(folder, network, tokenizer, weights, [1], [2])
 
 

@@ -26,9 +26,8 @@ class StoringHub:
 
     Some repositories have faults. ``me/asked`` lists its files, but its terms must be accepted
     before a file is downloaded; ``me/gated`` does not even list them. The connection breaks within
-    the weights of ``me/broken``. Hostile ones: ``me/short`` announces files of another size,
-    ``me/outside`` lists a file outside of the repository, and ``me/garbled`` lists its files in
-    something that is not JSON.
+    the weights of ``me/broken``. ``me/outside`` lists a file outside of the repository, and
+    ``me/garbled`` lists its files in something that is not JSON.
 
     Attributes:
         url: its address.
@@ -171,8 +170,6 @@ class StoringHub:
             return 404, "", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": revision}
         content = files[file]
         headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": revision}
-        if repo == "me/short":
-            headers["X-Linked-Size"] = str(len(content) + 7)
         if repo == "me/broken" and file.endswith(".safetensors"):
             headers["Content-Length"] = str(len(content))
             content = content[:100]
@@ -270,7 +267,7 @@ def serve_hub(folder: Path) -> Iterator[str]:
     """
     files = _FolderFiles(folder)
     with serve_storing_hub() as hub:
-        for name in ("tiny", "asked", "broken", "short", "outside", "garbled"):
+        for name in ("tiny", "asked", "broken", "outside", "garbled"):
             hub.add(f"me/{name}", files, COMMIT)
         settings = {name: files[name] for name in files if not name.endswith(".safetensors")}
         hub.add("me/hollow", settings, COMMIT[::-1])

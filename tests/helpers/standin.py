@@ -123,11 +123,9 @@ class StandIn:
     Attributes:
         launches: number of kernel launches, by operator.
         copies: number of copies between the memory of the host and of a GPU, by direction.
-        waits: number of times that the host waited for a GPU, by operation and line, except waits
-            for an event.
-        events: number of times that the host waited for an event.
-        unpinned: number of copies to a GPU from pageable memory, by line. The host waits for
-            these, too.
+        waits: number of waits of the host for a GPU, by operation and line, except for an event.
+        events: number of waits of the host for an event.
+        unpinned: number of copies to a GPU from pageable memory, by line, which wait, too.
         used, peak: bytes in use on each GPU, now and at most.
     """
 
@@ -331,9 +329,6 @@ class StandIn:
         def used(device: Any = None) -> int:
             return self.used[index(device)]
 
-        def peak(device: Any = None) -> int:
-            return self.peak[index(device)]
-
         replaced: dict[str, Callable[..., Any]] = {
             "is_available": lambda: True,
             "_lazy_init": lambda: None,
@@ -345,10 +340,6 @@ class StandIn:
             "mem_get_info": lambda device=None: (self.total - used(device), self.total),
             "memory_allocated": used,
             "memory_reserved": used,
-            "max_memory_allocated": peak,
-            "reset_peak_memory_stats": lambda device=None: self.peak.__setitem__(
-                index(device), used(device)
-            ),
             "empty_cache": lambda: None,
             "synchronize": lambda device=None: self.wait("synchronize"),
             "set_per_process_memory_fraction": lambda share, device=None: setattr(
@@ -521,7 +512,8 @@ class _Functions(TorchFunctionMode):
             return Tensor.is_pinned(args[0])
         if func is Tensor.backward:  # the mode would be off within it
             with self:
-                return _backward(*args, **kwargs)
+                gradients = args[1:2] or [kwargs.pop("gradient", None)]
+                return torch.autograd.backward(args[0], *gradients, **kwargs)
         if type(kwargs.get("device")) is int:
             kwargs["device"] = torch.device("cuda", kwargs["device"])
         moves = {"to": None, "cpu": _CPU, "cuda": "cuda"}
@@ -573,55 +565,18 @@ class _Functions(TorchFunctionMode):
             _check_pinned(non_blocking)
             self._stand.wait("to(cpu)")
         self._stand.check_arrived([tensor])
-        return _Move.apply(tensor, device, dtype)
+        return _moved(tensor, device, dtype or tensor.dtype)
 
 
 def _to_arguments(rest: Sequence[Any], kwargs: Any) -> tuple[Any, Any, bool, bool]:
     """Return the device, dtype, ``non_blocking`` and ``copy`` of a call of ``Tensor.to``."""
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    other = kwargs.get("other")
-    flags = [kwargs.get("non_blocking", False), kwargs.get("copy", False)]
-    n_flags = 0
-    for value in rest:
-        if isinstance(value, Tensor):
-            other = value
-        elif isinstance(value, bool):
-            flags[n_flags] = value
-            n_flags += 1
-        elif isinstance(value, torch.dtype):
-            dtype = value
-        elif value is not None:
-            device = value
-    if other is not None:
-        device, dtype = device_of(other), other.dtype
-    return _as_device(device), dtype, *flags
-
-
-def _backward(
-    tensor: Tensor,
-    gradient: Any = None,
-    retain_graph: Any = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    gradients = None if gradient is None else [gradient]
-    torch.autograd.backward([tensor], gradients, retain_graph, create_graph, inputs=inputs)
-
-
-class _Move(torch.autograd.Function):
-    """A copy to another device, whose gradient is copied back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, device: Any, dtype: Any) -> Tensor:
-        ctx.back = device_of(tensor), tensor.dtype
-        return _moved(tensor, device, dtype or tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        device, dtype = ctx.back
-        if device.type == "cpu":
-            StandIn.current.wait("gradient to the CPU")
-        return _moved(gradient, device, dtype), None, None
+    others = [value for value in (*rest, kwargs.get("other")) if isinstance(value, Tensor)]
+    if others:
+        return device_of(others[0]), others[0].dtype, False, False
+    rest = [torch.device("cuda", value) if type(value) is int else value for value in rest]
+    parsed = {name: value for name, value in kwargs.items() if name != "copy"}
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **parsed)
+    return _as_device(device), dtype, non_blocking, kwargs.get("copy", False)
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -653,47 +608,25 @@ def varlen_attn(
     states, lengths = (query, key, value), (cu_seq_q, cu_seq_k)
     if device.type != "cuda" or any(device_of(tensor) != device for tensor in (*states, *lengths)):
         raise RuntimeError("varlen_attn: all tensors must be on one GPU")
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if any(x.dtype != query.dtype or x.stride(-1) != 1 for x in states):
-        raise RuntimeError("varlen_attn: one data type, and a contiguous last dimension")
-    if query.shape[2] > 256 or query.shape[2] % 8:
-        raise RuntimeError("FlashAttention: a head dimension of at most 256, a multiple of 8")
-    if any(x.dtype != torch.int32 or not x.is_contiguous() for x in lengths):
-        raise RuntimeError("cu_seqlens must have dtype int32 and be contiguous")
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError("Expect query and key/value to have the same number of heads")
-    if window_size not in ((-1, -1), (-1, 0)):
-        raise RuntimeError("the stand-in has no windows")
     with _inside():
         sizes = [ends.diff().max().item() for ends in lengths]
-        if [ends[-1].item() for ends in lengths] != [len(query), len(key)]:
-            raise RuntimeError("cu_seqlens do not cover the row")
-    if [max_q, max_k] != sizes:
-        raise RuntimeError(f"max_q and max_k are {max_q}, {max_k}; expected {sizes}")
+        totals = [ends[-1].item() for ends in lengths]
+    for problem, found in (
+        ("the type is not fp16 or bf16", query.dtype not in (torch.float16, torch.bfloat16)),
+        ("several types", any(x.dtype != query.dtype for x in states)),
+        ("a last dimension is not contiguous", any(x.stride(-1) != 1 for x in states)),
+        ("head dimension", query.shape[2] > 256 or query.shape[2] % 8 > 0),
+        ("cu_seqlens are not int32", any(x.dtype != torch.int32 for x in lengths)),
+        ("cu_seqlens are not contiguous", not all(x.is_contiguous() for x in lengths)),
+        ("numbers of heads differ", query.shape[1] != key.shape[1] and not enable_gqa),
+        ("the stand-in has no windows", window_size not in ((-1, -1), (-1, 0))),
+        ("cu_seqlens do not cover the row", totals != [len(query), len(key)]),
+        ("max_q and max_k", [max_q, max_k] != sizes),
+    ):
+        if found:
+            raise RuntimeError(f"varlen_attn: {problem}")
     StandIn.current.launches["varlen_attn"] += 1
     options |= {"window_size": window_size, "enable_gqa": enable_gqa}
-    return _Varlen.apply(*states, (*lengths, max_q, max_k), options)
-
-
-class _Varlen(torch.autograd.Function):
-    """The reference attention and its gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sizes: Any, options: Any
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.rest = sizes, options
-        with _inside():
-            output = reference_attention(query, key, value, *sizes, **options)
-        return StandIn.current.tag(output, device_of(query))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        device, (sizes, options) = device_of(gradient), ctx.rest
-        with _inside(), torch.enable_grad():
-            inputs = [tensor.detach().clone().requires_grad_(True) for tensor in ctx.saved_tensors]
-            output = reference_attention(*inputs, *sizes, **options)
-            gradients = torch.autograd.grad(output, inputs, gradient.detach().clone())
-        return *(StandIn.current.tag(tensor, device) for tensor in gradients), None, None
+    with _inside():
+        output = reference_attention(*states, *lengths, max_q, max_k, **options)
+    return StandIn.current.tag(output, device)

@@ -9,20 +9,19 @@ import json
 import shutil
 import sys
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
 from helpers.adapters import save_adapter
-from helpers.checkpoints import change_json, load_on_cpu, write_modules
+from helpers.checkpoints import change_json, load_on_cpu
 from helpers.vectors import cosines
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import llmcond
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.cli import run
+from llmcond.commands.lists import check_model
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve, resolve_base
 from llmcond.encoders.adapter import (
     CONFIG,
@@ -142,15 +141,6 @@ def xlm_r_case(folder):
     return checkpoint.folder, None, expected
 
 
-def pooler_case(folder):
-    targets = r".*\.(query|dense)"
-    checkpoint, model = adapt("simcse-bert", folder, target_modules=targets, use_rslora=True)
-    expected = compute_one_by_one(
-        tokenize(checkpoint), lambda ids: model(input_ids=ids).pooler_output[0]
-    )
-    return checkpoint.folder, "princeton-nlp/sup-simcse-bert-base-uncased", expected
-
-
 def nv_embed_case(folder):
     checkpoint = checkpoints.build_checkpoint("nv-embed", folder / "base")
     config = load_config(resolve(str(checkpoint.folder), CPU).checkpoint)
@@ -166,7 +156,6 @@ CASES = {
     "language model": language_model_case,
     "qwen2": qwen_case,
     "xlm-r": xlm_r_case,
-    "pooler": pooler_case,
     "nv-embed": nv_embed_case,
 }
 
@@ -208,8 +197,6 @@ def test_vectors_match_peft(tmp_path, kind):
     assert encoder.engine.packs == base.engine.packs
     network = encoder.engine.model.network
     assert not any("lora" in type(module).__module__ for module in network.modules())
-    assert not hasattr(network, "peft_config")
-    assert not network.training
     assert not any(weight.requires_grad for weight in network.parameters())
     if kind == "nv-embed":
         unfolded = encode_texts(tmp_path / "tuned", fold_latents=False)
@@ -264,20 +251,15 @@ def test_attach_works_on_weights_offloaded_by_accelerate(bert, monkeypatch):
     ids = torch.tensor([[2, 5, 6, 7, 3]])
     # Loading with peft itself may move a model to another device; ``attach`` must not.
     monkeypatch.setattr("peft.utils.infer_device", lambda: "cuda")
-
-    def compute_states(network):
-        with torch.no_grad():
-            return network(input_ids=ids).last_hidden_state
-
     merged, plain = (BertModel.from_pretrained(base, add_pooling_layer=False) for _ in range(2))
     merged.hf_device_map = {"": "cpu"}
-    base_states = compute_states(plain.eval())
-    expected = compute_states(attach(merged.eval(), folder, "x", merge=True))
+    attach(merged.eval(), folder, "x", merge=True)
     assert {weight.device.type for weight in merged.parameters()} == {"cpu"}
-    offloaded = cpu_offload(plain, torch.device("cpu"))
+    offloaded = cpu_offload(plain.eval(), torch.device("cpu"))
     assert all(weight.is_meta for weight in offloaded.parameters())
-    actual = compute_states(attach(offloaded, folder, "x", merge=True))
-    assert (actual - base_states).abs().max() > 0.01
+    attach(offloaded, folder, "x", merge=True)
+    with torch.no_grad():
+        actual, expected = (network(ids).last_hidden_state for network in (offloaded, merged))
     torch.testing.assert_close(actual, expected)
 
 
@@ -285,11 +267,8 @@ def test_attach_works_on_weights_offloaded_by_accelerate(bert, monkeypatch):
 
 
 def test_identity_names_adapter_and_base(tuned):
-    weights = identify(tuned).weights
-    adapter, _, base = weights.partition(" on ")
+    adapter, _, base = identify(tuned).weights.partition(" on ")
     assert base == identify("minilm").weights
-    assert adapter.startswith("sha256:")
-    assert len(adapter) == len("sha256:") + 64
     tensors = load_file(tuned / WEIGHTS)
     next(iter(tensors.values()))[0, 0] += 1
     save_file(tensors, tuned / WEIGHTS, {"format": "pt"})
@@ -306,12 +285,9 @@ def test_fingerprint_depends_on_config_fields_that_affect_vectors(tuned):
 
     expected = fingerprint({})
     for change in (
-        {"base_model_name_or_path": MINILM.repo},
-        {"task_type": "FEATURE_EXTRACTION"},
-        {"lora_dropout": 0.5},
+        {"base_model_name_or_path": MINILM.repo, "lora_dropout": 0.5},
         {"target_modules": ["value", "query", "dense"]},  # in another order
-        {"rank_pattern": None},
-        {"a_field_of_later_versions": None},
+        {"rank_pattern": None, "a_field_of_later_versions": None},
     ):
         assert fingerprint(change) == expected, change
     for change in (
@@ -319,7 +295,6 @@ def test_fingerprint_depends_on_config_fields_that_affect_vectors(tuned):
         {"lora_alpha": 16},
         {"use_rslora": True},
         {"target_modules": ["query"]},
-        {"alpha_pattern": {"query": 3}},
         {"rank_pattern": {"query": 3}},
         {"layers_to_transform": [1]},
     ):
@@ -327,17 +302,13 @@ def test_fingerprint_depends_on_config_fields_that_affect_vectors(tuned):
     expected = fingerprint({"r": 8, "lora_alpha": 8})  # the defaults of peft
     del original["r"], original["lora_alpha"]
     assert fingerprint({}) == expected
-    fingerprint({"r": 4, "lora_alpha": 0})
-    assert max_deviation(encode_texts(tuned), encode_texts("minilm")) < 1e-6
 
 
 def test_base_alone_keeps_its_settings(bert):
     base, folder = bert
     write_record(folder, base=str(base), like=None, settings={"pooling": "cls", "max_length": 16})
     resolved_adapter, resolved_base = resolve(str(folder), CPU), resolve(str(base), CPU)
-    assert resolved_adapter.identity.pooling == "cls"
     assert resolve_base(resolved_adapter).identity == resolved_base.identity
-    assert resolve_base(resolved_adapter).checkpoint.name == str(base)
     # An encoder that was not trained is its own base. One trained as a whole has no known base.
     assert resolve_base(resolved_base) is resolved_base
     write_record(base, base=None, like=None, settings={"pooling": "cls"})
@@ -351,36 +322,28 @@ def test_base_may_be_relative_to_adapter_and_its_revision_is_ignored(bert, monke
     monkeypatch.chdir(tmp_path / "elsewhere")
     change_json(folder / CONFIG, base_model_name_or_path=f"../{base.name}", revision="main")
     assert identify(folder) == expected
-    write_record(folder, base=str(base), revision="0" * 40, like=None, settings={})
-    assert identify(folder) == expected
 
 
 def test_like_must_match_known_base_of_adapter(tuned):
     resolved = resolve(str(tuned), CPU)
-    checkpoint = resolved.checkpoint
-    assert (checkpoint.known, checkpoint.folder) == (MINILM, minilm_folder())
-    assert (checkpoint.adapter, checkpoint.name) == (tuned, str(tuned))
+    assert (resolved.checkpoint.known, resolved.checkpoint.folder) == (MINILM, minilm_folder())
     assert (resolved.assumed, resolved.identity.max_length) == ((), 256)  # those of the alias
     assert identify(tuned, like="minilm") == resolved.identity
     with pytest.raises(UserError, match=rf"with the settings of minilm, so like cannot be {QWEN}"):
         identify(tuned, like=QWEN)
-    with pytest.raises(UserError, match="only models on the hub have"):
-        identify(tuned, revision="main")
 
 
 def test_missing_base_is_reported(bert, tuned):
     base, folder = bert
     shutil.rmtree(base)
-    with pytest.raises(UserError) as raised:
-        load_on_cpu(folder)
-    assert f"{folder} is an adapter of {base}, according to its {CONFIG}, but" in str(raised.value)
-    assert f"Restore the base, or change base_model_name_or_path in {CONFIG}." in str(raised.value)
-    change_json(folder / CONFIG, base_model_name_or_path=None)
-    with pytest.raises(UserError, match=rf"its {CONFIG} does not name the encoder .* Set base_"):
-        load_on_cpu(folder)
-    for base in (tuned, folder):  # the second adapter names itself
-        change_json(folder / CONFIG, base_model_name_or_path=str(base))
-        with pytest.raises(UserError, match=rf"{base} is an adapter, so it cannot be the base of"):
+    for name, message in (
+        (str(base), f"{folder} is an adapter of {base}, according to its {CONFIG}, but.*Restore"),
+        (None, rf"its {CONFIG} does not name the encoder .* Set base_"),
+        (str(tuned), f"{tuned} is an adapter, so it cannot be the base of"),
+        (str(folder), f"{folder} is an adapter, so it cannot be the base of"),
+    ):
+        change_json(folder / CONFIG, base_model_name_or_path=name)
+        with pytest.raises(UserError, match=message):
             load_on_cpu(folder)
 
 
@@ -395,6 +358,7 @@ def change_tensors(folder, removed=None, **added):
 
 
 UNEXPECTED = {"encoder.layer.7.attention.self.query.lora_A.weight": torch.ones(1)}
+NAN = {"encoder.layer.0.attention.self.query.lora_A.weight": torch.full((4, 32), torch.nan)}
 
 
 @pytest.mark.parametrize(
@@ -402,6 +366,7 @@ UNEXPECTED = {"encoder.layer.7.attention.self.query.lora_A.weight": torch.ones(1
     [
         ({}, {"removed": "layer.1."}, r"lacks 4 tensors \(encoder\.layer\.1\.attention\.self\.qu"),
         ({}, UNEXPECTED, r"has 1 tensors \(encoder\.layer\.7\..*do not belong"),
+        ({}, NAN, "has NaN or infinity in 1 tensors"),
         ({"target_modules": ["query"]}, {}, r"has 4 tensors .*value\.lora_A.* do not belong to it"),
         ({"r": 8}, {}, r"lora_A\.weight of the shape \(4, 32\); expected \(8, 32\)"),
         ({"r": 10**7}, {}, "has a rank of 10,000,000, but its tensors have at most 32"),
@@ -409,7 +374,7 @@ UNEXPECTED = {"encoder.layer.7.attention.self.query.lora_A.weight": torch.ones(1
         ({"peft_type": "IA3"}, {}, "of the type 'IA3', and only LORA is supported"),
         ({"bias": "all"}, {}, "bias = 'all', which is not supported"),
         ({"init_lora_weights": "pissa"}, {}, "changes the base's weights too. Convert it"),
-        ({"r": 0}, {}, r"cannot be applied to its base \(bert\)"),
+        ({"target_modules": "(("}, {}, r"cannot be applied to its base \(bert\)"),
     ],
 )
 @pytest.mark.usefixtures("native_16_bit")
@@ -439,27 +404,17 @@ def test_adapter_of_other_base_is_rejected(bert, tiny_checkpoint):
 
 
 def test_unreadable_files_are_rejected(bert):
-    _, folder = bert
-    for content in ((folder / WEIGHTS).read_bytes()[:-10], b"not safetensors"):
-        (folder / WEIGHTS).write_bytes(content)
-        with pytest.raises(LlmcondError, match=rf"{WEIGHTS} of .* cannot be read") as raised:
-            load_on_cpu(folder)
-        assert "\n" not in str(raised.value)
+    base, folder = bert
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-10])
+    with pytest.raises(LlmcondError, match=rf"{WEIGHTS} of .* cannot be read"):
+        load_on_cpu(folder)
     torch.save({}, folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"adapter_model\.bin is not read.*safe_serialization"):
         load_on_cpu(folder)
-
-
-def test_settings_without_effect_on_vectors_are_accepted(bert, caplog):
-    _, folder = bert
-    expected = encode_texts(folder)
-    for init in (True, "gaussian", "orthogonal"):
-        change_json(folder / CONFIG, init_lora_weights=init)
-        np.testing.assert_array_equal(encode_texts(folder), expected)
-    change_json(folder / CONFIG, of_later_versions=3, off_in_later_versions=None)
-    np.testing.assert_array_equal(encode_texts(folder), expected)
-    assert "another version of peft, and of_later_versions in its" in caplog.text
+    shutil.copy(base / "config.json", folder)
+    with pytest.raises(UserError, match=r"both a model and an adapter\. Remove config\.json"):
+        load_on_cpu(folder)
 
 
 def test_only_special_adapters_need_peft(bert, monkeypatch):
@@ -473,10 +428,6 @@ def test_only_special_adapters_need_peft(bert, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # importing it raises an ImportError
     assert np.abs(encode_texts(folder) - encode_texts(base)).max() > 0.01
     change_json(folder / CONFIG, use_dora=True)
-    monkeypatch.setattr(
-        "llmcond.encoders.loading.fetch_weights",
-        lambda _: pytest.fail("weights were fetched"),
-    )
     expected = r"not plain LoRA on unquantised .*needs peft\. .*pip install 'llmcond\[lora\]'"
     with pytest.raises(UserError, match=expected):
         load_on_cpu(folder)
@@ -485,26 +436,15 @@ def test_only_special_adapters_need_peft(bert, monkeypatch):
 # -- training record ---------------------------------------------------------------------------
 
 SETTINGS = {
-    "attention": "bidirectional",
-    "pooling": "cls",
-    "pool_over": "all",
-    "normalize": False,
-    "max_length": 24,
-    "instruction_format": "{instruction}: {text}",
-    "special_tokens": "tokenizer",
-}
+    "attention": "bidirectional", "pooling": "cls", "pool_over": "all", "normalize": False,
+    "max_length": 24, "instruction_format": "{instruction}: {text}", "special_tokens": "tokenizer",
+}  # fmt: skip
 
 
 def write_record(folder, **changes):
-    fields = {
-        "base": "minilm",
-        "revision": None,
-        "like": MINILM.repo,
-        "settings": SETTINGS,
-        "quantize": "none",
-        "base_weights": None,
-    }
-    write_encoder_record(folder, EncoderRecord(**{**fields, **changes}))
+    fields = {"base": "minilm", "revision": None, "like": MINILM.repo, "settings": SETTINGS}
+    fields |= {"quantize": "none", "base_weights": None, **changes}
+    write_encoder_record(folder, EncoderRecord(**fields))
 
 
 def test_settings_of_training_are_the_defaults(tuned):
@@ -518,9 +458,6 @@ def test_settings_of_training_are_the_defaults(tuned):
     for changes in ({}, options):
         identity = identify(tuned, **changes)
         assert {name: getattr(identity, name) for name in SETTINGS} == {**SETTINGS, **changes}
-    write_record(tuned, settings={"pooling": "mean", "pool_over": "text"})
-    poolings = ({}, {"pooling": "last"}, {"pooling": "cls"})
-    assert [identify(tuned, **options).pool_over for options in poolings] == ["text", "text", "all"]
 
 
 def test_recorded_base_and_like_override_adapter_config(tmp_path, bert):
@@ -552,36 +489,31 @@ def test_base_with_other_weights_than_in_training_is_rejected(bert, tiny_checkpo
         load_on_cpu(folder)
 
 
-def test_quantisation_in_training_is_reported(tuned, capsys):
+def test_quantisation_in_training_is_reported(tuned):
     write_record(tuned, quantize="4bit")
     (message,) = resolve(str(tuned), CPU).assumed
     assert "trained on 4bit" in message
     assert resolve(str(tuned), EncoderOptions(device="cpu", quantize="4bit")).assumed == ()
-    assert run(["models", "--check", str(tuned), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["name"], report["pooling"]) == (str(tuned), "cls")
+    report, _ = check_model(str(tuned), CPU)
     assert report["source"] == f"{tuned} on {minilm_folder()}"
     assert "--quantize 4bit" in report["assumed"][0]
     change_tensors(tuned, removed="layer.5.")
-    assert run(["models", "--check", str(tuned)]) == 2
-    assert "tensors (encoder.layer.5." in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"tensors \(encoder\.layer\.5\."):
+        check_model(str(tuned), CPU)
 
 
 def test_damaged_records_are_named(tuned):
     for change, message in (
         ({"quantize": "5bit"}, "quantize = '5bit'"),
-        ({"settings": {"pooling": "max"}}, "pooling = 'max'"),
+        ({"settings": {"max_length": True}}, "max_length = True"),
         ({"settings": {"dtype": "float32"}}, "dtype = 'float32'"),
-        ({"format": 2}, "newer version"),
         ({"like": "nothing"}, "not a known model"),
         ({"base": None}, "does not name the encoder .* Set base to"),
     ):
         write_record(tuned)
         change_json(tuned / ENCODER_RECORD, **change)
-        with pytest.raises(LlmcondError, match=message) as raised:
+        with pytest.raises(LlmcondError, match=rf"{ENCODER_RECORD}.*{message}"):
             identify(tuned)
-        assert ENCODER_RECORD in str(raised.value)
-        assert "\n" not in str(raised.value)
 
 
 def test_full_checkpoint_uses_settings_of_training(bert):
@@ -590,37 +522,13 @@ def test_full_checkpoint_uses_settings_of_training(bert):
     write_record(base, base=None, like=None, base_weights="sha256:00", quantize="4bit")
     resolved = resolve(str(base), CPU)
     assert {name: getattr(resolved.identity, name) for name in SETTINGS} == SETTINGS
-    assert resolved.assumed == ()
     # The weights have the same digest, because the identity has fields for the settings.
     assert identify(base, **{name: getattr(plain, name) for name in SETTINGS}) == plain
     (base / ENCODER_RECORD).write_text(json.dumps({"the": 5, "format": 18_982, "settings": 33_692}))
     assert identify(base) == plain  # a vocabulary of the same name
 
 
-def test_sentence_transformers_settings_next_to_adapter_are_used(tuned):
-    write_modules(tuned, pooling="cls")
-    change_json(tuned / "sentence_bert_config.json", max_seq_length=48)
-    identity = identify(tuned)
-    assert (identity.pooling, identity.normalize, identity.max_length) == ("cls", False, 48)
-    assert identify(tuned, pooling="mean").pooling == "mean"
-    write_record(tuned, settings={"pooling": "last"})
-    assert identify(tuned).pooling == "last"
-    for kind, message in (("Dense", "dense layer after its pooling, which"), ("LSTM", "'LSTM'")):
-        write_modules(tuned, kind)
-        with pytest.raises(UserError, match=message):
-            identify(tuned)
-
-
 # -- the hub, and runs -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache of the hub, in offline mode."""
-    folder = tmp_path / "hub"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return folder
 
 
 def test_adapter_and_base_are_loaded_from_hub(cache, tmp_path):
@@ -636,15 +544,20 @@ def test_adapter_and_base_are_loaded_from_hub(cache, tmp_path):
     assert encoder.identity == identify(folder)
 
 
+@pytest.mark.usefixtures("cache")
+def test_unreachable_base_is_no_user_error(tuned):
+    change_json(tuned / CONFIG, base_model_name_or_path="me/base")
+    with pytest.raises(LlmcondError, match=rf"{tuned} is an adapter of me/base") as raised:
+        load_on_cpu(tuned)
+    assert type(raised.value) is LlmcondError
+
+
 def test_run_records_adapter_and_rejects_changed_one(tuned, tmp_path, monkeypatch, write_rows):
     rows = [("two men play", f"{n} dogs", "the number", 1 + n % 5) for n in range(6)]
     options = {"data": str(write_rows(rows)), "run": tmp_path / "run", "device": "cpu"}
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         llmcond.extract(model=tuned.name, dtype="float32", **options)
-    manifest = json.loads((tmp_path / "run" / "run.json").read_text())["encoder"]
-    assert (manifest["model"], manifest["revision"]) == (str(tuned), None)
-    assert manifest["identity"]["weights"] == identify(tuned).weights
     assert open_run(tmp_path / "run").resolve_encoder("cpu").identity == identify(tuned)
     # A changed adapter at the same path is a different encoder.
     change_json(tuned / CONFIG, lora_alpha=9)

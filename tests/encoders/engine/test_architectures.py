@@ -7,23 +7,20 @@ themselves, with eager attention, whose direction depends on the mask alone.
 import copy
 import json
 import os
-import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import huggingface_hub
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
+from helpers.checkpoints import load_on_cpu
 from helpers.vectors import assert_close, cosines
 from torch import nn
 from torch.nn import functional
 
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders import EncoderInput
 from llmcond.encoders.torch import engine
 
 # Networks this small finish before a second thread would have started.
@@ -48,11 +45,6 @@ GTE_QWEN2 = "Alibaba-NLP/gte-Qwen2-7B-instruct"
 
 def inputs(instruction="", texts=TEXTS):
     return [EncoderInput(instruction, text) for text in texts]
-
-
-def load(name, **options):
-    fixed = {"dtype": "float32", "device": "cpu", "runtime": "torch"}
-    return load_encoder(str(name), **{**fixed, **options})
 
 
 # -- references --------------------------------------------------------------------------------
@@ -103,8 +95,8 @@ class Case:
     instruction_format: str = ""
     options: dict = field(default_factory=dict)
 
-    def build(self, folder, **options):
-        return checkpoints.build_checkpoint(self.kind, folder, **self.options, **options)
+    def build(self, folder):
+        return checkpoints.build_checkpoint(self.kind, folder, **self.options)
 
     def ids(self, checkpoint, item, max_length=None):
         text = item.text
@@ -143,15 +135,6 @@ CASES = {
 }
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A temporary cache of the hub, in offline mode."""
-    # The library reads these from the environment on import, which has already happened.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
-
-
 # -- known models ------------------------------------------------------------------------------
 
 
@@ -160,7 +143,7 @@ def test_known_model_matches_transformers(name, cache, tmp_path):
     case = CASES[name]
     checkpoint = case.build(tmp_path / "model")
     commit = checkpoints.write_to_hub_cache(checkpoint.folder, cache, name)
-    encoder = load(name, max_tokens_per_batch=1_000)
+    encoder = load_on_cpu(name, max_tokens_per_batch=1_000)
     assert encoder.identity.weights == f"hub:{name}@{commit}"
     assert encoder.resolved.assumed == ()
     items = inputs()
@@ -174,64 +157,8 @@ def test_known_model_matches_transformers(name, cache, tmp_path):
     assert encoded.n_tokens.tolist() == [len(case.ids(checkpoint, item)) for item in items]
     # Cut inputs keep their special tokens.
     items = inputs() + (inputs("classification") if case.instruction_format else [])
-    cut = load(name, max_length=24)
+    cut = load_on_cpu(name, max_length=24)
     assert_close(cut.encode(items), case.vectors(checkpoint, items, max_length=24))
-
-
-def test_missing_dense_layers_are_downloaded(tmp_path, monkeypatch):
-    """transformers downloads its own files only, not those of sentence-transformers."""
-    name, cache = "google/embeddinggemma-300m", tmp_path / "hub"
-    checkpoint = CASES[name].build(tmp_path / "model")
-    commit = checkpoints.write_to_hub_cache(checkpoint.folder, cache, name)
-    snapshot = cache / "models--google--embeddinggemma-300m" / "snapshots" / commit
-    files = [f"{layer}/model.safetensors" for layer in ("2_Dense", "3_Dense")]
-    for file in files:
-        (snapshot / file).unlink()
-
-    def download(repo, allow_patterns, **options):
-        if "*.safetensors" in allow_patterns:
-            for file in files:
-                shutil.copyfile(checkpoint.folder / file, snapshot / file)
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert_close(load(name).encode(inputs()), CASES[name].vectors(checkpoint, inputs()))
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "settings"),
-    [
-        ("mistral", {"head": True}, {"like": "Salesforce/SFR-Embedding-Mistral"}),
-        ("nv-embed", {}, {"quantize": "4bit"}),
-    ],
-)
-def test_sharded_checkpoint_gives_identical_vectors(tmp_path, kind, options, settings):
-    folder = checkpoints.build_checkpoint(kind, tmp_path / "model", **options).folder
-    items = inputs(INSTRUCTION)
-    whole = load(folder, **settings).encode(items)
-    checkpoints.shard(folder)
-    np.testing.assert_array_equal(load(folder, **settings).encode(items), whole)
-
-
-def test_remote_code_never_runs(cache, tmp_path, monkeypatch):
-    marker = tmp_path / "ran"
-    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model", marker=marker)
-    name = "Alibaba-NLP/gte-Qwen2-1.5B-instruct"
-    checkpoints.write_to_hub_cache(checkpoint.folder, cache, name)
-    # If the code asked for confirmation, the answer "y" would run it.
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    expected = CASES[GTE_QWEN2].vectors(checkpoint, inputs())
-    assert_close(load(name).encode(inputs()), expected)
-    assert_close(load(checkpoint.folder, like=name).encode(inputs()), expected)
-    with pytest.raises(UserError, match=r"needs code from its repository.*--like NAME"):
-        load(checkpoint.folder)
-    assert not marker.exists()
-
-
-def test_unknown_mistral_gets_end_token_set_in_config(tmp_path):
-    checkpoint = checkpoints.build_checkpoint("mistral", tmp_path / "model")
-    rows = load(checkpoint.folder, pooling="last")._tokenizer(inputs())
-    assert {(row.ids[0], row.ids[-1]) for row in rows} == {(1, 2)}
 
 
 # -- NV-Embed-v2 -------------------------------------------------------------------------------
@@ -285,23 +212,22 @@ def nv_checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
 def test_nv_embed_matches_reference(nv_checkpoint, cache, fold):
     name = "nvidia/NV-Embed-v2"
-    commit = checkpoints.write_to_hub_cache(nv_checkpoint.folder, cache, name)
-    encoder = load(name, fold_latents=fold)
-    assert encoder.identity.weights == f"hub:{name}@{commit}"
+    checkpoints.write_to_hub_cache(nv_checkpoint.folder, cache, name)
+    encoder = load_on_cpu(name, fold_latents=fold)
     items = [item for task in ("", *TASKS) for item in inputs(task)]
     expected = nv_vectors(nv_checkpoint, items)
     assert_close(encoder.encode(items), expected)
     assert_close(np.concatenate([encoder.encode([item]) for item in items]), expected)
     items = [*inputs(), *inputs("classification")]
-    cut = load(name, fold_latents=fold, max_length=24, max_tokens_per_batch=33)
+    cut = load_on_cpu(name, fold_latents=fold, max_length=24, max_tokens_per_batch=33)
     assert_close(cut.encode(items), nv_vectors(nv_checkpoint, items, max_length=24))
     # Without a space at the end, one token of the instruction is pooled, as in the original.
     for instruction_format in ("Instruct: {instruction}\nQuery:{text}", "{instruction}  \n{text}"):
         options = {"instruction_format": instruction_format}
-        vectors = load(name, fold_latents=fold, **options).encode(inputs(INSTRUCTION))
+        vectors = load_on_cpu(name, fold_latents=fold, **options).encode(inputs(INSTRUCTION))
         assert_close(vectors, nv_vectors(nv_checkpoint, inputs(INSTRUCTION), **options))
     with pytest.raises(UserError, match="too long without its sentence: 'dogs'"):
-        load(name, max_length=8).encode(inputs(INSTRUCTION, ["dogs"]))
+        load_on_cpu(name, max_length=8).encode(inputs(INSTRUCTION, ["dogs"]))
 
 
 def test_nv_embed_matches_recorded_vectors_of_original_code():
@@ -309,7 +235,7 @@ def test_nv_embed_matches_recorded_vectors_of_original_code():
     folder = Path(data).parent / "fixtures" / "nvembed-tiny" if data else None
     if folder is None or not folder.is_dir():
         pytest.skip("LLMCOND_DATA is not set, or its parent has no fixtures/nvembed-tiny")
-    encoder = load(folder)
+    encoder = load_on_cpu(folder)
     for case in json.loads((folder / "expected.json").read_text(encoding="utf-8")):
         task = case["instruction"].removeprefix("Instruct: ").removesuffix("\nQuery: ")
         vectors = encoder.encode(inputs(task, case["texts"]))
@@ -324,26 +250,8 @@ def test_attention_option_sets_direction_of_decoder(tmp_path, attention):
     # The folder is no known model, so the tokenizer's files decide on the special tokens.
     case = Case("mistral", attention, "last")
     checkpoint = case.build(tmp_path / "model")
-    vectors = load(checkpoint.folder, attention=attention, pooling="last").encode(inputs())
+    vectors = load_on_cpu(checkpoint.folder, attention=attention, pooling="last").encode(inputs())
     assert_close(vectors, case.vectors(checkpoint, inputs()))
-
-
-def override_direction(monkeypatch, to_causal):
-    """Change ``is_causal`` in loaded configs, as if transformers ignored the requested direction.
-
-    None removes the setting, which older versions of transformers did not read.
-    """
-    original = engine.load_config
-
-    def load_config(checkpoint, attention):
-        config = original(checkpoint, attention)
-        if to_causal is None:
-            del config.is_causal
-        else:
-            config.is_causal = to_causal
-        return config
-
-    monkeypatch.setattr(engine, "load_config", load_config)
 
 
 @pytest.mark.parametrize(
@@ -356,57 +264,29 @@ def override_direction(monkeypatch, to_causal):
 )
 def test_model_with_other_direction_raises(tmp_path, monkeypatch, kind, options, to_causal):
     checkpoint = checkpoints.build_checkpoint(kind, tmp_path / "model")
-    override_direction(monkeypatch, to_causal)
+    original = engine.load_config
+
+    def load_config(checkpoint, attention):
+        """Load a config as if transformers ignored the requested direction."""
+        config = original(checkpoint, attention)
+        config.is_causal = to_causal
+        return config
+
+    monkeypatch.setattr(engine, "load_config", load_config)
     actual, trained = ("causal", "bidirectional") if to_causal else ("bidirectional", "causal")
     with pytest.raises(
         LlmcondError, match=f"have {trained} attention, but its attention is {actual}"
     ):
-        load(checkpoint.folder, **options)
+        load_on_cpu(checkpoint.folder, **options)
 
 
-def test_direction_that_changes_with_padding_raises(tmp_path, monkeypatch):
-    """Code of checkpoints may set it on the layers, which SDPA ignores for padded batches."""
-    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model")
-    original = engine.load_model
-
-    def load_model(resolved, config):
-        model = original(resolved, config)
-        for layer in model.network.layers:
-            layer.self_attn.is_causal = False
-        return model
-
-    override_direction(monkeypatch, to_causal=None)
-    monkeypatch.setattr(engine, "load_model", load_model)
-    with pytest.raises(LlmcondError, match=r"attention is causal in a padded batch"):
-        load(checkpoint.folder, like=GTE_QWEN2)
-
-
-GEMMA = "google/embeddinggemma-300m"
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("nv-embed", {"pooling": "mean"}, "only supports latent"),
-        ("nv-embed", {"attention": "causal"}, "attention is 'causal', but .* was trained with"),
-        (
-            "qwen",
-            {"like": "Qwen/Qwen3-Embedding-0.6B", "attention": "bidirectional"},
-            "attention is 'bidirectional', but .* was trained with",
-        ),
-        ("simcse-bert", {"attention": "causal"}, r"is an encoder \(bert\), which is bidirect"),
-        (
-            "gte-qwen2",
-            {"like": GTE_QWEN2, "dtype": "float16"},
-            "does not work in float16: .*vectors collapse.*mteb #4935",
-        ),
-        ("gemma", {"like": GEMMA, "dtype": "float16"}, "activations overflow in float16"),
-    ],
-)
-def test_settings_that_break_a_model_are_rejected(tmp_path, kind, options, message):
-    checkpoint = checkpoints.build_checkpoint(kind, tmp_path / "model")
-    with pytest.raises(UserError, match=message):
-        load(checkpoint.folder, **options)
+def test_settings_that_break_a_model_are_rejected(nv_checkpoint):
+    for options, message in (
+        ({"pooling": "mean"}, "only supports latent"),
+        ({"attention": "causal"}, "attention is 'causal', but .* was trained with"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_on_cpu(nv_checkpoint.folder, **options)
 
 
 # -- dtypes and quantisation -------------------------------------------------------------------
@@ -416,8 +296,8 @@ def test_settings_that_break_a_model_are_rejected(tmp_path, kind, options, messa
 def test_16_bit_vectors_are_close_to_float32(nv_checkpoint, tmp_path):
     checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model")
     # The float16 of its config.json is the dtype of the weights on disk, not of the computation.
-    gte = load(checkpoint.folder, like=GTE_QWEN2, dtype="auto")
-    nv_embed = load(nv_checkpoint.folder, dtype="bfloat16")
+    gte = load_on_cpu(checkpoint.folder, like=GTE_QWEN2, dtype="auto")
+    nv_embed = load_on_cpu(nv_checkpoint.folder, dtype="bfloat16")
     for encoder, expected in (
         (gte, CASES[GTE_QWEN2].vectors(checkpoint, inputs())),
         (nv_embed, nv_vectors(nv_checkpoint, inputs())),
@@ -425,13 +305,6 @@ def test_16_bit_vectors_are_close_to_float32(nv_checkpoint, tmp_path):
         dtypes = {weight.dtype for weight in encoder.engine.model.network.parameters()}
         assert dtypes == {torch.bfloat16}
         assert cosines(encoder.encode(inputs()), expected).min() > 0.99
-
-
-QUANTISED_CLASSES = {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}
-
-
-def linear_class_names(module):
-    return {type(part).__name__ for part in module.modules() if isinstance(part, nn.Linear)}
 
 
 def dequantise(checkpoint, quantize):
@@ -451,47 +324,16 @@ def dequantise(checkpoint, quantize):
 @pytest.mark.parametrize(("quantize", "fold"), [("8bit", True), ("4bit", False)])
 def test_quantised_nv_embed_keeps_latent_block_in_full_precision(nv_checkpoint, quantize, fold):
     pytest.importorskip("bitsandbytes")
-    encoder = load(nv_checkpoint.folder, quantize=quantize, fold_latents=fold)
+    encoder = load_on_cpu(nv_checkpoint.folder, quantize=quantize, fold_latents=fold)
     network = encoder.engine.model.network
-    assert linear_class_names(network.embedding_model) == {QUANTISED_CLASSES[quantize]}
-    assert linear_class_names(network.latent_attention_model) == {"Linear"}
+    names = []
+    for part in (network.embedding_model, network.latent_attention_model):
+        linear = (module for module in part.modules() if isinstance(module, nn.Linear))
+        names.append({type(module).__name__ for module in linear})
+    assert names == [{"Linear8bitLt" if quantize == "8bit" else "Linear4bit"}, {"Linear"}]
     items = [*inputs(), *inputs(INSTRUCTION)]
     vectors = encoder.encode(items)
     assert cosines(vectors, nv_vectors(dequantise(nv_checkpoint, quantize), items)).min() > 0.99
     assert np.abs(vectors - nv_vectors(nv_checkpoint, items)).max() > 1e-4
     # On a CPU, the first forward pass of 4 bit repacks the weights in place.
     np.testing.assert_array_equal(encoder.encode(items), vectors)
-    alone = np.concatenate([encoder.encode([item]) for item in items])
-    assert cosines(alone, vectors).min() > 0.99
-
-
-@pytest.mark.parametrize(
-    ("name", "quantize"),
-    [
-        ("princeton-nlp/sup-simcse-roberta-large", "4bit"),
-        ("princeton-nlp/sup-simcse-bert-base-uncased", "8bit"),
-        # Tensors that are read one by one need the prefix ``model.`` removed as well.
-        (GTE_QWEN2, "4bit"),
-    ],
-)
-def test_quantised_known_model_matches_rounded_weights(tmp_path, name, quantize):
-    pytest.importorskip("bitsandbytes")
-    case = CASES[name]
-    checkpoint = case.build(tmp_path / "model", hidden=64)
-    encoder = load(checkpoint.folder, like=name, quantize=quantize)
-    network = encoder.engine.model.network
-    assert linear_class_names(getattr(network, "encoder", network)) == {QUANTISED_CLASSES[quantize]}
-    assert linear_class_names(getattr(network, "pooler", nn.Linear(1, 1))) == {"Linear"}
-    expected = case.vectors(dequantise(checkpoint, quantize), inputs())
-    assert cosines(encoder.encode(inputs()), expected).min() > 0.99
-
-
-def test_8bit_is_discouraged_for_model_that_float16_breaks(tmp_path):
-    folder = str(checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model").folder)
-    (note,), none = (
-        resolve(folder, EncoderOptions(like=GTE_QWEN2, device="cpu", quantize=quantize)).assumed
-        for quantize in ("8bit", "4bit")
-    )
-    assert "8 bit multiplies in float16" in note
-    assert "--quantize 4bit" in note
-    assert none == ()

@@ -10,8 +10,6 @@ import torch
 from helpers import checkpoints
 from helpers.identities import IDENTITY
 from helpers.vectors import assert_close
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -202,10 +200,7 @@ def test_repeated_sentence_is_cut_in_both_positions(words, monkeypatch):
 
 def test_input_too_long_without_its_sentence_is_rejected_with_lengths(words):
     item = InputTemplate("{sentence} {condition}").render("red hat", LONG)
-    message = (
-        r"too long without its sentence: 'red hat .* 94 tokens, of which 2 may be cut, but tiny "
-        r"takes at most 20\..*--max-length"
-    )
+    message = "'red hat .* 94 tokens, of which 2 may be cut, but tiny takes at most 20"
     with pytest.raises(InputError, match=message) as error:
         tokenise(words, [item], max_length=20)
     assert error.value.item == item
@@ -237,9 +232,7 @@ def overlapping_positions(tokenizer, string, begin, end):
     ]
 
 
-@pytest.mark.parametrize(
-    "template", [FORMAT, "{instruction}{text}", "{text}\n({instruction})", "{instruction}|{text}!"]
-)
+@pytest.mark.parametrize("template", [FORMAT, "{text}\n({instruction})", "{instruction}|{text}!"])
 def test_pooled_tokens_cover_exactly_the_text(tokenizer, template):
     for text in ("red hat", "Two dogs 🐕🐕 run.", "東京は 日本", "  a  ", "the colour"):
         item = EncoderInput("the colour", text)
@@ -251,31 +244,18 @@ def test_pooled_tokens_cover_exactly_the_text(tokenizer, template):
         assert list(range(row.first, row.last)) == expected
 
 
-@pytest.mark.parametrize(
-    ("pool_over", "changes", "before", "pooled", "after"),
-    [
-        ("text", {}, "[CLS] a the :", "red hat", "[SEP]"),
-        ("text", {"special_tokens": "[CLS] {text}"}, "[CLS] a the :", "red hat", ""),
-        ("text", {"max_length": 6}, "[CLS] a the :", "red", "[SEP]"),
+def test_pool_over_sets_pooled_tokens(words):
+    for pool_over, changes, pooled in (
+        ("text", {"special_tokens": "[CLS] {text}"}, "red hat"),
+        ("text", {"max_length": 6}, "red"),
         # NV-Embed-v2 masks as many tokens as the instruction has, and the first is [CLS].
-        ("after-instruction", {}, "[CLS] a the", ": red hat [SEP]", ""),
-        ("all", {}, "", "[CLS] a the : red hat [SEP]", ""),
-    ],
-)
-def test_pool_over_sets_pooled_tokens(words, pool_over, changes, before, pooled, after):
-    settings = {"instruction_format": "{instruction} : {text}", "pool_over": pool_over, **changes}
-    (row,) = tokenise(words, [EncoderInput("a the", "red hat")], **settings)
-    assert decode(words, row) == f"{before} {pooled} {after}".strip()
-    assert pooled_tokens(words, row) == pooled.split()
-
-
-@pytest.mark.parametrize(("pool_over", "first"), [("text", 6), ("after-instruction", 5)])
-def test_cut_instruction_is_not_pooled(words, pool_over, first):
-    item = InputTemplate("{condition}", instruction="a : {sentence}").render(LONG, "red hat")
-    settings = {"instruction_format": "{instruction} {text}", "pool_over": pool_over}
-    (row,) = tokenise(words, [item], **settings, max_length=9)
-    assert decode(words, row) == "[CLS] a : red green blue red hat [SEP]"
-    assert row.first == first
+        ("after-instruction", {}, ": red hat [SEP]"),
+        ("all", {}, "[CLS] a the : red hat [SEP]"),
+    ):
+        settings = {"instruction_format": "{instruction} : {text}", **changes}
+        item = EncoderInput("a the", "red hat")
+        (row,) = tokenise(words, [item], pool_over=pool_over, **settings)
+        assert pooled_tokens(words, row) == pooled.split()
 
 
 # -- special tokens ----------------------------------------------------------------------------
@@ -300,7 +280,6 @@ def test_special_tokens_setting_surrounds_every_input_once(decoder_tokenizer):
     texts = ["red hat", "", LONG]
     for special_tokens, first, last in (
         ("<s> {text} </s>", ["<s>"], ["</s>"]),
-        ("{text} </s>", [], ["</s>"]),
         ("<unk>{text}", ["<unk>"], []),
     ):
         options = {"special_tokens": special_tokens, "max_length": 12}
@@ -309,8 +288,6 @@ def test_special_tokens_setting_surrounds_every_input_once(decoder_tokenizer):
             content = text.split()[: 12 - len(first) - len(last)]
             assert decode(decoder_tokenizer, row).split() == [*first, *content, *last]
             assert row.n_tokens == len(first) + len(text.split()) + len(last)
-    (row,) = tokenise(decoder_tokenizer, plain_inputs(["red hat"]), special_tokens="{text}")
-    assert decode(decoder_tokenizer, row) == "red hat"
     rows = tokenise(decoder_tokenizer, plain_inputs(["red hat", LONG]), max_length=12)
     expected = decoder_tokenizer(["red hat", LONG], truncation=True, max_length=12)["input_ids"]
     assert [row.ids for row in rows] == expected
@@ -318,37 +295,17 @@ def test_special_tokens_setting_surrounds_every_input_once(decoder_tokenizer):
         tokenise(decoder_tokenizer, plain_inputs(["red"]), special_tokens="<bos> {text}")
 
 
-def make_tokenizer(letters):
-    vocabulary = {"[CLS]": 0, "[SEP]": 1, **{c: i + 2 for i, c in enumerate(letters)}}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[SEP]")
-
-
-def test_special_tokens_are_detected_for_other_alphabets():
-    (row,) = tokenise(make_tokenizer("бв"), plain_inputs(["бв"]))
-    assert row.ids == [0, 2, 3, 1]
-    with pytest.raises(UserError, match="produces no tokens for the simple texts"):
-        tokenise(make_tokenizer("ქ"), plain_inputs(["ქ"]))
-
-
 # -- errors ------------------------------------------------------------------------------------
 
 
 def test_unsupported_inputs_are_rejected(words):
     rain = EncoderInput("", "red hat", context="rain")
+    special = {"special_tokens": "[CLS] {text} [SEP]"}
     rows = [
         (EncoderInput("", "", context="red"), {}, r"the text '' has no tokens"),
         (replace(rain, instruction="find"), {}, r"instruction \('find'\) and a context \('rain'\)"),
         (rain, {"pooling": "cls"}, "pools by cls.*--pooling mean"),
-        (replace(rain, context=""), {"pooling": "latent"}, "pools by latent.*--pooling mean"),
-        (
-            rain,
-            {"special_tokens": "[CLS] {text} [SEP]"},
-            r"reads one text between .*, not a pair.*instruction",
-        ),
+        (rain, special, r"reads one text between .*, not a pair.*instruction"),
         (EncoderInput("find", "red"), {}, "tiny takes no instruction, but the input has 'find'"),
     ]
     for item, changes, message in rows:
@@ -359,49 +316,20 @@ def test_unsupported_inputs_are_rejected(words):
         tokenise(PreTrainedTokenizerFast(tokenizer_object=broken), plain_inputs(["b"]))
 
 
-def test_invalid_inputs_are_reported_with_position(minilm):
-    rows = [
-        ("abc", "expected a list for inputs, not the str 'abc'"),
-        (np.array("abc"), "expected a list for inputs, not the ndarray"),
-        ([None], "the input at position 0 is None, not a text"),
-        (EncoderInput("", "a"), "inputs is a single EncoderInput; expected a list"),
-        ([EncoderInput("", "a"), EncoderInput("", 5)], "the text at position 1 is 5"),
-        ([EncoderInput(None, "a")], "the instruction at position 0 is None"),
-        ([EncoderInput("", "\ud800")], "the text at position 0 is .* half of a surrogate pair"),
-        ([EncoderInput("a\0", "b")], "the instruction at position 0 is .* a NUL character"),
-        ([EncoderInput("", "a", router="b")], "the router at position 0 is 'b', not a Router"),
-        ([EncoderInput("", "a", router=Router(7, 1.0, True, False))], "router at position 0 is 7"),
-        ([EncoderInput("", "a", sentence=("text", 0))], "the sentence at position 0 is"),
-    ]
-    for inputs, message in rows:
-        with pytest.raises(UserError, match=message):
-            minilm.encode(inputs)
-
-
 # -- keys --------------------------------------------------------------------------------------
 
 
-@given(instruction=st.text(max_size=20), text=st.text(max_size=20))
-def test_key_without_context_is_digest_of_instruction_and_text(instruction, text):
-    # Existing feature stores use this key, which is older than contexts.
-    expected = digest_bytes(json.dumps([instruction, text]).encode(), size=16)
-    assert EncoderInput(instruction, text).key == expected
-
-
 def test_key_depends_on_boundaries_of_texts_and_on_router():
-    texts = [
-        ("a", "b", None),
-        ("a", "b", ""),
-        ("a", "", "b"),
-        ("", "a", "b"),
-        ("", "ab", ""),
-        ("", 'a", "b', None),
-    ]
+    texts = [("a", "b", None), ("a", "b", ""), ("a", "", "b"), ("", "a", "b"), ("", "ab", "")]
+    texts += [("", 'a", "b', None), ("a\0", "b", None)]
     routers = ("x", 0.1, True, True), ("y", 0.1, True, True), ("x", 0.2, True, True)
     routers = (*routers, ("x", 0.1, False, True), ("x", 0.1, True, False))
     items = [EncoderInput(*fields) for fields in texts]
     items += [EncoderInput("a", "b", router=Router(*fields)) for fields in routers]
     assert len({item.key for item in items}) == len(items)
+    # Existing feature stores use this key, which is older than contexts.
+    expected = digest_bytes(json.dumps(["find", "ä text"]).encode(), size=16)
+    assert EncoderInput("find", "ä text").key == expected
     assert EncoderInput("", "a text").key.hex() == "785afe0d0546a202bc779d26f9d5ec54"
 
 
@@ -427,49 +355,22 @@ def test_joined_texts_match_code_of_c_sts(words):
     )
 
 
-@pytest.mark.parametrize(
-    ("row", "side", "expected"),
-    [
-        # Of 20 tokens, 4 are special and 4 belong to the condition, so 6 are left per sentence.
-        (
-            (LONG_SENTENCE, OTHER_SENTENCE),
-            "right",
-            "two men walk in the park [SEP] three women sit on the street",
-        ),
-        (
-            (LONG_SENTENCE, OTHER_SENTENCE),
-            "left",
-            "in the rain on the street [SEP] in the morning in the sun",
-        ),
-        # A short sentence leaves more tokens to the other.
-        (
-            ("dogs play", LONG_SENTENCE),
-            "right",
-            "dogs play [SEP] two men walk in the park at night in the",
-        ),
-        (
-            (LONG_SENTENCE, "dogs play"),
-            "right",
-            "two men walk in the park at night in the [SEP] dogs play",
-        ),
-    ],
-)
-def test_long_joined_sentences_share_remaining_tokens(words, row, side, expected):
-    words.truncation_side = side
-    tokens, text = join_texts(words, *row, CONDITION)
-    assert text == f"[CLS] {expected} [SEP] {CONDITION} [SEP]"
-    assert tokens.n_tokens == 8 + sum(len(sentence.split()) for sentence in row)
-
-
-def test_joined_texts_need_room_and_a_separator(words):
+def test_long_joined_sentences_share_remaining_tokens(words):
     row = LONG_SENTENCE, LONG_SENTENCE, CONDITION
-    assert join_texts(words, *row, max_length=10)[1].count("two") == 2
+    for first, side, expected in (
+        # Of 20 tokens, 4 are special and 4 belong to the condition, so 6 are left per sentence.
+        (OTHER_SENTENCE, "right", "three women sit on the street [SEP] two men walk in the park"),
+        (OTHER_SENTENCE, "left", "in the morning in the sun [SEP] in the rain on the street"),
+        # A short sentence leaves more tokens to the other.
+        ("dogs play", "right", "dogs play [SEP] two men walk in the park at night in the"),
+    ):
+        words.truncation_side = side
+        tokens, text = join_texts(words, first, *row[1:])
+        assert text == f"[CLS] {expected} [SEP] {CONDITION} [SEP]"
+        assert tokens.n_tokens == 8 + len(first.split()) + len(LONG_SENTENCE.split())
     with pytest.raises(UserError, match=r"has 4 tokens, which leave no room .* larger max_length"):
         join_texts(words, *row, max_length=9)
-    words.sep_token, words.eos_token = None, "park"
-    tokens, _ = join_texts(words, "a", "a", CONDITION)
-    assert tokens.ids.count(words.eos_token_id) == 2
-    words.eos_token = None
+    words.sep_token, words.eos_token = None, None
     with pytest.raises(UserError, match="neither a separator nor an end token"):
         join_texts(words, "a", "a", CONDITION)
 
@@ -483,5 +384,3 @@ def test_vectors_of_joined_texts_do_not_depend_on_batch(tiny_bert):
         together = encoder.encode_joined(rows)
     for index in (1, 17, 33, 49):
         assert_close(encoder.encode_joined([rows[index]])[0], together[index])
-    with pytest.raises(UserError, match="the text at position 1 is 3, not a text"):
-        encoder.encode_joined([("a", "b", "c"), ("a", 3, "c")])

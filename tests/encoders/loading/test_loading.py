@@ -3,6 +3,7 @@
 import pickle
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,6 @@ from llmcond.encoders.loading import (
     measure_footprint,
     quantization_config,
 )
-from llmcond.encoders.torch.forward import LatentConfig, NVEmbedModel
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
 #: Sizes of every tiny network in this file. bitsandbytes packs rows of 64 numbers.
@@ -81,23 +81,13 @@ def quantize(request):
 
 def test_missing_and_unexpected_weights_are_named(bert):
     weights = load_file(bert / "model.safetensors")
-    first_layer = {name: value for name, value in weights.items() if ".layer.1." not in name}
     renamed = {
         name.replace("0.output.dense.w", "0.output.thick.w"): weights[name] for name in weights
     }
-    added = weights | {"encoder.layer.7.output.dense.bias": torch.ones(64)}
-    for changed, message in (
-        (
-            first_layer,
-            r"lacks 16 weights \(encoder\.layer\.1\.attention\.output\.LayerNorm\.bias, .*…",
-        ),
-        (renamed, r"lacks 1 weights \(.*output\.dense\.weight\).* has 1 weights \(.*\.thick\.wei"),
-        (added, r"has 1 weights \(encoder\.layer\.7\.output\.dense\.bias\).*\(bert\) does not h"),
-    ):
-        save_file(changed, bert / "model.safetensors", {"format": "pt"})
-        with pytest.raises(LlmcondError, match=message) as raised:
-            load_on_cpu(bert)
-        assert "\n" not in str(raised.value)
+    save_file(renamed, bert / "model.safetensors", {"format": "pt"})
+    message = r"^.*lacks 1 weights \(.*output\.dense\.weight\).* has 1 weights \(.*\.thick\.wei.*$"
+    with pytest.raises(LlmcondError, match=message):
+        load_on_cpu(bert)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -105,29 +95,27 @@ def test_weights_that_do_not_fit_config_are_rejected(bert, quantized):
     if quantized:
         pytest.importorskip("bitsandbytes")
     options = {"quantize": "4bit"} if quantized else {}
-    for layers, verb in ((1, "has 16"), (3, "lacks 16")):
-        change_json(bert / "config.json", num_hidden_layers=layers)
-        with pytest.raises(LlmcondError, match=rf"{verb} weights \(encoder\.layer\.[12]\..*, …\)"):
+    for layers, size, message in (
+        (1, 128, r"has 16 weights \(encoder\.layer\.1\..*, …\)"),
+        (3, 128, r"lacks 16 weights \(encoder\.layer\.2\..*, …\)"),
+        (2, 192, r"the weights of .* cannot be loaded"),
+    ):
+        change_json(bert / "config.json", num_hidden_layers=layers, intermediate_size=size)
+        with pytest.raises(LlmcondError, match=message):
             load_on_cpu(bert, **options)
-    change_json(bert / "config.json", num_hidden_layers=2, intermediate_size=192)
-    with pytest.raises(LlmcondError, match=r"the weights of .* cannot be loaded"):
-        load_on_cpu(bert, **options)
     change_json(bert / "config.json", intermediate_size=128)
     path = bert / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(LlmcondError, match=r"the weights of .* cannot be loaded") as raised:
+    with pytest.raises(LlmcondError, match=r"^the weights of .* cannot be loaded.*$"):
         load_on_cpu(bert, **options)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("base_class", "task_class", "config"),
     [
         ("BertModel", "BertForPreTraining", {}),
-        ("RobertaModel", "RobertaForSequenceClassification", {"pad_token_id": 1}),
         ("ModernBertModel", "ModernBertForMaskedLM", {}),
         ("Qwen3Model", "Qwen3ForCausalLM", GROUPED),
-        ("GPTNeoXModel", "GPTNeoXForCausalLM", {"pad_token_id": None}),
     ],
 )
 def test_task_heads_are_not_loaded(make_checkpoint, base_class, task_class, config):
@@ -172,14 +160,6 @@ def test_pooler_weights_are_required_only_for_pooler_pooling(bert, quantization)
     assert encoder.engine.model.network.pooler is None
     with pytest.raises(LlmcondError, match=r"lacks 2 weights \(pooler\.dense\.bias, pooler\."):
         load_on_cpu(bert, pooling="pooler", quantize=quantization)
-
-
-@pytest.mark.usefixtures("native_16_bit")
-def test_network_is_in_inference_mode(bert):
-    network = load_on_cpu(bert, dtype="bfloat16").engine.model.network
-    assert not network.training
-    assert not any(parameter.requires_grad for parameter in network.parameters())
-    assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
 
 
 # -- quantised weights -------------------------------------------------------------------------
@@ -246,65 +226,6 @@ def test_quantised_weights_do_not_depend_on_files(bert, quantize):
 # -- memory ------------------------------------------------------------------------------------
 
 
-def count_bytes(network):
-    """Count the bytes of a network's weights, including the scales of quantised ones."""
-    tensors = list(network.parameters())
-    for module in network.modules():
-        quant_state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if quant_state is not None:
-            tensors += [quant_state.absmax, quant_state.code, quant_state.offset]
-            tensors += [quant_state.state2.absmax, quant_state.state2.code]
-        if type(module).__name__ == "Linear8bitLt":
-            tensors.append(module.weight.SCB)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-@pytest.mark.usefixtures("native_16_bit")
-@pytest.mark.parametrize(
-    ("quantization", "dtype"),
-    [("none", "float32"), ("none", "bfloat16"), ("8bit", "float32"), ("4bit", "bfloat16")],
-)
-def test_estimated_memory_matches_loaded_weights(make_checkpoint, quantization, dtype):
-    if quantization != "none":
-        pytest.importorskip("bitsandbytes")
-    wide_shape = {"hidden_size": 256, "intermediate_size": 1_024, "vocab_size": 256}
-    for name, config, pooling in (
-        ("BertModel", {}, "pooler"),
-        ("MistralModel", {"num_key_value_heads": 2}, "mean"),
-    ):
-        folder = make_checkpoint(name, name, **config, **wide_shape)
-        size = measure_footprint(build_on_meta(load_config(resolve(str(folder), CPU).checkpoint)))
-        network = load_unused_network(folder, quantize=quantization, dtype=dtype, pooling=pooling)
-        estimated = size.weights(dtype, quantization)
-        # The estimate omits a table of one kilobyte per 4-bit layer.
-        tolerance = 0.03 if quantization == "4bit" else 1e-6
-        assert estimated == pytest.approx(count_bytes(network), rel=tolerance)
-        assert size.loading(dtype, quantization) == estimated
-        assert size.batch(dtype, 1_000) == 10 * size.batch(dtype, 100) > 0
-
-
-def test_estimated_memory_accounts_for_latent_block():
-    config = LatentConfig(
-        **{**SHAPE, **GROUPED},
-        num_latents=16,
-        num_cross_heads=2,
-        cross_head_dim=64,
-        is_causal=False,
-        use_cache=False,
-    )
-    size = measure_footprint(build_on_meta(config))
-    network = NVEmbedModel(config)
-    n_before = sum(parameter.numel() for parameter in network.parameters())
-    network.latent_attention_model.fold()
-    n_after = sum(parameter.numel() for parameter in network.parameters())
-    assert (size.n_parameters, size.n_folded) == (n_before, n_before - n_after)
-    assert size.weights("float32", "none") == 4 * n_after
-    assert size.loading("float32", "none") == 4 * n_before
-    backbone = measure_footprint(build_on_meta(config).embedding_model)
-    assert size.n_quantized == backbone.n_quantized > 0  # the latent block is never quantised
-    assert backbone.n_folded == 0
-
-
 class DownloadStartedError(Exception):
     """Raised in place of the download, which starts once there is enough memory."""
 
@@ -335,30 +256,21 @@ def test_insufficient_memory_is_reported_before_download(bert, set_free_memory):
     with pytest.raises(DownloadStartedError):
         load_on_cpu(bert)
     set_free_memory(cpu=n_bytes - 1)
-    with pytest.raises(LlmcondError) as raised:
+    message = (
+        rf"^{bert} does not fit into the memory of cpu.*needs {n_bytes / 2**20:.1f} MiB.* MiB are "
+        r"free.*Try --quantize 8bit \(.*or --quantize 4bit \("
+    )
+    with pytest.raises(LlmcondError, match=message) as raised:
         load_on_cpu(bert)
-    message = str(raised.value)
-    assert type(raised.value) is LlmcondError
-    assert f"{bert} does not fit into the memory of cpu" in message
-    assert f"needs {n_bytes / 2**20:.1f} MiB" in message
-    assert "MiB are free" in message
-    assert "Try --quantize 8bit (" in message
-    assert "or --quantize 4bit (" in message
-    assert "\n" not in message
-    pytest.importorskip("bitsandbytes")
-    set_free_memory(cpu=1_000)
-    with pytest.raises(LlmcondError, match=r"quantize 4bit, it needs .* Try a smaller model\.$"):
-        load_on_cpu(bert, quantize="4bit")
+    assert type(raised.value) is LlmcondError  # not an error of the user
 
 
 def test_several_devices_are_used_if_one_is_too_small(bert, set_free_memory):
     pytest.importorskip("bitsandbytes")
     for device, quantization, devices, fits in (
-        ("cuda:0", "none", {"cuda0": 10**6, "cpu": 0}, True),
         ("cuda:0", "none", {"cuda0": 300_000, "cuda1": 300_000, "cpu": 10**9}, False),
         ("auto", "none", {"cuda0": 300_000, "cuda1": 300_000, "cpu": 0}, True),
         ("auto", "none", {"cuda0": 300_000, "cpu": 10**9}, True),
-        ("auto", "none", {"cuda0": 100_000, "cuda1": 100_000, "cpu": 100_000}, False),
         ("auto", "8bit", {"cuda0": 60_000, "cuda1": 10**6, "cpu": 0}, True),
         # Quantised weights are not placed on the CPU, where their values would differ.
         ("auto", "8bit", {"cuda0": 60_000, "cpu": 10**9}, False),
@@ -395,17 +307,13 @@ def marker(tmp_path):
     return path
 
 
-def write_zip_checkpoint(path, marker, weights):
-    torch.save({**weights, "extra": FileCreator(marker)}, path)
-
-
-def write_legacy_checkpoint(path, marker, weights):
+def write_checkpoint(path, marker, weights, use_zip=True):
     content = {**weights, "extra": FileCreator(marker)}
-    torch.save(content, path, _use_new_zipfile_serialization=False)
+    torch.save(content, path, _use_new_zipfile_serialization=use_zip)
 
 
-def write_pickle(path, marker, _weights, protocol=2):
-    path.write_bytes(pickle.dumps(FileCreator(marker), protocol=protocol))
+def write_pickle(path, marker, _weights):
+    path.write_bytes(pickle.dumps(FileCreator(marker), protocol=2))
 
 
 @pytest.fixture(params=["one file", "shards"])
@@ -425,7 +333,7 @@ def pickle_weights(request, bert):
 def test_pickle_among_weights_is_never_run(bert, pickle_weights, marker, make_checkpoint):
     pytest.importorskip("bitsandbytes")
     path, weights = pickle_weights
-    for write in (write_zip_checkpoint, write_legacy_checkpoint, write_pickle):
+    for write in (write_checkpoint, partial(write_checkpoint, use_zip=False), write_pickle):
         write(path, marker, weights)
         for quantization in ("none", "8bit", "4bit"):
             with pytest.raises(LlmcondError, match=r"the weights of .* cannot be loaded") as raised:
@@ -442,7 +350,10 @@ def test_pickle_among_weights_is_never_run(bert, pickle_weights, marker, make_ch
 def test_pickle_named_safetensors_is_rejected_and_not_run(bert, marker):
     write_modules(bert, "Dense")
     write_dense(bert / "2_Dense", {"linear.weight": torch.ones(8, 64)})
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
+        write_pickle(bert / name, marker, {})
     assert load_on_cpu(bert).dim == 8
+    assert not marker.exists()
     for name in ("2_Dense/model.safetensors", "model.safetensors"):
         write_pickle(bert / name, marker, {})
         with pytest.raises(LlmcondError, match="cannot be loaded"):
@@ -450,29 +361,11 @@ def test_pickle_named_safetensors_is_rejected_and_not_run(bert, marker):
         assert not marker.exists()
 
 
-def test_pickles_next_to_weights_are_ignored(bert, marker):
-    expected = load_on_cpu(bert).encode(INPUTS)
-    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "model.pkl"):
-        write_pickle(bert / name, marker, {})
-    np.testing.assert_array_equal(load_on_cpu(bert).encode(INPUTS), expected)
-    assert not marker.exists()
-
-
-# -- devices -----------------------------------------------------------------------------------
-
-
 def test_gpus_that_pytorch_was_not_built_for_are_rejected():
     built_for = ["sm_75", "sm_80", "sm_90a", "sm_120", "compute_120"]
     for capability in ((7, 5), (8, 9), (9, 0), (12, 1), (13, 0)):
         check_capability("cuda:0", capability, built_for)
-    for other_build in (["gfx942"], []):
-        check_capability("cuda:0 (Radeon)", (9, 4), other_build)
-    with pytest.raises(UserError) as error:
-        check_capability("cuda:0 (Tesla V100)", (7, 0), built_for)
-    assert str(error.value) == (
-        "cuda:0 (Tesla V100) has compute capability 7.0, and this PyTorch was built for 7.5, 8.0, "
-        "9.0, 12.0. Use --device cpu, or install a build of PyTorch for this GPU (https://pytorch.org)."
-    )
-    for older_build in (["sm_75", "sm_80", "sm_90"], ["sm_90a"]):
-        with pytest.raises(UserError, match=r"capability 12\.0, and this PyTorch was built for"):
-            check_capability("cuda:0 (RTX 5090)", (12, 0), older_build)
+    check_capability("cuda:0 (Radeon)", (9, 4), ["gfx942"])
+    for capability, builds in (((7, 0), built_for), ((12, 0), ["sm_80", "sm_90a"])):
+        with pytest.raises(UserError, match=r"capability \d+\.0, and this PyTorch was built for"):
+            check_capability("cuda:0", capability, builds)

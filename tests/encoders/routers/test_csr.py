@@ -1,27 +1,31 @@
-"""CSR's router inside an encoder, compared with plain implementations one text at a time."""
+"""CSR's router in an encoder, compared with plain implementations, and trained with one."""
 
 import json
-import random
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from helpers import checkpoints
-from helpers.cases import CASES, MAX_LENGTH, WORDS
+from helpers.cases import CASES, MAX_LENGTH, routed_input, routed_inputs
+from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 from helpers.vectors import assert_close
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+import llmcond
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.encoders import EncoderInput
+from llmcond.encoders import EncoderInput, EncoderOptions, resolve
+from llmcond.encoders.adapter import read_encoder_record
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.settings import RELEASED_MODES
-from llmcond.encoders.spec import Router
 from llmcond.encoders.tokenizing import router_inputs
 from llmcond.encoders.torch.csr import HeavyRouter
 from llmcond.encoders.torch.engine import embed_routed
+from llmcond.finetune.encoder import load_trainable
+from llmcond.finetune.settings import TuneSettings
+from llmcond.runs import open_run
+from llmcond.runs.portable import stage_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,10 +34,8 @@ STRENGTH = 5.0  # the paper's 1 hardly changes the vectors of tiny random encode
 
 
 def load(name, folder, mode="paper", layers=2, **options):
-    case, path = CASES[name], folder / "model"
-    if not path.exists():
-        checkpoints.build_checkpoint(case.kind, path, **case.checkpoint_options)
-        checkpoints.change_json(path / "config.json", **case.config)
+    case = CASES[name]
+    path = case.build(folder)
     case_options = case.options if mode not in RELEASED_MODES else {}
     router = {"router": "csr", "router_mode": mode, "router_layers": layers}
     router |= {"router_strength": STRENGTH, "max_length": MAX_LENGTH, **case_options, **options}
@@ -44,21 +46,8 @@ def load(name, folder, mode="paper", layers=2, **options):
     return load_encoder(str(path), like=case.like, dtype="float32", device="cpu", **router)
 
 
-def routed_input(text, condition):
-    return EncoderInput("", text, router=Router(condition, 0.05, True, False))
-
-
 def mixed_inputs(max_words=30):
-    """Return sentences under several conditions, some without router, one longer than fits."""
-    generator = random.Random(0)
-    lengths = generator.choices(range(1, max_words), k=4)
-    texts = [" ".join(generator.choices(WORDS, k=k)) for k in lengths]
-    if max_words == 30:
-        texts.append("the man " * 80)
-    items = [routed_input(text, condition) for text in texts for condition in CONDITIONS]
-    items += [EncoderInput("", text) for text in [*texts, *CONDITIONS]]
-    generator.shuffle(items)
-    return items
+    return routed_inputs(4, max_words, CONDITIONS, long=max_words == 30)
 
 
 def check_vectors(encoder, reference, items):
@@ -182,10 +171,8 @@ class EagerReference:
     [
         ("simcse-bert", "paper", "only"),
         ("simcse-bert", "hidden", "one-plus"),
-        ("simcse-bert", "heavy", "one-plus"),
         ("bge-m3", "paper", "one-plus"),
         ("sfr", "paper", "random"),
-        ("sfr", "paper", "one-plus"),
         ("sfr", "heavy", "one-plus"),
         ("nv-embed", "paper", "one-plus"),
     ],
@@ -320,22 +307,9 @@ def test_tokens_are_those_that_the_network_weights(mode, tmp_path):
 # -- saved computation and gradients -------------------------------------------------------------
 
 
-def test_layers_before_router_are_computed_once_per_sentence(tmp_path):
-    encoder = load("e5-xlm-r", tmp_path, layers=1)
-    items = [routed_input("two dogs run over wet grass", condition) for condition in CONDITIONS]
-    queries = encoder.queries(CONDITIONS)
-    sizes = []
-    for block in encoder.engine.model.network.encoder.layer:
-        block.intermediate.register_forward_hook(lambda m, a, out: sizes.append(out.shape[1]))
-    encoder.encode_with_counts(items, queries)
-    first, second = sizes
-    assert second == len(CONDITIONS) * first
-
-
 @pytest.mark.parametrize(
     ("mode", "weight"),
     [
-        ("paper", "one-plus"),
         ("paper", "only"),
         ("heavy", "one-plus"),
         ("bi", "random"),
@@ -372,7 +346,7 @@ def test_gradients_match_finite_differences(mode, weight, tmp_path):
         assert abs(expected) > 1e-6
 
 
-# -- settings and architectures --------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -381,66 +355,16 @@ def test_gradients_match_finite_differences(mode, weight, tmp_path):
         # Gemma's norm after attention undoes the effect of any router.
         ("gemma", {}, "change nothing. Leave out --router: routed pooling works with any"),
         ("e5-xlm-r", {"layers": 3}, "router_layers is 3, but .* has 2 layers"),
-        ("e5-xlm-r", {"layers": 0}, "router_layers is 0; it must be at least 1"),
         ("bge-m3", {"layers": 1}, "pools by cls, .* Use --router-layers 3, or --pooling mean"),
-        ("e5-xlm-r", {"router_strength": 0.0}, "router_strength is 0; it must be above 0"),
         ("sfr", {"mode": "released-tri"}, "router_mode is 'released-tri', which is for bidirect"),
-        ("nv-embed", {"mode": "released-bi"}, "router_mode is 'released-bi', which is for bidir"),
         ("e5-xlm-r", {"router": "none"}, "router_mode is 'paper', but the encoder has no router"),
         ("e5-xlm-r", {"mode": "released-bi", "pooling": "mean"}, "Leave out --pooling"),
-        ("e5-xlm-r", {"router_weight": "uniform"}, "router_weight is 'uniform'"),
         ("e5-xlm-r", {"mode": "hidden", "router_weight": "random"}, "Use --router-mode paper"),
     ],
 )
 def test_invalid_router_settings_are_rejected(name, options, message, tmp_path):
     with pytest.raises(UserError, match=message):
         load(name, tmp_path, **options)
-
-
-def load_architecture(name, folder, kind="xlm-r", **config):
-    """Load an architecture that no known model uses, with a router in its last two layers."""
-    path = checkpoints.build_checkpoint(kind, folder / "model").folder
-    config |= {"vocab_size": 3_000, "hidden_size": 32, "num_hidden_layers": 3}
-    config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 128}
-    config |= {"pad_token_id": 0}
-    config_class = getattr(transformers, f"{name}Config")
-    network = getattr(transformers, f"{name}Model")(config_class(**config))
-    for weight in network.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.3)
-    network.save_pretrained(path)
-    if kind == "xlm-r":
-        checkpoints.change_json(
-            path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"
-        )
-    options = {"pooling": "mean", "router": "csr", "router_layers": 2}
-    return load_encoder(str(path), device="cpu", dtype="float32", **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        # One of its two kinds of layers has windows and different rotary embeddings.
-        ("ModernBert", {"global_attn_every_n_layers": 2, "local_attention": 64}),
-        # Its attention modules have no layer index.
-        ("DistilBert", {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64}),
-    ],
-)
-def test_router_supports_other_architectures(name, config, tmp_path):
-    encoder = load_architecture(name, tmp_path, **config)
-    assert encoder.engine.passes.first_layer == 1
-    items = mixed_inputs(max_words=12)
-    vectors = encoder.encode_with_counts(items).vectors
-    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
-    assert_close(alone, vectors)
-    encoder.engine.packs = False
-    assert_close(encoder.encode_with_counts(items).vectors, vectors)
-
-
-@pytest.mark.parametrize("name", ["MPNet", "Albert"])
-def test_unsupported_attention_is_reported(name, tmp_path):
-    with pytest.raises(UserError, match=r"(mpnet\) computes its att|albert\) shares its wei)"):
-        load_architecture(name, tmp_path, "simcse-bert", embedding_size=32)
 
 
 def test_heavy_router_needs_trained_weights(tmp_path):
@@ -458,3 +382,97 @@ def test_heavy_router_needs_trained_weights(tmp_path):
     path.unlink()
     with pytest.raises(UserError, match=r"which needs trained weights, but .* has none\. Train"):
         load_heavy()
+
+
+# -- training -----------------------------------------------------------------------------------
+
+ITEMS = [
+    routed_input(text, condition)
+    for text in ("two men play in the park", "a dog sits")
+    for condition in ("the place", "the number of people in it")
+]
+
+
+@pytest.fixture
+def train(tiny_bert, write_rows, small_rows, tmp_path, capsys):
+    """A function that runs the command on small data and returns its output."""
+    defaults = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
+    defaults += " --router csr --router-layers 2 --head none --learning-rate 1e-2"
+    data = write_rows(small_rows)
+
+    def run_train_lora(folder, *arguments, command=run_json):
+        options = ["--data", data, "--run", tmp_path / folder, *defaults.split()]
+        options = change_flags(options, *arguments)
+        return command(capsys, "train-lora", "--model", tiny_bert, *options)
+
+    return run_train_lora
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"), [("paper", ""), ("heavy", "--merge"), ("hidden", "--rank full")]
+)
+def test_trained_folder_records_its_router(train, tmp_path, capsys, mode, options):
+    report = train("run", "--router-mode", mode, "--router-strength", "4", *options.split())
+    assert report["head"] == "none@routed+c"
+    folder = tmp_path / "run"
+    encoder = llmcond.load_encoder(folder, dtype="float32")
+    identity = encoder.identity
+    assert (identity.router, identity.router_mode, identity.router_strength) == ("csr", mode, 4.0)
+    assert (folder / "router.safetensors").exists() == (mode == "heavy")
+    vectors = encoder.encode(ITEMS)
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-6
+    scores = run_json(capsys, "evaluate", "--run", folder, "--split", "dev")["results"]
+    (spearman,) = (row["spearman"] for row in scores if row["name"] == "none@routed+c")
+    assert spearman == next(
+        score["spearman"] for score in report["scores"] if score["split"] == "dev"
+    )
+    with pytest.raises(llmcond.UserError, match="was trained with --router csr"):
+        llmcond.load_encoder(folder, router="none")
+    if "--merge" in options:  # the router is pushed with its encoder
+        staged = tmp_path / "staged"
+        staged.mkdir()
+        stage_run(open_run(folder), read_encoder_record(folder), staged)
+        pushed = llmcond.load_encoder(staged, dtype="float32").encode(ITEMS)
+        np.testing.assert_array_equal(pushed, vectors)
+
+
+def test_prompt_without_a_router_is_rejected(train, tmp_path):
+    message = train("idle", "--prompt", "concat-sent-cond", command=run_rejected)
+    assert "it puts the condition into the text, but the encoder expects it in" in message
+    assert not (tmp_path / "idle").exists()
+
+
+def test_heavy_router_is_trained_and_depends_on_seed(train, tmp_path):
+    weights = []
+    for name, seed, epochs in (("a", 1, 1), ("b", 1, 1), ("c", 2, 1), ("d", 1, 2)):
+        options = ["--router-mode", "heavy", "--seed", str(seed), "--epochs", str(epochs)]
+        train(name, *options)
+        weights.append(load_file(tmp_path / name / "router.safetensors"))
+    for key, value in weights[0].items():
+        equal = [torch.equal(other[key], value) for other in weights[1:]]
+        assert equal == [True, False, False]
+
+
+@pytest.mark.parametrize("mode", ["heavy", "released-tri"])
+def test_gradient_checkpointing_gives_the_same_gradients(tiny_bert, mode):
+    gradients = []
+    for checkpointing in (False, True):
+        options = EncoderOptions(
+            dtype="float32", device="cpu", router="csr", router_mode=mode, router_layers=2,
+            pooling=None if mode == "released-tri" else "mean",
+        )  # fmt: skip
+        settings = TuneSettings(rank=0, gradient_checkpointing=checkpointing)
+        trainable = load_trainable(resolve(str(tiny_bert), options), settings, seed=0)
+        trainable.network.eval()
+        for module in trainable.network.modules():
+            module.training = hasattr(module, "gradient_checkpointing")
+        tokens = trainable.tokenizer([EncoderInput("", item.text) for item in ITEMS])
+        routers = router_inputs(ITEMS)
+        queries = dict(zip(routers, trainable.tokenizer(list(routers.values())), strict=True))
+        vectors = embed_routed(trainable.engine, ITEMS, tokens, queries)
+        (vectors * torch.linspace(-1, 1, vectors.numel()).view(vectors.shape)).sum().backward()
+        gradients.append([value.grad for value in trainable.network.parameters()])
+    for first, second in zip(*gradients, strict=True):
+        assert (first is None) == (second is None)
+        if first is not None:
+            torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
