@@ -32,7 +32,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import combinations
 from random import Random
-from types import MappingProxyType
 from typing import Final, TypeVar
 
 from common import sample_files
@@ -42,7 +41,7 @@ T = TypeVar("T")
 SEED: Final = 20240229
 HEADER: Final = ("sentence1", "sentence2", "condition", "label")
 # Split name -> minimum number of sentence pairs (each gives two rows).
-SPLIT_PAIRS: Final[Mapping[str, int]] = MappingProxyType({"train": 1400, "dev": 200, "test": 300})
+SPLIT_PAIRS: Final = {"train": 1400, "dev": 200, "test": 300}
 MIN_WORDS: Final = 12
 MAX_WORDS: Final = 28
 
@@ -62,12 +61,6 @@ class Slot:
     name: str
     conditions: tuple[str, ...]
     values: tuple[Value, ...]
-
-    def __post_init__(self) -> None:
-        """Raise an error unless the ratings are a lower triangle with 5 on the diagonal."""
-        for index, value in enumerate(self.values):
-            if not re.fullmatch(rf"[1-4]{{{index}}}5", value.ratings):
-                raise ValueError(f"{self.name}: bad ratings for {value.forms[0]!r}")
 
     def rating(self, first: int, second: int) -> int:
         """Return the similarity of two values, from 1 to 5."""
@@ -89,196 +82,156 @@ class Question:
     rating: int
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the data files."""
-
-    sentence1: str
-    sentence2: str
-    condition: str
-    label: int
-
+#: Sentences, condition and rating: a line of the data files.
+Row = tuple[str, str, str, int]
 
 # --- Vocabulary -------------------------------------------------------------------------------
-# The digits of a value rate it against the values above it in its table, itself (5) last.
-# Inflected forms are separated by "/": nouns as singular/plural, activities as
-# third person/plural/participle.
+# Each slot has a line with the wordings of its condition, and a line for each value: its ratings
+# against the values above it and itself (5), and its wordings. Inflected forms are separated by
+# "/": nouns as singular/plural, activities as third person/plural/participle.
 
-PEOPLE: Final = Slot(
+
+def _read_slot(name: str, table: str) -> Slot:
+    """Return the slot of a table."""
+    conditions, *lines = re.split(r"\n +(?=\d)", table.strip())
+    values = []
+    for line in lines:
+        ratings, _, forms = " ".join(line.split()).partition(" ")
+        values.append(Value(tuple(forms.split("; ")), ratings))
+    return Slot(name, tuple(conditions.split("; ")), tuple(values))
+
+
+PEOPLE: Final = _read_slot(
     "people",
-    (
-        "the age and gender of the people",
-        "what kind of people they are",
-        "who the people are",
-    ),
-    (
-        Value(("woman/women", "lady/ladies"), "5"),
-        Value(("man/men", "gentleman/gentlemen"), "35"),
-        Value(("girl/girls", "schoolgirl/schoolgirls"), "315"),
-        Value(("boy/boys", "schoolboy/schoolboys"), "1345"),
-        Value(("grandmother/grandmothers", "elderly woman/elderly women"), "42215"),
-        Value(("grandfather/grandfathers", "elderly man/elderly men"), "241235"),
-    ),
+    """
+    the age and gender of the people; what kind of people they are; who the people are
+    5 woman/women; lady/ladies
+    35 man/men; gentleman/gentlemen
+    315 girl/girls; schoolgirl/schoolgirls
+    1345 boy/boys; schoolboy/schoolboys
+    42215 grandmother/grandmothers; elderly woman/elderly women
+    241235 grandfather/grandfathers; elderly man/elderly men
+    """,
 )
-
-NUMBER: Final = Slot(
+NUMBER: Final = _read_slot(
     "number",
-    ("the number of people", "how many people there are", "the size of the group of people"),
-    (
-        Value(("a", "one", "a lone"), "5"),
-        Value(("two", "a pair of"), "45"),
-        Value(("three", "a trio of"), "345"),
-        Value(("four", "a group of four"), "2345"),
-        Value(("six", "half a dozen"), "12345"),
-        Value(("twelve", "a dozen"), "112235"),
-        Value(("a large crowd of", "a huge crowd of"), "1111245"),
-    ),
+    """
+    the number of people; how many people there are; the size of the group of people
+    5 a; one; a lone
+    45 two; a pair of
+    345 three; a trio of
+    2345 four; a group of four
+    12345 six; half a dozen
+    112235 twelve; a dozen
+    1111245 a large crowd of; a huge crowd of
+    """,
 )
-
 # The colours form a wheel: neighbours are close, opposites are different.
-COLOUR: Final = Slot(
+COLOUR: Final = _read_slot(
     "colour",
-    ("the colour of the clothing", "what colour someone is wearing", "the clothing colour"),
-    (
-        Value(("red", "scarlet"), "5"),
-        Value(("orange", "bright orange"), "45"),
-        Value(("yellow", "lemon yellow"), "345"),
-        Value(("green", "emerald green"), "2345"),
-        Value(("turquoise", "teal"), "12345"),
-        Value(("blue", "deep blue"), "212345"),
-        Value(("purple", "violet"), "3212345"),
-        Value(("pink", "rose pink"), "43212345"),
-    ),
+    """
+    the colour of the clothing; what colour someone is wearing; the clothing colour
+    5 red; scarlet
+    45 orange; bright orange
+    345 yellow; lemon yellow
+    2345 green; emerald green
+    12345 turquoise; teal
+    212345 blue; deep blue
+    3212345 purple; violet
+    43212345 pink; rose pink
+    """,
 )
-
-ACTIVITY: Final = Slot(
+ACTIVITY: Final = _read_slot(
     "activity",
-    ("the activity", "what the people are doing", "how the time is being spent"),
-    (
-        Value(("sings a song/sing a song/singing a song", "sings/sing/singing"), "5"),
-        Value(
-            (
-                "plays the guitar/play the guitar/playing the guitar",
-                "strums a guitar/strum a guitar/strumming a guitar",
-            ),
-            "45",
-        ),
-        Value(("dances/dance/dancing", "dances a waltz/dance a waltz/dancing a waltz"), "335"),
-        Value(("plays chess/play chess/playing chess",), "1115"),
-        Value(("plays cards/play cards/playing cards",), "11145"),
-        Value(
-            (
-                "does a jigsaw puzzle/do a jigsaw puzzle/doing a jigsaw puzzle",
-                "solves a jigsaw/solve a jigsaw/solving a jigsaw",
-            ),
-            "111335",
-        ),
-        Value(
-            (
-                "reads a book/read a book/reading a book",
-                "reads a novel/read a novel/reading a novel",
-            ),
-            "1112225",
-        ),
-        Value(
-            (
-                "writes a letter/write a letter/writing a letter",
-                "writes in a notebook/write in a notebook/writing in a notebook",
-            ),
-            "11111245",
-        ),
-        Value(
-            (
-                "draws a picture/draw a picture/drawing a picture",
-                "sketches/sketch/sketching",
-            ),
-            "222112235",
-        ),
-        Value(
-            (
-                "eats a meal/eat a meal/eating a meal",
-                "eats sandwiches/eat sandwiches/eating sandwiches",
-            ),
-            "1111211115",
-        ),
-        Value(("drinks tea/drink tea/drinking tea", "sips tea/sip tea/sipping tea"), "11112121145"),
-    ),
+    """
+    the activity; what the people are doing; how the time is being spent
+    5 sings a song/sing a song/singing a song; sings/sing/singing
+    45 plays the guitar/play the guitar/playing the guitar;
+      strums a guitar/strum a guitar/strumming a guitar
+    335 dances/dance/dancing; dances a waltz/dance a waltz/dancing a waltz
+    1115 plays chess/play chess/playing chess
+    11145 plays cards/play cards/playing cards
+    111335 does a jigsaw puzzle/do a jigsaw puzzle/doing a jigsaw puzzle;
+      solves a jigsaw/solve a jigsaw/solving a jigsaw
+    1112225 reads a book/read a book/reading a book; reads a novel/read a novel/reading a novel
+    11111245 writes a letter/write a letter/writing a letter;
+      writes in a notebook/write in a notebook/writing in a notebook
+    222112235 draws a picture/draw a picture/drawing a picture; sketches/sketch/sketching
+    1111211115 eats a meal/eat a meal/eating a meal;
+      eats sandwiches/eat sandwiches/eating sandwiches
+    11112121145 drinks tea/drink tea/drinking tea; sips tea/sip tea/sipping tea
+    """,
 )
-
-LOCATION: Final = Slot(
+LOCATION: Final = _read_slot(
     "place",
-    ("the place", "where the scene takes place", "the location"),
-    (
-        Value(("in the park", "in a city park"), "5"),
-        Value(("in a garden", "in the back garden"), "45"),
-        Value(("in the forest", "in the woods"), "335"),
-        Value(("on the beach", "at the seaside"), "2225"),
-        Value(("by the lake", "on the shore of a lake"), "32345"),
-        Value(("in a coffee shop", "in a café"), "111115"),
-        Value(("in a restaurant", "in a diner"), "1111145"),
-        Value(("in the kitchen", "in a farmhouse kitchen"), "12111335"),
-        Value(("in the living room", "in the sitting room"), "121112245"),
-    ),
+    """
+    the place; where the scene takes place; the location
+    5 in the park; in a city park
+    45 in a garden; in the back garden
+    335 in the forest; in the woods
+    2225 on the beach; at the seaside
+    32345 by the lake; on the shore of a lake
+    111115 in a coffee shop; in a café
+    1111145 in a restaurant; in a diner
+    12111335 in the kitchen; in a farmhouse kitchen
+    121112245 in the living room; in the sitting room
+    """,
 )
-
-TIME: Final = Slot(
+TIME: Final = _read_slot(
     "time",
-    ("the time of day", "what time of day it is", "when in the day it happens"),
-    (
-        Value(("at sunrise", "at dawn"), "5"),
-        Value(("in the morning", "during the morning"), "45"),
-        Value(("at noon", "at midday"), "345"),
-        Value(("in the afternoon", "during the afternoon"), "1345"),
-        Value(("at sunset", "at dusk"), "21235"),
-        Value(("in the evening", "during the evening"), "112345"),
-        Value(("at night", "late at night"), "2112345"),
-    ),
+    """
+    the time of day; what time of day it is; when in the day it happens
+    5 at sunrise; at dawn
+    45 in the morning; during the morning
+    345 at noon; at midday
+    1345 in the afternoon; during the afternoon
+    21235 at sunset; at dusk
+    112345 in the evening; during the evening
+    2112345 at night; late at night
+    """,
 )
-
-WEATHER: Final = Slot(
+WEATHER: Final = _read_slot(
     "weather",
-    ("the weather", "what the weather is like", "the weather conditions"),
-    (
-        Value(("on a sunny day", "in bright sunny weather"), "5"),
-        Value(("on a scorching hot day", "during a heatwave"), "45"),
-        Value(("on a partly cloudy day", "on a day with a few clouds"), "325"),
-        Value(("on an overcast day", "on a dull, cloudy day"), "2145"),
-        Value(("on a drizzly day", "on a day of light rain"), "11235"),
-        Value(("on a day of heavy rain", "on a day of pouring rain"), "111245"),
-        Value(("on a stormy day", "during a thunderstorm"), "1112345"),
-        Value(("on a snowy day", "on a day of heavy snow"), "11122335"),
-    ),
+    """
+    the weather; what the weather is like; the weather conditions
+    5 on a sunny day; in bright sunny weather
+    45 on a scorching hot day; during a heatwave
+    325 on a partly cloudy day; on a day with a few clouds
+    2145 on an overcast day; on a dull, cloudy day
+    11235 on a drizzly day; on a day of light rain
+    111245 on a day of heavy rain; on a day of pouring rain
+    1112345 on a stormy day; during a thunderstorm
+    11122335 on a snowy day; on a day of heavy snow
+    """,
 )
-
-MOOD: Final = Slot(
+MOOD: Final = _read_slot(
     "mood",
-    ("the mood of the people", "how the people feel", "the emotion shown"),
-    (
-        Value(("excited", "thrilled"), "5"),
-        Value(("happy", "cheerful"), "45"),
-        Value(("contented", "satisfied"), "345"),
-        Value(("calm", "relaxed"), "2345"),
-        Value(("bored", "uninterested"), "12235"),
-        Value(("sad", "unhappy"), "111235"),
-        Value(("worried", "anxious"), "2111245"),
-        Value(("angry", "furious"), "11112335"),
-    ),
+    """
+    the mood of the people; how the people feel; the emotion shown
+    5 excited; thrilled
+    45 happy; cheerful
+    345 contented; satisfied
+    2345 calm; relaxed
+    12235 bored; uninterested
+    111235 sad; unhappy
+    2111245 worried; anxious
+    11112335 angry; furious
+    """,
 )
-
-ANIMAL: Final = Slot(
+ANIMAL: Final = _read_slot(
     "animal",
-    ("the animal", "what kind of animal is there", "which pet is present"),
-    (
-        Value(("dog", "big dog"), "5"),
-        Value(("puppy", "playful puppy"), "45"),
-        Value(("cat", "tabby cat"), "325"),
-        Value(("kitten", "fluffy kitten"), "2345"),
-        Value(("rabbit", "bunny"), "22225"),
-        Value(("hamster", "tiny hamster"), "222235"),
-        Value(("guinea pig", "little guinea pig"), "2222345"),
-        Value(("parrot", "talking parrot"), "11111225"),
-        Value(("canary", "little canary"), "111112245"),
-    ),
+    """
+    the animal; what kind of animal is there; which pet is present
+    5 dog; big dog
+    45 puppy; playful puppy
+    325 cat; tabby cat
+    2345 kitten; fluffy kitten
+    22225 rabbit; bunny
+    222235 hamster; tiny hamster
+    2222345 guinea pig; little guinea pig
+    11111225 parrot; talking parrot
+    111112245 canary; little canary
+    """,
 )
 
 SLOTS: Final = (PEOPLE, NUMBER, COLOUR, ACTIVITY, LOCATION, TIME, WEATHER, MOOD, ANIMAL)
@@ -338,9 +291,8 @@ def _shuffled(rng: Random, items: Iterable[T]) -> list[T]:
     return result
 
 
-def _slot_pairs() -> list[tuple[Slot, Slot]]:
-    """Return the pairs of slots that the two conditions of a sentence pair may ask about."""
-    return [(a, b) for a, b in combinations(SLOTS, 2) if {a.name, b.name} != CLASHING]
+#: The pairs of slots that the two conditions of a sentence pair may ask about.
+SLOT_PAIRS: Final = [(a, b) for a, b in combinations(SLOTS, 2) if {a.name, b.name} != CLASHING]
 
 
 def _plan(rng: Random, minimum: int) -> list[tuple[Question, Question]]:
@@ -350,7 +302,7 @@ def _plan(rng: Random, minimum: int) -> list[tuple[Question, Question]]:
     slot_pairs: list[tuple[Slot, Slot]] = []
     while len(plan) < minimum:
         blocks = blocks or _shuffled(rng, BLOCKS)
-        slot_pairs = slot_pairs or _shuffled(rng, _slot_pairs())
+        slot_pairs = slot_pairs or _shuffled(rng, SLOT_PAIRS)
         first, second = slot_pairs.pop()
         plan += [(Question(first, a), Question(second, b)) for a, b in blocks.pop()]
     return _shuffled(rng, plan)
@@ -506,7 +458,7 @@ def _make_split(rng: Random, minimum: int, used: set[str]) -> list[Row]:
             slot, rating = question.slot, question.rating
             condition = slot.conditions[turns[slot.name, rating] % len(slot.conditions)]
             turns[slot.name, rating] += 1
-            rows.append(Row(sentence1, sentence2, condition, rating))
+            rows.append((sentence1, sentence2, condition, rating))
     return rows
 
 
@@ -522,7 +474,7 @@ def to_csv(rows: Iterable[Row]) -> bytes:
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(HEADER)
-    writer.writerows((row.sentence1, row.sentence2, row.condition, row.label) for row in rows)
+    writer.writerows(rows)
     return buffer.getvalue().encode("utf-8")
 
 
