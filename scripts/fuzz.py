@@ -1,6 +1,6 @@
 """Feed commands with damaged input: no traceback, no hang, no wrong result.
 
-    python scripts/fuzz.py                                   # 2,000 inputs, minutes on two cores
+    python scripts/fuzz.py                                   # 2,000 inputs, some minutes
     python scripts/fuzz.py --kind run --seed 137 --count 1   # one input again
 
 An input is a small run, checkpoint, store or file in which a value, a line, some bytes or a whole
@@ -9,16 +9,16 @@ out (``fuzz_texts.py``). The kind and the seed of an input determine it complete
 input can be repeated. Commit 17f6c5ba can also try requests to a server, filters of a search,
 damaged outputs of ``llmcond embed``, and answers of a chat server; tests cover these.
 
-Commands run in worker processes, one input after the other; a process that hangs is killed. An
-input fails if there is a traceback, an exit code other than 0, 1 and 2, a hang, excessive memory
-use, or rows that contradict the input. Time limits grow with the load of the machine. A table
-counts tries and failures, and every failure is printed with its seed. The exit code is 1 if there
-are failures. The script requires Linux.
+An input fails if there is a traceback, an exit code other than 0, 1 and 2, excessive memory use, or
+rows that contradict the input. A table counts tries and failures, and every failure is printed with
+its seed. The exit code is 1 if there are failures. If an input hangs, the script prints where, and
+ends. The script requires Linux.
 """
 
 from __future__ import annotations
 
 import csv
+import faulthandler
 import io
 import json
 import os
@@ -30,7 +30,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -50,19 +49,11 @@ from fuzz_changes import (
 from fuzz_texts import TEXT_INPUTS
 
 from llmcond.base.package import bundled_folder
-from llmcond.base.system import process_context
 
 #: Seconds after which an input counts as hanging; an input takes some seconds at most.
-LIMIT_SECONDS: Final = 30
-#: Bytes by which a worker's memory may grow after its first inputs.
-GROWTH: Final = 400 * 2**20
-#: Number of first inputs, during which a worker imports modules and fills caches.
-FIRST_INPUTS: Final = 100
-WORKERS: Final = 2
-#: Bytes of address space of a worker: about twice what it needs.
-ADDRESS_SPACE: Final = 8 * 2**30
-#: A module whose import takes long.
-BERT: Final = "transformers.models.bert.modeling_bert"
+LIMIT_SECONDS: Final = 120
+#: Bytes by which an input may increase the peak memory, also by importing modules.
+GROWTH: Final = 600 * 2**20
 
 # -- inputs, by kind ---------------------------------------------------------------------------
 
@@ -258,90 +249,27 @@ def try_input(kind: str, seed: int, base: Base) -> str:
             os.chdir(before)
 
 
-def run_worker(pipe: Connection, folder: Path) -> None:
-    """Try the inputs from a pipe; answer each with its failure and the peak memory so far."""
-    import torch
-
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    torch.set_num_threads(1)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    while True:
-        kind, seed = pipe.recv()
-        failure = try_input(kind, seed, Base(folder))
-        kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        pipe.send((failure, 1024 * kibibytes))
-
-
-class Worker:
-    """A process that tries inputs. If it hangs, ends, grows or fails, a new one replaces it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._start()
-
-    def _start(self) -> None:
-        context = process_context("llmcond.heads", "pyarrow.parquet", BERT)
-        self.pipe, worker_end = context.Pipe()
-        self._process = context.Process(target=run_worker, args=(worker_end, self._folder))
-        self._process.start()
-        worker_end.close()
-        self._memory: list[int] = []
-
-    def send(self, kind: str, seed: int) -> None:
-        """Send an input to the process."""
-        load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        self.input, self.deadline = (kind, seed), time.monotonic() + load * LIMIT_SECONDS
-        self.pipe.send((kind, seed))
-
-    def answer(self) -> str | None:
-        """Return the failure of the input; empty if it passed, None while it is being tried."""
-        failure = None
-        if self.pipe.poll():
-            try:
-                failure, memory = self.pipe.recv()
-                self._memory.append(memory)
-                if not failure and memory - self._memory[:FIRST_INPUTS][-1] > GROWTH:
-                    failure = f"memory has grown to {memory / 2**20:,.0f} MiB"
-            except EOFError:
-                self._process.join()
-                failure = f"the process ended ({self._process.exitcode})"
-        elif time.monotonic() > self.deadline:
-            failure = f"not finished after {LIMIT_SECONDS} s"
-        if failure:
-            self.kill()
-            self._start()
-        return failure
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.join()
-
-
 def fuzz(inputs: Sequence[tuple[str, int]], folder: Path) -> list[tuple[str, int, str]]:
     """Try inputs, which are pairs of kind and seed; return kind, seed and failure of the failed."""
     make_base(folder)
     failed: list[tuple[str, int, str]] = []
-    remaining, idle = list(reversed(inputs)), [Worker(folder) for _ in range(WORKERS)]
-    workers, busy = list(idle), list[Worker]()
-    try:
-        while remaining or busy:
-            while remaining and idle:
-                busy.append(idle.pop())
-                busy[-1].send(*remaining.pop())
-            wait([worker.pipe for worker in busy], timeout=1)
-            for worker in list(busy):
-                failure = worker.answer()
-                if failure is None:
-                    continue
-                if failure:
-                    failed.append((*worker.input, failure))
-                busy.remove(worker)
-                idle.append(worker)
-    finally:
-        for worker in workers:
-            worker.kill()
-    return sorted(failed)
+    for kind, seed in inputs:
+        # If the input hangs, this line remains, above the traceback.
+        print(f"--kind {kind} --seed {seed}", end="\r", file=sys.stderr, flush=True)
+        before = peak_memory()
+        faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=2)
+        failure = try_input(kind, seed, Base(folder))
+        faulthandler.cancel_dump_traceback_later()
+        if not failure and (growth := peak_memory() - before) > GROWTH:
+            failure = f"memory has grown by {growth / 2**20:,.0f} MiB"
+        if failure:
+            failed.append((kind, seed, failure))
+    return failed
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -366,4 +294,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.exit(main())
