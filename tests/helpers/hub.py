@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -239,39 +239,20 @@ def serve_storing_hub() -> Iterator[StoringHub]:
     http.server_close()
 
 
-class _FolderFiles(Mapping[str, bytes]):
-    """The files of a folder, as they are when they are read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __getitem__(self, name: str) -> bytes:
-        try:
-            return (self.folder / name).read_bytes()
-        except OSError as error:
-            raise KeyError(name) from error
-
-    def __iter__(self) -> Iterator[str]:
-        paths = (path for path in sorted(self.folder.rglob("*")) if path.is_file())
-        return (path.relative_to(self.folder).as_posix() for path in paths)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 @contextmanager
-def serve_hub(folder: Path) -> Iterator[str]:
-    """Serve the files of a folder as ``me/tiny``, and with faults; yield the hub's address.
+def serve_hub(folder: Path) -> Iterator[StoringHub]:
+    """Serve the files of a folder as ``me/tiny``, and with the faults of ``StoringHub``.
 
-    ``me/hollow`` has no weights. The faults of the others are those of ``StoringHub``.
+    ``me/hollow`` has no weights.
     """
-    files = _FolderFiles(folder)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     with serve_storing_hub() as hub:
         for name in ("tiny", "asked", "broken", "outside", "garbled"):
             hub.add(f"me/{name}", files, COMMIT)
         settings = {name: files[name] for name in files if not name.endswith(".safetensors")}
         hub.add("me/hollow", settings, COMMIT[::-1])
-        yield hub.url
+        yield hub
 
 
 def use_hub(monkeypatch, url, home):

@@ -31,11 +31,10 @@ from llmcond.tasks import KINDS, find_kind
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The folder that a hub serves as ``me/tiny``: the bundled model, as push would upload it."""
-    folder = shutil.copytree(pretrained_folder(DEFAULT_MODEL), tmp_path / "pushed")
-    with serve_hub(folder) as url:
-        use_hub(monkeypatch, url, tmp_path)
-        yield folder
+    """A hub with the bundled model as ``me/tiny``, as push would upload it."""
+    with serve_hub(pretrained_folder(DEFAULT_MODEL)) as server:
+        use_hub(monkeypatch, server.url, tmp_path)
+        yield server
 
 
 def test_model_from_hub_is_downloaded_and_cached(hub, monkeypatch):
@@ -50,7 +49,8 @@ def test_model_from_hub_is_downloaded_and_cached(hub, monkeypatch):
 
 
 def test_hub_errors_name_repository_and_reason(hub, tmp_path):
-    (hub / "run.json").write_text('{"learning_rate": 0.1}')
+    files = hub.files("me/tiny")
+    files["run.json"] = b'{"learning_rate": 0.1}'
     for name, revision, code, message in (
         ("me/none", None, 2, "the hub has no such repository"),
         ("me/tiny", "v9", 2, "me/tiny has no revision 'v9'"),
@@ -68,7 +68,7 @@ def test_hub_errors_name_repository_and_reason(hub, tmp_path):
     assert [path.name for path in snapshot.iterdir()] == ["run.json"]
     # Without run.json, it is an encoder like any other. A known one is not downloaded.
     shutil.rmtree(tmp_path / "cache")
-    (hub / "run.json").unlink()
+    del files["run.json"]
     for name in ("me/tiny", "sentence-transformers/all-MiniLM-L6-v2"):
         assert llmcond.load_embedder(name, device="cpu").dim == 384
 

@@ -28,8 +28,8 @@ def hub(tiny_checkpoint):
     (folder / "onnx").mkdir()
     for name in UNUSED_FILES:
         (folder / name).write_text("raise SystemExit('run')")
-    with serve_hub(folder) as url:
-        yield url
+    with serve_hub(folder) as server:
+        yield server.url
 
 
 def list_files(folder):
@@ -93,20 +93,20 @@ def test_missing_weights_of_download_are_fetched_again(hub, cache, downloaded):
 def test_missing_shards_and_index_of_download_are_fetched_again(tiny_checkpoint, tmp_path):
     folder = tiny_checkpoint()
     shard(folder)
-    with serve_hub(folder) as url:
-        files = load_from(url, tmp_path)[2]
+    with serve_hub(folder) as server:
+        files = load_from(server.url, tmp_path)[2]
         # Files are downloaded in parallel, so an interrupted download may have any of them.
         for name in (file for file in files if file.startswith("model")):
             (tmp_path / SNAPSHOT / name).unlink()
-            assert load_from(url, tmp_path)[2] == files
+            assert load_from(server.url, tmp_path)[2] == files
 
 
 def test_pickled_weights_are_downloaded_without_safetensors(tiny_checkpoint, tmp_path):
     folder = tiny_checkpoint()
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with serve_hub(folder) as url:
-        assert "pytorch_model.bin" in load_from(url, tmp_path / "home")[2]
+    with serve_hub(folder) as server:
+        assert "pytorch_model.bin" in load_from(server.url, tmp_path / "home")[2]
 
 
 @pytest.mark.parametrize("repo", ["me/outside", "me/garbled", "me/broken"])
