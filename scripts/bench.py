@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from llmcond.benchmark.speeds import product_peak
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading import build_on_meta, load_config
 from llmcond.encoders.settings import KnownModel, find_model
-from llmcond.encoders.spec import ARCHITECTURES, EncoderInput
+from llmcond.encoders.spec import ARCHITECTURES
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
 
 T = TypeVar("T")
@@ -168,36 +167,11 @@ def median_ratio(
 SHARD = 2 * 2**30
 
 
-@dataclass(frozen=True)
-class Shape:
-    """An architecture of a common size that is not a known model; encoded with default settings."""
-
-    repo: str
-    architecture: Mapping[str, Any] = field(repr=False)
-
-
-_BASE = {
-    "hidden_size": 768,
-    "intermediate_size": 3_072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 514,
-    "layer_norm_eps": 1e-05,
-}
-SHAPES = {
-    "mpnet-base": Shape("mpnet-base", {"model_type": "mpnet", "vocab_size": 30_527, **_BASE}),
-    "xlm-r-base": Shape(
-        "xlm-r-base",
-        {"model_type": "xlm-roberta", "vocab_size": 250_002, "type_vocab_size": 1, **_BASE},
-    ),
-}
-
-
-def random_checkpoint(known: KnownModel | Shape, parent: Path, sizes: Mapping[str, int]) -> Path:
+def random_checkpoint(known: KnownModel, parent: Path, sizes: Mapping[str, int]) -> Path:
     """Return a checkpoint of an architecture with random weights; create it if it is missing.
 
     Args:
-        known: known model or shape.
+        known: known model.
         parent: folder in which the checkpoint has its folder.
         sizes: settings of the architecture to change, such as ``num_hidden_layers``.
     """
@@ -208,7 +182,7 @@ def random_checkpoint(known: KnownModel | Shape, parent: Path, sizes: Mapping[st
     return folder
 
 
-def _make_checkpoint(known: KnownModel | Shape, folder: Path, sizes: Mapping[str, int]) -> None:
+def _make_checkpoint(known: KnownModel, folder: Path, sizes: Mapping[str, int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     architecture = json.loads(json.dumps(dict(known.architecture)))
     (architecture.get("text_config") or architecture).update(sizes)
@@ -219,8 +193,7 @@ def _make_checkpoint(known: KnownModel | Shape, folder: Path, sizes: Mapping[str
         architecture = AutoConfig.for_model(**architecture).to_dict()
     (folder / "config.json").write_text(json.dumps(architecture))
     make_tokenizer(folder)
-    like = known.repo if isinstance(known, KnownModel) else None
-    checkpoint = resolve(str(folder), EncoderOptions(like=like), identify=False).checkpoint
+    checkpoint = resolve(str(folder), EncoderOptions(like=known.repo), identify=False).checkpoint
     names = build_on_meta(load_config(checkpoint)).state_dict()
     generator = torch.Generator().manual_seed(0)
     index, total = {}, sum(value.numel() * 2 for value in names.values())
@@ -253,19 +226,16 @@ def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None
     if Path(options.model).is_dir():
         return options.model, None
     known = find_model(options.model)
-    if known is not None and known.alias == "minilm" and not options.set:
-        return "minilm", None
-    shape = known or SHAPES.get(options.model)
-    if shape is None:
+    if known is None:
         raise SystemExit(
-            f"{options.model} is neither a known model (see llmcond models) nor an existing folder "
-            f"nor one of the shapes {', '.join(SHAPES)}."
+            f"{options.model} is neither a known model (see llmcond models) nor an existing folder."
         )
+    if known.alias == "minilm" and not options.set:
+        return "minilm", None
     sizes = {key: int(value) for key, _, value in (pair.partition("=") for pair in options.set)}
     # In a new process, because processes started later inherit the peak memory of this one.
     parent = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
-    folder = run_in_process(random_checkpoint, shape, parent, sizes)
-    return folder, known.repo if known else None
+    return run_in_process(random_checkpoint, known, parent, sizes), known.repo
 
 
 def fit_random_head(name: str, dim: int, rank: int | None = None) -> FittedHead:
@@ -289,23 +259,3 @@ def fit_random_head(name: str, dim: int, rank: int | None = None) -> FittedHead:
     )
     recipe = recipe.with_settings(changes, name)
     return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None, "cpu")
-
-
-def join_inputs(
-    inputs: Iterable[EncoderInput], lengths: Iterable[int], n_tokens: int
-) -> list[EncoderInput]:
-    """Join consecutive short inputs into inputs of about ``n_tokens`` tokens.
-
-    ``lengths`` are the numbers of tokens of ``inputs``, including special tokens. Inputs at the end
-    that do not fill another one are dropped.
-    """
-    joined: list[EncoderInput] = []
-    texts: list[str] = []
-    room = n_tokens
-    for item, length in zip(inputs, lengths, strict=True):
-        if texts and length > room:
-            joined.append(EncoderInput("", " ".join(texts)))
-            texts, room = [], n_tokens
-        texts.append(item.text)
-        room -= length - 2  # the joined input has only one pair of special tokens
-    return joined

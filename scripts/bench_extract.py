@@ -6,13 +6,12 @@ ratios are medians over rounds. Processor seconds cover all threads of a way's p
 turn, the process measures the speed of a matrix product in the way's data type.
 
     python scripts/bench_extract.py --model minilm --threads 2
-    python scripts/bench_extract.py --model xlm-r-base --tokens 512 --inputs 64 --threads 1
     python scripts/bench_extract.py --model Salesforce/SFR-Embedding-Mistral --conditions 2 8 32 \
         --set num_hidden_layers=8 hidden_size=1024 intermediate_size=3584 --dtype float32
 
-A model is a known model, a shape (mpnet-base, xlm-r-base) or the folder of a checkpoint. Models
-other than minilm and folders get random weights, because speed does not depend on the weights.
-Commit 17f6c5ba can also measure OpenVINO and ONNX Runtime without llmcond.
+A model is a known model or the folder of a checkpoint. Models other than minilm and folders get
+random weights, because speed does not depend on the weights. Commit 17f6c5ba can also measure
+OpenVINO and ONNX Runtime without llmcond, long inputs, and the shapes of mpnet-base and XLM-R-base.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import torch
 from bench import (
     BenchOptions,
     find_checkpoint,
-    join_inputs,
     machine_peak,
     measure,
     median_of,
@@ -83,7 +81,6 @@ def encoder_options(task: dict[str, Any]) -> EncoderOptions:
         device=task["device"],
         runtime="auto" if task["kind"] == "llmcond" else "torch",
         like=task["like"],
-        max_length=task["max_length"],
         max_tokens_per_batch=task["max_tokens_per_batch"],
         share_prefixes=task["kind"] in ("llmcond", "shared"),
     )
@@ -276,16 +273,8 @@ def tokenize(task: dict[str, Any], inputs: Sequence[EncoderInput]) -> list[list[
     return [row.ids for row in InputTokenizer(tokenizer, resolved.identity, "it")(inputs)]
 
 
-def make_cases(
-    options: argparse.Namespace, task: dict[str, Any], instruct: bool
-) -> list[tuple[list[EncoderInput], str]]:
+def make_cases(options: argparse.Namespace, instruct: bool) -> list[tuple[list[EncoderInput], str]]:
     """Return the lists of inputs to encode, each with its description in the table."""
-    if options.tokens:
-        short = csts_inputs(2_000, instruct=False)
-        lengths = [len(ids) for ids in tokenize(task, short)]
-        copies = 2 * options.inputs * options.tokens // sum(lengths) + 1
-        long = join_inputs(short * copies, lengths * copies, options.tokens)
-        return [(long[: options.inputs], f"inputs of about {options.tokens} tokens")]
     return [
         (branching_inputs(k * options.sentences, k, instruct), f"{k} conditions a sentence")
         for k in options.conditions
@@ -296,12 +285,11 @@ def parse_options() -> argparse.Namespace:
     """Parse the command line."""
     parser = BenchOptions(__doc__)
     add = parser.option
-    add("--model", "minilm", "known model, shape or folder of a checkpoint")
+    add("--model", "minilm", "known model or folder of a checkpoint")
     parser.sizes()
     parser.compute("bfloat16", choices=tuple(TORCH_DTYPES))
     add("--threads", int, "threads of each way", "as PyTorch chooses")
     add("--inputs", 2_000, "number of inputs, without --conditions")
-    add("--tokens", int, "join texts to inputs of about N tokens", metavar="N")
     add("--conditions", [], "numbers of conditions per sentence", type=int, metavar="K")
     add("--sentences", 24, "number of sentences, with --conditions")
     parser.rounds()
@@ -323,7 +311,6 @@ def main() -> None:
         "like": like,
         "dtype": options.dtype,
         "device": options.device,
-        "max_length": options.tokens,
         "max_tokens_per_batch": options.max_tokens_per_batch,
         "threads": options.threads or torch.get_num_threads(),
     }
@@ -331,8 +318,7 @@ def main() -> None:
     instruct = bool(resolved.identity.instruction_format)
     task["ways"] = choose_ways(options, resolved)
     results = [
-        compare(options, task, inputs, label)
-        for inputs, label in make_cases(options, task, instruct)
+        compare(options, task, inputs, label) for inputs, label in make_cases(options, instruct)
     ]
     print_json(options, {"results": results})
 

@@ -36,6 +36,7 @@ ARGUMENTS_AND_OUTPUT = {
     "bench_store": ("{tmp}/store --rows 8 --part 3", "8 vectors of 384, 3 a commit: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
+    "golden": ("record {tmp}/golden --only prompts models", "models: exit 0"),
     "make_aspects": ("--out {tmp}/texts --texts 40", ".json: 40 texts"),
     "make_weights": ("--out {tmp}", "SHA-256"),
 }
