@@ -1,10 +1,11 @@
-"""Measure how fast heads are fitted and applied, against plain implementations.
+"""Measure how fast heads are fitted, against plain implementations.
 
     python scripts/bench_fit.py fit          # linear and MLP on features as large as NV-Embed-v2's
     python scripts/bench_fit.py hypernet     # the low-rank hypernetwork against its per-row form
-    python scripts/bench_fit.py grid         # 10,000 sentences under 100 conditions
 
-The parts stream and relations, for pairs on disk and for graphs, are in commit 17f6c5ba.
+Commit 17f6c5ba has further parts: stream and relations, for pairs on disk and for graphs, and grid,
+which applies heads to 10,000 sentences under 100 conditions.
+
 Features are random, because time and memory do not depend on their values. Every part of the
 benchmark runs in a new process, whose peak memory is reported.
 """
@@ -28,9 +29,8 @@ from llmcond.heads.fit import fit_by_gradient
 
 #: C-STS: train rows, distinct conditions, and the paper's dimensions before and after projection.
 ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512
-#: Dimensions of MiniLM, for the parts hypernet and grid.
+#: Dimensions of MiniLM, for the part hypernet.
 DIM = 384
-RELATIONS, QUERIES = 474, 544_230
 #: Minutes on an A6000 to learn a projection of 4,096 dimensions to 512 (CASE, section 4).
 PAPER = {"linear": 1.5, "mlp": 5.0}
 
@@ -149,53 +149,7 @@ class PlainHypernet(Hypernet):
         return torch.cat(embedded)
 
 
-# -- inference ---------------------------------------------------------------------------------
-
-
-def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Apply heads to every sentence under every condition, from existing features."""
-    few = pairs(512, DIM, 0, np.float32)
-    rng = np.random.default_rng(2)
-    sentences = rng.standard_normal((options.sentences, DIM)).astype(np.float32)
-    conditions = rng.standard_normal((options.conditions, DIM)).astype(np.float32)
-    arrays = PairArrays(
-        few.first,
-        few.second,
-        few.rating,
-        SharedRows(conditions, rng.integers(len(conditions), size=512)),
-    )
-    changes: dict[str, dict[str, Any]] = {
-        "linear": {"dim": DIM},
-        "mlp": {"dim": DIM},
-        "hadamard": {},
-        "concat": {"dim": DIM},
-        "hypernet-ablation": {},
-        "hypernet-mse": {"dim": DIM},
-        "hypernet-full-mse": {"dim": DIM},
-    }
-    rows = []
-    for kind, change in changes.items():
-        recipe = load_recipe(kind).with_settings({**change, "epochs": 1}, "")
-        head = fit_recipe(recipe, arrays, None, 0, quiet)
-
-        def apply(head: Any = head) -> None:
-            for c in conditions:
-                head.transform(sentences, c[None] if head.dim_condition else None)
-
-        _, apply_seconds, _ = timed(apply)
-        n = options.sentences * options.conditions
-        rows.append({"head": kind, "seconds": apply_seconds, "embeddings_per_s": n / apply_seconds})
-    seconds = options.encode or 1e6 * 26 / 33_000
-    for row in rows:
-        row["against_encoding"] = seconds * n / 1e6 / row["seconds"]
-    return rows
-
-
-PARTS = {
-    "fit": fit,
-    "hypernet": hypernet,
-    "grid": grid,
-}
+PARTS = {"fit": fit, "hypernet": hypernet}
 
 
 def work(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
@@ -208,13 +162,9 @@ def main() -> None:
     parser = BenchOptions(__doc__)
     add = parser.option
     parser.names("parts", "parts to run", PARTS)
-    add("--rows", ROWS, "fit and hypernet: number of pairs")
+    add("--rows", ROWS, "number of pairs")
     add("--epochs", 40, "fit: number of epochs")
     add("--rounds", 3, "hypernet: number of fits, whose median counts")
-    add("--sentences", 10_000, "grid: number of sentences")
-    add("--conditions", 100, "grid: number of conditions")
-    encode = "grid: seconds to encode a million inputs, as measured by bench_extract.py"
-    add("--encode", float, encode, "788, for 26 million tokens at 33,000 tokens/s")
     options = parser.parse_args()
     results = {}
     for name in options.parts or PARTS:

@@ -40,6 +40,7 @@ from reproduce import (
 
 from llmcond.base.arrays import Array, SharedRows, cosine
 from llmcond.base.files import read_json, write_json
+from llmcond.base.metrics import Floats
 from llmcond.base.system import provenance
 from llmcond.benchmark.speeds import PlainLoop, sentence_transformers
 from llmcond.data.datasets import Dataset
@@ -206,18 +207,8 @@ def cache_size(dim: int, n_vectors: int, n_matrices: int = 0, matrix: int = 0) -
 # -- costs -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of a piece of work: with one piece per call, and per piece in large batches."""
-
-    single: float
-    batched: float
-
-    def __mul__(self, number: int) -> Cost:
-        return Cost(number * self.single, number * self.batched)
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.single + other.single, self.batched + other.batched)
+#: Seconds of a piece of work, with one piece per call and per piece in large batches, as (2,).
+Cost = Floats
 
 
 @dataclass(frozen=True)
@@ -289,7 +280,7 @@ class Bench:
                 if i < len(items):
                     single[name].append(self.timed(encode[name], items[i : i + 1]))
         return {
-            name: Cost(float(np.mean(single[name])), self.timed(batches[name], items) / len(items))
+            name: np.array([np.mean(single[name]), self.timed(batches[name], items) / len(items)])
             for name, items in inputs.items()
         }
 
@@ -333,7 +324,7 @@ class Bench:
             compare_all, head, sides, SharedRows(conditions, index), work.one_sided
         )
         extra = 0.0 if cache is None else max(0.0, float(new - known))
-        return Cost(float(known), batched / len(work)), Cost(extra, 0.0)
+        return np.array([known, batched / len(work)]), np.array([extra, 0.0])
 
     def architectures(self, heads: Iterable[str]) -> list[Architecture]:
         """Measure all architectures; without sentence-transformers there is no plain loop."""
@@ -341,7 +332,7 @@ class Bench:
         costs = self.encoding_costs()
         vectors = np.random.default_rng(0).standard_normal((2, n, dim), np.float32)
         single = np.mean([self.timed(cosine, *vectors[:, :1]) for _ in range(100)])
-        comparison = Cost(float(single), self.timed(cosine, *vectors) / n) * n
+        comparison = np.array([n * single, self.timed(cosine, *vectors)])
         n_texts, n_conditions = len(work.texts), len(work.conditions)
         n_joint, n_answers, n_rows = len(work.joint), len(work.answers), len(work.rows)
         answers = costs["text"] * n_answers
@@ -355,7 +346,7 @@ class Bench:
         ]
         if "plain" in costs:
             plain = costs["plain"] * (2 * n) + comparison
-            results.insert(0, Architecture("plain loop", 0, 0.0, 0.0, *asdict(plain).values()))
+            results.insert(0, Architecture("plain loop", 0, 0.0, 0.0, *plain.tolist()))
         for name in heads:
             head = fit_random_head(name, dim, max(1, dim // 12))  # the paper's rank
             row, condition = self.head_costs(head)
@@ -373,7 +364,7 @@ class Bench:
     @staticmethod
     def summarize(name: str, lookups: int, misses: int, size: float, cost: Cost) -> Architecture:
         """Return the figures of an architecture with a cache."""
-        return Architecture(name, lookups, 1 - misses / lookups, size, cost.single, cost.batched)
+        return Architecture(name, lookups, 1 - misses / lookups, size, *cost.tolist())
 
 
 def load_peer(encoder: Encoder) -> Callable[[Any], Any]:

@@ -1,17 +1,15 @@
 """Write the table of GPU memory into docs/encoders.md: ``python scripts/memory_table.py``.
 
-With ``--check``, the script writes nothing and exits with 1 if the table on the page is out of
-date. The sizes are computed from the architectures in ``llmcond/encoders/known``.
+The sizes are computed from the architectures in ``llmcond/encoders/known``.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+from common import Options
 from tabulate import tabulate
 
 from llmcond.base.files import format_bytes
@@ -65,21 +63,14 @@ def table() -> str:
     return tabulate(rows, "keys", "github", disable_numparse=True) + "\n"
 
 
-def main() -> int:
-    """Write the table, or only check it."""
-    parser = argparse.ArgumentParser(description="Write the table of GPU memory.")
-    parser.add_argument(
-        "--check", action="store_true", help="only check the table: exit with 1 if it differs"
-    )
-    options = parser.parse_args()
+def main() -> None:
+    """Write the table."""
+    Options(__doc__).parse_args()
     page = PAGE.read_text(encoding="utf-8")
     new_table = table()
     updated = _TABLE.sub(lambda match: match[1] + new_table + match[3], page)
-    if options.check:
-        return int(updated != page)
     PAGE.write_text(updated, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -21,10 +21,7 @@ ARGUMENTS_AND_OUTPUT = {
     "bench_aspects": ("--model {tiny} --data {aspects} --values 0 2 --json", "| mean of 2 |"),
     "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1", "| an empty program |"),
-    "bench_fit": (
-        "--rows 32 --epochs 1 --rounds 1 --sentences 2 --conditions 2",
-        "| hypernet-full-mse |",
-    ),
+    "bench_fit": ("--rows 32 --epochs 1 --rounds 1", "| llmcond, rows in any order |"),
     "bench_search": (
         "--run {run} --head hypernet --sizes 40 --conditions 2 --queries 2",
         "| 40 | 64 | hypernet | llmcond |",
