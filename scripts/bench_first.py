@@ -5,6 +5,7 @@
 Each program embeds or compares two sentences and exits. The programs take turns, after a warm-up
 round that reads their files into memory and is not counted. Times are medians over rounds: wall
 time, and processor time (user and system time of all threads). Memory is the peak over all rounds.
+This script must not import PyTorch, because a program's peak includes that of its parent process.
 Commit 17f6c5ba can also measure programs that use only OpenVINO or ONNX Runtime.
 
 ``python -X importtime -m llmcond similarity ...`` profiles the imports.
@@ -18,56 +19,39 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-from bench import BenchOptions, median_of
-from common import format_table, print_json
+from common import Options, format_table, print_json
 
 from llmcond.encoders import EncoderOptions, resolve
 
 FIRST, SECOND = "Two women read a book at the beach.", "Two women cook at night."
 CONDITION = "the place"
 COMMAND = ["-m", "llmcond", "similarity", FIRST, SECOND, "--condition", CONDITION]
-_TEXTS = f"texts = [{FIRST!r}, {SECOND!r}]\n"
-_ENCODE = f"""
+SIMILARITY = f"""
+import llmcond
+llmcond.load_embedder().similarity([{FIRST!r}], [{SECOND!r}], {CONDITION!r})
+"""
+ENCODE = f"""
 import llmcond
 inputs = [llmcond.EncoderInput("", text) for text in ({FIRST!r}, {SECOND!r})]
 llmcond.load_encoder("minilm", runtime=RUNTIME).encode(inputs)
 """
-_PEER = f"""
-{_TEXTS}
+PEER = f"""
 from sentence_transformers import SentenceTransformer
-SentenceTransformer(FOLDER, device="cpu").encode(texts)
+SentenceTransformer(FOLDER, device="cpu").encode([{FIRST!r}, {SECOND!r}])
 """
-_SIMILARITY = f"""
-import llmcond
-llmcond.load_embedder().similarity([{FIRST!r}], [{SECOND!r}], {CONDITION!r})
-"""
-#: Programs by their names in the table; None is the command line.
-WAYS: dict[str, str | None] = {
-    "llmcond similarity (command line)": None,
-    "llmcond.load_embedder().similarity": _SIMILARITY,
-    "llmcond.load_encoder('minilm').encode": _ENCODE.replace("RUNTIME", "'auto'"),
-    "llmcond.load_encoder('minilm', runtime='torch').encode": _ENCODE.replace("RUNTIME", "'torch'"),
-    "sentence-transformers": _PEER,
+#: Arguments of Python by the names of the programs in the table.
+WAYS = {
+    "llmcond similarity (command line)": COMMAND,
+    "llmcond.load_embedder().similarity": ["-c", SIMILARITY],
+    "llmcond.load_encoder('minilm').encode": ["-c", ENCODE.replace("RUNTIME", "'auto'")],
+    "llmcond.load_encoder('minilm', runtime='torch').encode": [
+        *("-c", ENCODE.replace("RUNTIME", "'torch'")),
+    ],
+    "sentence-transformers": ["-c", PEER],
 }
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of the programs, in which they can import modules of this folder."""
-    folders = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(filter(None, folders))
-    # Let Python cache compiled modules, as it does for installed packages.
-    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    return {**inherited, "PYTHONPATH": path}
-
-
-def make_arguments(program: str | None, folder: str) -> list[str]:
-    """Return the arguments with which Python runs a program."""
-    if program is None:
-        return COMMAND
-    return ["-c", f"FOLDER = {folder!r}\n{program}"]
 
 
 def run_program(arguments: Sequence[str], folder: str) -> dict[str, float]:
@@ -76,12 +60,14 @@ def run_program(arguments: Sequence[str], folder: str) -> dict[str, float]:
     Raises:
         SystemExit: the program failed; its output is printed first.
     """
+    # Let Python cache compiled modules, as it does for installed packages.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=folder,
-            env=environment(),
+            env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -102,30 +88,26 @@ def run_program(arguments: Sequence[str], folder: str) -> dict[str, float]:
 
 def measure(rounds: int, scratch: str) -> list[dict[str, Any]]:
     """Run the programs in turn, and return the figures of each."""
-    checkpoint = resolve("minilm", EncoderOptions(), identify=False).checkpoint
-    folder = str(checkpoint.folder)
+    folder = resolve("minilm", EncoderOptions(), identify=False).checkpoint.folder
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     for _ in range(rounds + 1):
-        for name, program in WAYS.items():
-            turns[name].append(run_program(make_arguments(program, folder), scratch))
-    return [summarize(name, counted[1:]) for name, counted in turns.items()]
-
-
-def summarize(name: str, turns: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the figures of one program."""
-    return {
-        "way": name,
-        "seconds": median_of(turns, "seconds"),
-        "least_seconds": min(turn["seconds"] for turn in turns),
-        "processor_seconds": median_of(turns, "processor"),
-        "memory_mib": max(turn["memory"] for turn in turns),
-    }
+        for name, arguments in WAYS.items():
+            program = [text.replace("FOLDER", repr(str(folder))) for text in arguments]
+            turns[name].append(run_program(program, scratch))
+    return [
+        {
+            "way": name,
+            "seconds": median(turn["seconds"] for turn in counted[1:]),
+            "processor_seconds": median(turn["processor"] for turn in counted[1:]),
+            "memory_mib": max(turn["memory"] for turn in counted[1:]),
+        }
+        for name, counted in turns.items()
+    ]
 
 
 COLUMNS = {
     "way": "way",
     "wall s": "seconds:.2f",
-    "least wall s": "least_seconds:.2f",
     "processor s": "processor_seconds:.2f",
     "peak memory MiB": "memory_mib:,.0f",
 }
@@ -133,8 +115,9 @@ COLUMNS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, and print tables."""
-    parser = BenchOptions(__doc__)
-    parser.rounds(5)
+    parser = Options(__doc__)
+    parser.option("--json", False, "print one JSON value on the last line")
+    parser.option("--rounds", 5, "number of rounds, whose medians are printed")
     options = parser.parse_args(arguments)
     # The folder contains no run, so that the command uses the bundled model.
     with tempfile.TemporaryDirectory() as scratch:

@@ -193,37 +193,16 @@ EXAMPLES = {
 }
 #: Subject, condition, answers, and the figures before and after: of both sentences, of s1 with its
 #: answer and of s2 with its answer.
-CONDITIONS = (
-    (
-        "tennis",
-        "The color of the dress.",
-        "orange",
-        "gray",
-        "0.4757 0.2522 0.1986 0.3551 0.0559 0.6061",
-    ),
-    (
-        "tennis",
-        "The name of the game.",
-        "tennis",
-        "tennis",
-        "0.6233 0.9660 0.1135 0.6448 0.0983 0.6426",
-    ),
-    ("skiers", "The number of person.", "two", "one", "0.6358 0.2788 -0.0970 0.7014 0.0227 0.7953"),
-    ("skiers", "The type of job.", "skier", "skier", "0.7502 0.9539 0.2488 0.8016 0.3409 0.8032"),
-    (
-        "beach",
-        "The type of hobby.",
-        "kite flying",
-        "surf",
-        "0.4386 0.4886 0.3457 0.7717 0.2254 0.7281",
-    ),
-    (
-        "beach",
-        "The type of location.",
-        "beach",
-        "beach",
-        "0.4825 0.8582 0.1034 0.6665 0.1129 0.6703",
-    ),
+CONDITIONS = tuple(
+    tuple(map(str.strip, line.split("|")))
+    for line in """
+    tennis | The color of the dress. | orange | gray | 0.4757 0.2522 0.1986 0.3551 0.0559 0.6061
+    tennis | The name of the game. | tennis | tennis | 0.6233 0.9660 0.1135 0.6448 0.0983 0.6426
+    skiers | The number of person. | two | one | 0.6358 0.2788 -0.0970 0.7014 0.0227 0.7953
+    skiers | The type of job. | skier | skier | 0.7502 0.9539 0.2488 0.8016 0.3409 0.8032
+    beach | The type of hobby. | kite flying | surf | 0.4386 0.4886 0.3457 0.7717 0.2254 0.7281
+    beach | The type of location. | beach | beach | 0.4825 0.8582 0.1034 0.6665 0.1129 0.6703
+    """.strip().splitlines()
 )
 #: Number of dimensions of the paper's tables 2 and 3.
 DIM = 512

@@ -83,7 +83,7 @@ def threads_for_processes(monkeypatch):
     for name in ("bench", "bench_serve"):
         monkeypatch.setattr(import_module(name), "multiprocessing", threads)
     monkeypatch.setattr(import_module("bench"), "PRODUCT", 64)
-    monkeypatch.setattr(import_module("bench_first"), "WAYS", {"an empty program": ""})
+    monkeypatch.setattr(import_module("bench_first"), "WAYS", {"an empty program": ["-c", ""]})
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
     for name in ("bench", "bench_fit"):
