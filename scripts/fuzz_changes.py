@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -176,14 +177,8 @@ class Command:
             with redirect_stdout(out), redirect_stderr(err):
                 code = run(self.arguments)
         except BaseException as error:
-            traceback = error.__traceback__
-            while traceback is not None and traceback.tb_next is not None:
-                traceback = traceback.tb_next
-            where = (
-                f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-                if traceback
-                else ""
-            )
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{frame.filename}:{frame.lineno}"
             return f"{name}: {type(error).__name__}: {error} ({where})"
         errors = err.getvalue()
         if code not in (0, 1, 2):
