@@ -113,7 +113,8 @@ class Texts:
     def is_valid(self) -> bool:
         """Whether all texts that are not left out can be used."""
         cells = [text for text in self.texts if not (self.skip_empty and is_empty(text))]
-        return bool(cells) and not any(is_empty(text) or has_invalid(text) for text in cells)
+        invalid = re.compile("[\0\ud800-\udfff]")
+        return bool(cells) and not any(is_empty(t) or invalid.search(t or "") for t in cells)
 
     @property
     def expected(self) -> list[tuple[str, Any]]:
@@ -125,11 +126,6 @@ class Texts:
 def is_empty(text: str | None) -> bool:
     """Return whether a cell is no text."""
     return text is None or not text.strip()
-
-
-def has_invalid(text: str | None) -> bool:
-    """Return whether a text has characters that cannot be used."""
-    return re.search("[\0\ud800-\udfff]", text or "") is not None
 
 
 def draw_texts(chance: Random, more: Sequence[str | None] = ()) -> Texts:

@@ -110,10 +110,6 @@ def _replace(text: str, pairs: tuple[tuple[str, str], ...]) -> str:
     return re.sub(rf"\b(?:{pattern})\b", replace, text, flags=re.IGNORECASE)
 
 
-def _sentences(text: str) -> list[str]:
-    return re.split(r"(?<=[.!?]) ", text)
-
-
 def _casual(text: str, rng: Random) -> str:
     text = _replace(_replace(text, CONTRACTIONS), SLANG).lower().rstrip(".")
     tag = rng.choice(TAGS)
@@ -152,7 +148,7 @@ def _excited(text: str, rng: Random) -> str:
 
 
 def _hesitant(text: str, rng: Random) -> str:
-    sentences = _sentences(text)
+    sentences = re.split(r"(?<=[.!?]) ", text)
     for index, sentence in enumerate(sentences):
         if index == 0 or rng.random() < 0.5:
             opening = rng.choice(HESITATIONS)
@@ -224,7 +220,8 @@ class Draft:
         if name in self.domain.values:
             values = self.domain.values[name]
             value = self.attrs.setdefault(name, self.rng.choice(list(values)))
-            return self.expand(self.wording(ways_of(values[value], part)))
+            ways = values[value]
+            return self.expand(self.wording(ways[part] if isinstance(ways, dict) else ways))
         return self.expand(self.wording(self.domain.words[name]))
 
     def wording(self, ways: Sequence[str]) -> str:
@@ -232,11 +229,6 @@ class Draft:
         wording = self.rng.choice([way for way in ways if way not in self.used] or ways)
         self.used.add(wording)
         return wording
-
-
-def ways_of(ways: Ways, part: str) -> list[str]:
-    """Return the wordings of a value, or of one part of it."""
-    return ways[part] if isinstance(ways, dict) else ways
 
 
 def as_sentence(text: str) -> str:

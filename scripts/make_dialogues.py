@@ -139,18 +139,15 @@ def make_splits() -> dict[str, list[list[str]]]:
     return splits
 
 
-def to_jsonl(dialogues: Sequence[Sequence[str]]) -> bytes:
-    """Return dialogues as the bytes of a JSONL file."""
-    return "".join(
-        json.dumps({"utterances": utterances}) + "\n" for utterances in dialogues
-    ).encode()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the files of the sample dialogues."""
 
     def make() -> dict[str, bytes]:
-        return {f"{name}.jsonl": to_jsonl(rows) for name, rows in make_splits().items()}
+        files = {}
+        for name, dialogues in make_splits().items():
+            lines = (json.dumps({"utterances": utterances}) + "\n" for utterances in dialogues)
+            files[f"{name}.jsonl"] = "".join(lines).encode()
+        return files
 
     return sample_files(__doc__, "sample_dialogues", make, argv)
 

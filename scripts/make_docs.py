@@ -44,11 +44,6 @@ class SiteError(Exception):
     """A page or a link of the site is wrong."""
 
 
-def read_config() -> dict[str, Any]:
-    """Return mkdocs.yml."""
-    return dict(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-
-
 # -- pages -------------------------------------------------------------------------------------
 
 
@@ -296,7 +291,7 @@ def main() -> int:
         "--tutorials", action=action, default=True, help="execute the tutorials (default: yes)"
     )
     options = parser.parse_args()
-    config = read_config()
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     for path in PAGES.glob("*") if PAGES.exists() else ():
         if path.name != "tutorials":
             shutil.rmtree(path) if path.is_dir() else path.unlink()

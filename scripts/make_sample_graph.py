@@ -136,11 +136,6 @@ def shops_of(kind: int) -> tuple[int, int]:
     return seller, (seller + 1 + kind % 2) % len(SHOPS)
 
 
-def plural(kind: int) -> str:
-    """Return the plural of a kind's name."""
-    return f"{KINDS[kind]}s"
-
-
 def make_pairs(rng: Random) -> list[tuple[Garment, Garment]]:
     """Return the pairs of mates, which differ in kind and share their colours and occasions."""
     names = [(maker, kind) for maker in MAKERS for kind in range(len(KINDS))]
@@ -181,7 +176,7 @@ def make_files() -> dict[str, list[tuple[str, ...]]]:
         entities += [(name, name, text) for name, text in values.items()]
     for number, name in enumerate(SHOPS):
         sold, mended = (
-            " and ".join(plural(k) for k in range(len(KINDS)) if shops_of(k)[index] == number)
+            " and ".join(f"{kind}s" for k, kind in enumerate(KINDS) if shops_of(k)[index] == number)
             for index in range(2)
         )
         text = f"a shop that sells {sold} and mends {mended}"
@@ -193,16 +188,14 @@ def make_files() -> dict[str, list[tuple[str, ...]]]:
     }
 
 
-def to_tsv(rows: Sequence[Sequence[str]]) -> bytes:
-    """Return rows as the bytes of a TSV file."""
-    return "".join("\t".join(row) + "\n" for row in rows).encode()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the files of the sample graph."""
 
     def make() -> dict[str, bytes]:
-        return {f"{name}.tsv": to_tsv(rows) for name, rows in make_files().items()}
+        return {
+            f"{name}.tsv": "".join("\t".join(row) + "\n" for row in rows).encode()
+            for name, rows in make_files().items()
+        }
 
     return sample_files(__doc__, "sample_graph", make, argv)
 

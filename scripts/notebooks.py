@@ -146,10 +146,11 @@ def _environment(folder: Path) -> dict[str, str]:
     startup = folder / "ipython" / "profile_default" / "startup"
     startup.mkdir(parents=True)
     (startup / "00-system.py").write_text(STARTUP, encoding="utf-8")
-    paths = {"PYTHONPATH": str(ROOT), "PATH": str(Path(sys.executable).parent)}
+    first = {"PYTHONPATH": str(ROOT), "PATH": str(Path(sys.executable).parent)}
+    paths = {name: [path, os.environ.get(name, "")] for name, path in first.items()}
     return {
         **os.environ,
-        **{name: os.pathsep.join([first, *_paths(name)]) for name, first in paths.items()},
+        **{name: os.pathsep.join(filter(None, parts)) for name, parts in paths.items()},
         "IPYTHONDIR": str(folder / "ipython"),
         "COLUMNS": str(COLUMNS),
         "HF_HUB_OFFLINE": "1",
@@ -159,10 +160,6 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "NO_COLOR": "1",
     }
-
-
-def _paths(name: str) -> list[str]:
-    return list(filter(None, [os.environ.get(name)]))
 
 
 def _error(name: str, number: int, reason: str) -> TutorialError:
