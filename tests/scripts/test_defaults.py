@@ -21,6 +21,7 @@ ARGUMENTS_AND_OUTPUT = {
     "bench_aspects": ("--model {tiny} --data {aspects} --values 0 2 --json", "| mean of 2 |"),
     "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1", "| an empty program |"),
+    "bench_fit": ("--rows 32 --epochs 1 --rounds 1", "| llmcond, rows in any order |"),
     "bench_search": (
         "--run {run} --head hypernet --sizes 40 --conditions 2 --queries 2",
         "| 40 | 64 | hypernet | llmcond |",
@@ -83,7 +84,10 @@ def threads_for_processes(monkeypatch):
         monkeypatch.setattr(import_module(name), "multiprocessing", threads)
     monkeypatch.setattr(import_module("bench"), "PRODUCT", 64)
     monkeypatch.setattr(import_module("bench_first"), "WAYS", {"an empty program": ["-c", ""]})
-    monkeypatch.setattr(import_module("bench"), "run_in_process", lambda work, *args: work(*args))
+    for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
+        monkeypatch.setattr(import_module("bench_fit"), name, size)
+    for name in ("bench", "bench_fit"):
+        monkeypatch.setattr(import_module(name), "run_in_process", lambda work, *args: work(*args))
 
 
 @pytest.mark.usefixtures("threads_for_processes")
