@@ -1,4 +1,4 @@
-"""Finding, scoring and drawing clusters: K-means, HDBSCAN, agreement with labels, t-SNE."""
+"""Clusters of texts: finding, scoring, describing and drawing them, and their HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feature matrices: in memory, on disk, with vectors shared by rows, or computed from others.
+"""Feature matrices in memory, on disk or computed, and vectors quantised to 8 bits and 1 bit.
 
 Heads read a few rows at a time, so that vectors in 16 bit or on disk are never converted or loaded
 as a whole.

@@ -1,4 +1,4 @@
-"""Messages for users: one logger, printed on standard error.
+"""What users see while and after a command runs: messages, progress bars and tables.
 
 Messages are printed by the command line and in interactive sessions and notebooks of Python. The
 level of the logger decides what is shown: at WARNING or above, neither notes nor progress.

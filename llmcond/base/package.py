@@ -1,4 +1,4 @@
-"""The version, in a separate module that imports nothing."""
+"""The package: its version, its bundled files, lazy imports, and code that users add."""
 
 from __future__ import annotations
 

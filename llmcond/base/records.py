@@ -1,4 +1,4 @@
-"""JSON records of dataclasses: reading with one-line errors, and atomic writing."""
+"""Records as dataclasses, read from JSON and TOML with one-line errors, and written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Object stores: Amazon S3 and compatible servers, Google Cloud Storage, and Azure.
+"""Object stores (S3, Google Cloud Storage, Azure), and Lance's datasets in them or in folders.
 
 This module sets up both libraries that read and write them, Arrow and Lance. A URI names a bucket
 and a path. Credentials and endpoints come only from the environment, and appear in no message and

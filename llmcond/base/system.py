@@ -1,4 +1,4 @@
-"""Properties of this machine and process: devices, free memory, native dtypes, local rank."""
+"""This machine and process: devices, memory, number types, threads and installed libraries."""
 
 from __future__ import annotations
 

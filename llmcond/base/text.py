@@ -1,4 +1,4 @@
-"""The entrance of a user's strings: valid characters, and one normal form for conditions.
+"""The entrance of a user's strings: encodings, valid characters, and one form of conditions.
 
 Texts, conditions, labels, names of columns, filters and options all pass ``check_characters``:
 through ``cell_text`` for cells of tables, and through ``check_string`` for everything else. Texts

@@ -1,4 +1,4 @@
-"""The speed of an encoder on this machine in several ways, compared with its peers in turns."""
+"""The speed of an encoder on this machine in several ways, compared with its peers, as a page."""
 
 from __future__ import annotations
 

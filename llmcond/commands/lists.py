@@ -1,4 +1,4 @@
-"""Commands that list and show models, prompts and heads."""
+"""Commands that list models, prompts and heads, or check a model before its download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that score, compare and explain heads."""
+"""Commands that score, compare and explain heads, complete graphs, and reply to dialogues."""
 
 from __future__ import annotations
 

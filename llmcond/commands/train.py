@@ -1,4 +1,4 @@
-"""Commands that train an encoder, and that upload or export a model."""
+"""Commands that fit heads, train an encoder, and upload or export a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labelled texts that guide embeddings: a table of texts, labels and conditions."""
+"""Tables of texts, labels and conditions: texts as guides, and paired triples of aspects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading an encoder onto its device: architecture, tokenizer, weights and checks."""
+"""Loading an encoder onto its device: architecture, tokenizer, weights, and needed memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of an encoder, each declared once, as a field of ``EncoderSettings``.
+"""The settings of an encoder, each declared once in ``EncoderSettings``, and known models.
 
 A field declares the setting's type, default, flag and help text. If the first source that states
 the setting does not simply decide it, the field also has the function that does. Two classes repeat

@@ -1,4 +1,4 @@
-"""Inputs of encoders, the types of settings that describe how encoders compute, and poolings."""
+"""Inputs of encoders, types of settings, poolings, and architectures that OpenVINO computes."""
 
 from __future__ import annotations
 

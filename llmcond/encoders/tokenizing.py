@@ -1,4 +1,4 @@
-"""Tokenising inputs: token ids with a model's special tokens, and the range of pooled tokens.
+"""Tokenising inputs, and the interface of engines, which turn tokens into vectors.
 
 This module, not the tokenizer, adds the special tokens around an input. The result is then the same
 for all versions of transformers, and truncation never removes them. Truncation does not remove

@@ -1,4 +1,4 @@
-"""Analyses of vectors and predictions: isotropy, clusters, parts of rows, agreement with people."""
+"""Analyses of vectors and predictions: isotropy, clusters, subsets, agreement and conditions."""
 
 from __future__ import annotations
 

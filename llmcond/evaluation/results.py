@@ -1,4 +1,4 @@
-"""Results: the scores of systems on rows, as typed values, as JSON and as a pandas table."""
+"""Results: the scores of systems on rows as values, JSON and pandas, and ranks of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extraction: encoding the inputs that a store does not hold yet, chunk by chunk.
+"""Extraction: counting and encoding the inputs that a store lacks, chunk by chunk.
 
 A plan (``EncodingPlan``) determines which inputs are encoded, in which order and in which parts.
 Threads encode several parts at a time. ``encode_and_commit`` stores each part under a claim, so

@@ -1,4 +1,4 @@
-"""The feature store: (encoder identity, input) -> vector, on Lance.
+"""The feature store: (encoder identity, input) -> vector, on Lance, in a folder or a bucket.
 
 There is one folder for each encoder fingerprint and number type. Rows are added in chunks that
 commit atomically, so a store never holds half a chunk. Commits run under a lock, which the

@@ -1,4 +1,4 @@
-"""Views: the features of one or several prompts that are the input of a head.
+"""Views: the features of one or several prompts that a head reads, and the keys of inputs.
 
 The features of several prompts are concatenated. Joint features are e(s|c), with or without the
 prompt's unconditional features subtracted (CASE, equation 1). Separate features are e(s) and e(c)

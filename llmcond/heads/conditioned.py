@@ -1,4 +1,4 @@
-"""Heads that read the features of a sentence and, separately, those of its condition.
+"""Families of heads: dense layers, and heads that read a condition's features separately.
 
 These are the tri-encoder baselines of C-STS and Hyper-CL, and Hyper-CL's hypernetwork (ACL 2024,
 section 3): a matrix is generated from the condition and applied to the sentence. In full form, W_c

@@ -1,4 +1,4 @@
-"""Heads as torch modules: the base class of all families, ensembles and seeding.
+"""Heads as torch modules: the base class of all families, ensembles, seeding and objectives.
 
 A custom head is a subclass of ``HeadModule`` in a user's file. A recipe names it: ``kind =
 "my_heads.py:GatedHead"``.

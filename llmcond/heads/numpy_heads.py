@@ -1,4 +1,4 @@
-"""Heads of dense layers, computed with NumPy so that embedding texts needs no torch.
+"""Heads of dense layers, and the arrays that heads are fitted on, in NumPy without torch.
 
 PyTorch heads use the same layer descriptions and the same checks of features.
 """

@@ -1,4 +1,4 @@
-"""Options of commands that score or explain heads, or compare prompts."""
+"""Options of commands that score or explain heads, compare prompts, or rank candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of commands that train or upload an encoder."""
+"""Options of commands that fit heads, or train or upload an encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt templates, which turn a sentence and a condition into the input of an encoder.
+"""Prompt templates, and the inputs that they render from sentences and conditions.
 
 A template is one TOML file. It contains the task instruction and the encoded text, both for the
 conditional embedding f(c; I(s)) and for the unconditional one, f(c; I(∅)), which is subtracted from

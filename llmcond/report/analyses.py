@@ -1,4 +1,4 @@
-"""Tables of the analyses of heads."""
+"""Tables of the analyses of heads, and the explanation of an embedding as text and HTML."""
 
 from __future__ import annotations
 

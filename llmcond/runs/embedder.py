@@ -1,4 +1,4 @@
-"""Models that embed new texts: an encoder, a prompt and a head, loaded or not loaded yet."""
+"""Models that embed new texts: an encoder, a prompt and a head, and what conditions they know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolving the run or bundled model that a user named, and opening a run of any task."""
+"""Resolving the run or bundled model that a user named, opening it, and extracting into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common interface of models that compare two texts under a condition."""
+"""The interface of models that compare texts under a condition, and explanations by tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a server, with an optional index."""
+"""The model of a server, with an optional index, and the batching of concurrent requests."""
 
 from __future__ import annotations
 

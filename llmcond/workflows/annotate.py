@@ -1,4 +1,4 @@
-"""Rating sentence pairs under conditions by a language model."""
+"""Rating sentence pairs by a language model, with a journal of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring the predictions of fitted heads and zero-shot against ratings."""
+"""Scoring heads and zero-shot against ratings, analysing heads, and checking conditions."""
 
 from __future__ import annotations
 

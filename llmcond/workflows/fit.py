@@ -1,4 +1,4 @@
-"""Fitting a head on a run's training features."""
+"""Fitting a head on a run's training features, and every combination of several settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenVINO engine: batches inputs, runs the network, and pools token states with numpy.
+"""The OpenVINO engine: tokenises and batches inputs, runs the network, and pools with NumPy.
 
 The states of an input's tokens depend neither on the other inputs of its batch nor on the number of
 threads. OpenVINO computes each row of a product in the same way, however many rows there are, and

@@ -1,4 +1,4 @@
-"""Forward passes: the arguments of a network for a batch, and the pooled vectors of its output.
+"""Forward passes: a network's arguments and pooled vectors, and NV-Embed's latent block.
 
 An engine asks ``Passes`` for the pass of each batch. A router inside the network is a subclass of
 ``Passes``, and the engine does not depend on anything else of it.

@@ -1,4 +1,4 @@
-"""The examples of a ranking run: heads are fitted on queries and rank their answers."""
+"""The examples of a ranking run: heads are fitted on queries, rank answers, and are scored."""
 
 from __future__ import annotations
 
