@@ -52,13 +52,15 @@ from llmcond.kinds.dialogue.examples import (
     DialogueExamples,
     NextQueries,
     join_turns,
-    measure_subsets,
     next_queries,
     rank_next,
+    stack_queries,
+    subset_masks,
 )
 from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.report.figures import Point, plot_curve
 from llmcond.runs import Run, open_any_run
+from llmcond.runs.examples import result_without_metrics, score_ranks
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -539,9 +541,12 @@ def _rank_last_turns(
     for name in encoder.fit(key):
         roles = examples.roles(run.load_head(name), used).with_score(score)
         ranks = rank_next(shortened, roles.scores).resolve_ties()
-        (overall,), parts = measure_subsets(queries, [ranks[None]], [METRICS["average_rank"]])
-        estimates = {AVERAGE_RANK.key: overall.metrics["average_rank"]}
-        estimates |= {name: subsets[0].metrics["average_rank"] for name, subsets in parts.items()}
+        result = result_without_metrics(run.load_head(name), run.default_split())
+        masks = {"by_history": subset_masks(queries)}
+        metrics = [METRICS["average_rank"]]
+        (result,) = score_ranks([result], [ranks], stack_queries(queries), metrics, masks)
+        estimates = {AVERAGE_RANK.key: result.main}
+        estimates |= {key: part.main for key, part in result.subsets["by_history"].items()}
         figures.append({name: to_value(estimate) for name, estimate in estimates.items()})
     return average_figures(figures)
 

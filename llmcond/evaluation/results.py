@@ -14,11 +14,9 @@ from llmcond.base.arrays import Array, MatrixLike, Positions, as_matrix
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import (
     DEFAULT_METRICS,
-    RANKING_NAMES,
     Estimate,
     Floats,
     Metric,
-    choose_metrics,
     comparisons,
     estimates_json,
     finite_or_none,
@@ -1075,41 +1073,3 @@ def _check_finite(vectors: Array, rows: Positions, what: str) -> None:
 
 
 # -- figures -----------------------------------------------------------------------------------
-
-
-def score_rankings(
-    systems: Sequence[Floats],
-    group: Numbers,
-    metrics: Sequence[Metric] | None = None,
-    resamples: int = RESAMPLES,
-    mask: NDArray[np.bool_] | None = None,
-    stratum: NDArray[Any] | None = None,
-    crossed: Sequence[Numbers] = (),
-) -> list[Subset]:
-    """Compute the figures of each system, on the same bootstrap samples of groups of queries.
-
-    Args:
-        systems: (seeds, m) the ranks of each system.
-        group: (m,) the group of each query: its dialogue, or its triple, which has two queries.
-        metrics: The metrics; None: ``llmcond.base.metrics.RANKING_NAMES``.
-        resamples: The number of bootstrap samples.
-        mask: (m,) mask of the queries to use; None: all.
-        stratum: (m,) the stratum of each query, for metrics that are means over strata; None: all
-            queries are in one stratum.
-        crossed: Two kinds of clusters that queries belong to, (m,) each, as in
-            ``bootstrap_metrics``.
-    """
-    mask = np.ones(len(group), dtype=bool) if mask is None else mask
-    stratum = np.zeros(len(group)) if stratum is None else stratum
-    metrics = choose_metrics(RANKING_NAMES) if metrics is None else metrics
-    if not mask.any():
-        return [Subset(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in systems]
-    selected_ranks, strata = (
-        [system[:, mask] for system in systems],
-        np.asarray(stratum[mask], float),
-    )
-    clusters = [ids[mask] for ids in crossed]
-    resampled = bootstrap_metrics(
-        selected_ranks, strata, group[mask], metrics, resamples, crossed=clusters
-    )
-    return [Subset(int(mask.sum()), resampled.estimates(i)) for i in range(len(systems))]

@@ -6,28 +6,38 @@ rated pairs or queries against candidates.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.base.arrays import Array, ConcatenatedMatrix, Matrix
 from llmcond.base.errors import UserError
-from llmcond.base.metrics import DEFAULT_METRICS, Estimate, Metric, get_metric
+from llmcond.base.metrics import DEFAULT_METRICS, Estimate, Floats, Metric, get_metric
 from llmcond.base.output import log
 from llmcond.base.package import DEFAULT_RUN
 from llmcond.data.rows import QueryRows, Rows, leaked_pairs
 from llmcond.evaluation.paired import RESAMPLES
-from llmcond.evaluation.results import Result, Results, Scored, score_results
+from llmcond.evaluation.results import (
+    RankedQueries,
+    Ranks,
+    Result,
+    Results,
+    Scored,
+    Subset,
+    score_results,
+    take_scored,
+)
 from llmcond.features.view import FeaturePart, FeatureView, ReadFeatures, recipe_view
 from llmcond.heads import PairArrays
-from llmcond.heads.numpy_heads import DEV_SCORE_KEY, NumpyHead
+from llmcond.heads.numpy_heads import DEV_SCORE_KEY, DevScore, NumpyHead, score_key
 from llmcond.prompts import Prompt
 from llmcond.prompts.template import render_rows
 from llmcond.runs.cross import CrossEncoder
@@ -308,6 +318,45 @@ def score_predictors(
     return Results(tuple(score_results(described, seeded, rows, metrics, resamples)))
 
 
+def score_ranks(
+    results: Sequence[Result],
+    ranks: Sequence[Floats],
+    queries: RankedQueries,
+    metrics: Sequence[Metric],
+    masks: Mapping[str, Mapping[str, NDArray[np.bool_]]],
+) -> Results:
+    """Add the figures on queries, and on subsets of them, to results that have none.
+
+    ``ranks`` holds the ranks of the answers, (n,), for each result, and ``masks`` the queries of
+    each subset, (n,), by the kind and the name of the subset. Confidence intervals are by bootstrap
+    over the examples of the queries.
+    """
+
+    def score(mask: NDArray[np.bool_]) -> list[Result]:
+        selected = [system_ranks[None, mask] for system_ranks in ranks]
+        return score_results(results, selected, take_scored(queries, mask), metrics)
+
+    parts = {
+        kind: {name: score(mask) for name, mask in masks_of_kind.items()}
+        for kind, masks_of_kind in masks.items()
+    }
+    return Results(
+        tuple(
+            replace(
+                result,
+                subsets={
+                    kind: {
+                        name: Subset(part[i].counts.n, part[i].metrics)
+                        for name, part in parts_of_kind.items()
+                    }
+                    for kind, parts_of_kind in parts.items()
+                },
+            )
+            for i, result in enumerate(score(queries.rated))
+        )
+    )
+
+
 def predict(predictor: RunEmbeddingHead, pairs: PairArrays) -> NDArray[np.float32]:
     """Return the predicted similarity of each row, (n,) float32."""
     blocks = []
@@ -382,7 +431,7 @@ class Examples(ABC):
         """
         zero_shot = zero_shot_head(self.run.zero_shot_view(view.prompts[0]))
         if "dev" not in self.data.splits:
-            return zero_shot.name, math.nan
+            return zero_shot.name, nan
         dev = self.scored_rows("dev")
         ranks, metric = self.predict(zero_shot, "dev"), get_metric(self.run.dev_metric)
         return zero_shot.name, metric(ranks.astype(np.float64), dev.rating, dev.pair)
@@ -446,6 +495,71 @@ class Examples(ABC):
         unchanged if examples are not pairs of sentences.
         """
         return results
+
+
+class RankedExamples(Examples):
+    """Examples whose answers are ranked among candidates: metrics get the rank of each answer."""
+
+    #: Fits a head on ``arrays``.
+    fit_head: ClassVar[Callable[..., Any]]
+
+    def __init__(self, run: Run, data: Any = None, store: FeatureStore | None = None) -> None:
+        """Prepare the examples; features are read when they are needed.
+
+        Args:
+            run: The run.
+            data: Other data of its task. None: the run's.
+            store: The store with the features of ``data``. None: the run's.
+        """
+        self.run, self.data, self.unit = run, data or run.data, run.task.unit
+        self._store = store or run.store()
+
+    @abstractmethod
+    def arrays(self, view: FeatureView) -> Any:
+        """Return the features and the training examples that ``fit_head`` takes."""
+
+    @abstractmethod
+    def ranks(self, predictor: AnyPredictor, split: str, rows: Any = slice(None)) -> Ranks:
+        """Return the ranks of the answers of a split, or of some of its rows."""
+
+    def epoch_rows(self, split: str) -> Any:
+        """Return the rows of a split that are scored after each epoch: always the same ones."""
+        return slice(None)
+
+    @override
+    def fit(
+        self,
+        recipe: Recipe,
+        view: FeatureView,
+        seed: int,
+        on_epoch: OnEpoch,
+        device: str,
+        start: Any = None,
+        curve_split: str | None = None,
+    ) -> Any:
+        dev: DevScore[Any] | None = None
+        if "dev" in self.data.splits:
+            on_dev, on_other = (
+                partial(self._score, view, split, self.epoch_rows(split))
+                for split in ("dev", curve_split or "dev")
+            )
+            others = {score_key(curve_split): on_other} if curve_split else {}
+            dev = DevScore(get_metric(self.run.dev_metric), on_dev, others)
+        return type(self).fit_head(recipe, self.arrays(view), dev, seed, on_epoch, device, start)
+
+    @override
+    def score_on_dev(self, head: Any, view: FeatureView) -> float:
+        return self._score(view, "dev", slice(None), head) if "dev" in self.data.splits else nan
+
+    def _score(self, view: FeatureView, split: str, rows: Any, head: Any) -> float:
+        ranks = self.ranks(RunHead("", head, view, {}), split, rows).resolve_ties()
+        queries = self.scored_rows(split)
+        return get_metric(self.run.dev_metric)(ranks, queries.rating[rows], queries.pair[rows])
+
+    @override
+    def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
+        # The rank of each query's answer; ties get their mean rank.
+        return self.ranks(predictor, split).resolve_ties().astype(np.float32)
 
 
 def load_examples(run: Run) -> Examples:

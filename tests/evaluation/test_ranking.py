@@ -12,15 +12,17 @@ from llmcond.base.metrics import RANKING_METRICS, choose_metrics
 from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.evaluation.results import (
     CandidatePool,
+    RankedQueries,
     Ranks,
+    Result,
     rank,
     rank_each,
     ranks_among,
-    score_rankings,
     top_entities,
 )
 from llmcond.kinds.ranking.examples import TrainGraph
 from llmcond.kinds.ranking.graph import Graph, KnownTriples
+from llmcond.runs.examples import score_ranks
 
 TIES = ("realistic", "optimistic", "pessimistic")
 
@@ -166,19 +168,20 @@ def test_top_entities_equal_sorted_scores(graph, vectors, tile):
 
 
 def test_figures_are_those_of_selected_queries_and_resampled_triples():
-    ranks = np.arange(1, 11, dtype=float)[None]
-    triple, strata = np.tile(np.arange(5), 2), np.repeat([0, 1], 5)
+    ranks, strata = np.arange(1.0, 11), np.repeat([0, 1], 5)
+    queries = RankedQueries(np.tile(np.arange(5), 2), stratum=strata)
     mask = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 0], dtype=bool)
+    masks = {"parts": {"some": mask, "none": np.zeros(10, dtype=bool)}}
     metrics = choose_metrics(["mrr", "average_rank"])
-    options = {"resamples": 30, "mask": mask, "stratum": strata}
-    (result,) = score_rankings([ranks], triple, metrics, **options)
+    result = Result(name="x", head="x", prompts=(), subtract=False, split="test")
+    (result,) = score_ranks([result], [ranks], queries, metrics, masks)
+    some, none = result.subsets["parts"].values()
     expected = bootstrap_metrics(
-        [ranks[:, mask]], strata[mask].astype(float), triple[mask], metrics, 30
+        [ranks[None, mask]], strata[mask].astype(float), queries.pair[mask], metrics
     )
-    assert (result.n, result.metrics) == (6, expected.estimates(0))
-    assert result.metrics["mrr"].value == np.mean(1 / ranks[0, mask])
-    (nothing,) = score_rankings([ranks], triple, mask=np.zeros(10, dtype=bool))
-    assert nothing.to_json()["mrr"] is None
+    assert (some.n, some.metrics) == (6, expected.estimates(0))
+    assert some.metrics["mrr"].value == np.mean(1 / ranks[mask])
+    assert none.to_json()["mrr"] is None
 
 
 def test_fast_means_equal_general_resampling():

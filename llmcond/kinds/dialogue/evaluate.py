@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,8 @@ from llmcond.base.options import Ties
 from llmcond.base.output import ProgressBar, log
 from llmcond.base.system import choose_device
 from llmcond.data.datasets import read_candidates
-from llmcond.evaluation.results import Result, Results, RowCounts, score_rankings
+from llmcond.evaluation.paired import bootstrap_metrics
+from llmcond.evaluation.results import Ranks, Result
 from llmcond.kinds.dialogue.data import Dialogues, UtteranceInputs
 from llmcond.kinds.dialogue.examples import (
     PLAN_DISTANCES,
@@ -39,7 +40,6 @@ from llmcond.kinds.dialogue.examples import (
     UtteranceRoles,
     index_candidates,
     join_turns,
-    measure_subsets,
     next_queries,
     plan_queries,
     query_rows,
@@ -48,6 +48,7 @@ from llmcond.kinds.dialogue.examples import (
     read_samples,
     resolve_histories,
     stack_queries,
+    subset_masks,
 )
 from llmcond.kinds.dialogue.heads import ContextScore, inverse_lengths, query_vectors
 from llmcond.options.scoring import AnalyseOptions, EvaluateOptions
@@ -57,6 +58,7 @@ from llmcond.runs.examples import (
     read_ranked_data,
     resolve_predictors,
     result_without_metrics,
+    score_ranks,
 )
 from llmcond.runs.open import extract_other_data
 from llmcond.runs.run import Run
@@ -80,69 +82,59 @@ def evaluate_dialogues(run: Run, options: EvaluateOptions) -> Evaluation:
         score if score == JOINED else str(ContextScore.parse(score)) for score in options.score
     )
     histories = _parse_numbers(options.history, "--history")
-    computed = choose_metrics(run.task.metrics, options.metric)
-    setup = _EvaluationSetup(run, options)
+    metrics = choose_metrics(run.task.metrics, options.metric)
+    scoring = _Scoring(run, options)
     pool = options.candidates or "same-depth"
     candidates: Any = pool
     extra_texts: Sequence[str] = ()
     if pool not in _RANKING_POOLS:
         _check_pool("--candidates", pool, _RANKING_POOLS, "a file of texts, one per line")
         candidates, extra_texts = index_candidates(
-            setup.data, read_candidates(Path(pool), options.read_options())
+            scoring.data, read_candidates(Path(pool), options.read_options())
         )
-    queries = next_queries(setup.data, setup.split_key, histories, candidates)
+    queries = next_queries(scoring.data, scoring.split_key, histories, candidates)
     joined: list[NextQueries] = []
     if JOINED in score_names:
-        joined, joined_texts = join_turns(queries, [*setup.data.texts, *extra_texts])
+        joined, joined_texts = join_turns(queries, [*scoring.data.texts, *extra_texts])
         extra_texts = [*extra_texts, *joined_texts]
         log.info(
             f"score joined: {len(joined_texts):,} texts of all turns before, newest first; a "
             "dialogue is encoded again at every turn"
         )
-    examples, ties = setup.examples(extra_texts), setup.ties
-    used_texts = np.unique(
-        np.concatenate([_concatenate_flat(q.contexts, q.candidates) for q in [*queries, *joined]])
-    )
-    _log_queries(queries, setup, pool)
-    results, ranks = [], []
-    for predictor in setup.predictors:
-        roles = examples.roles(predictor, used_texts)
+    examples = scoring.examples(extra_texts)
+    used = _used_texts(array for q in [*queries, *joined] for array in (q.contexts, q.candidates))
+    _log_queries(queries, scoring, pool)
+    for predictor in scoring.predictors:
+        roles = examples.roles(predictor, used)
         default_score = str(roles.head.score)
-        scores = score_names or (
-            default_score,
-            *(() if predictor.is_fitted else _ZERO_SHOT_SCORES),
-        )
-        for score in dict.fromkeys(scores):
+        by_default = (default_score, *(() if predictor.is_fitted else _ZERO_SHOT_SCORES))
+        for score in dict.fromkeys(score_names or by_default):
             if score == "weighted" and roles.head.weights is None:
                 log.info(f"{predictor.name} has no learned weights: the score weighted is left out")
                 continue
             # A joined context is a single utterance.
             scored, turn_score = (joined, "bi") if score == JOINED else (queries, score)
-            scorer = roles.with_score(turn_score).scores
-            predictor_ranks = rank_next(scored, scorer).resolve_ties(ties)
-            ranks.append(predictor_ranks)
-            about = {
-                "score": score,
-                "candidates": pool,
-                "median_rank": float(np.median(predictor_ranks)),
-            }
+            ranks = rank_next(scored, roles.with_score(turn_score).scores)
+            median_rank = float(np.median(ranks.resolve_ties(scoring.ties)))
+            about = {"score": score, "candidates": pool, "median_rank": median_rank}
             suffix = "" if score == default_score else f" {score}"
-            results.append(setup.create_result(predictor, suffix, ("score", score), about))
-    if not results:
+            scoring.add(predictor, suffix, ("score", score), about, ranks)
+    if not scoring.results:
         raise UserError(
             "no head can be scored: the score weighted needs a head with learned weights. Fit one: "
             f"llmcond fit-head --head weighted --run {run.folder}"
         )
-    return _add_figures(results, ranks, queries, setup, computed, "by_history")
+    return scoring.finish(queries, metrics, "by_history")
 
 
-def _log_queries(queries: Sequence[NextQueries], setup: _EvaluationSetup, pool: str) -> None:
+def _log_queries(queries: Sequence[NextQueries], scoring: _Scoring, pool: str) -> None:
     n = sum(len(subset.dialogue) for subset in queries)
     n_repeated = sum(int(subset.repeated.sum()) for subset in queries)
-    log.info(f"ranking {n:,} next turns of {setup.split} (candidates: {pool})")
+    log.info(f"ranking {n:,} next turns of {scoring.split} (candidates: {pool})")
     if n_repeated:
         log.info(
-            f"{n_repeated:,} correct answers have the text of another candidate; ties: {setup.ties}"
+            f"{n_repeated:,} correct answers have the text of another candidate; ties: "
+            f"{scoring.ties}"
         )
     if any(subset.history == 1 for subset in queries):
         log.info(
@@ -163,54 +155,48 @@ def evaluate_plans(run: Run, options: EvaluateOptions) -> Evaluation:
             )
     histories = _parse_numbers(options.history, "--history") or PLAN_HISTORIES
     distances = _parse_numbers(options.distance, "--distance") or PLAN_DISTANCES
-    setup = _EvaluationSetup(run, options)
-    split_key, examples = setup.split_key, None
+    scoring = _Scoring(run, options)
+    split_key, pool_name = scoring.split_key, options.generate or str(options.plan)
     pool: CandidatePoolFunction
     if options.generate is not None or options.plan not in _PLANNING_POOLS:
-        source = Path(str(options.plan))
+        source = Path(pool_name)
         if options.generate is None:
-            _check_pool("--plan", str(options.plan), _PLANNING_POOLS, "a file of samples (.jsonl)")
+            _check_pool("--plan", pool_name, _PLANNING_POOLS, "a file of samples (.jsonl)")
         else:
             samples = 100 if options.samples is None else options.samples
-            turns = resolve_histories(setup.data, split_key, histories)
+            turns = resolve_histories(scoring.data, split_key, histories)
             source = generate(run, options.generate, split_key, turns, samples, options.device)
-        pool = read_samples(str(source), setup.data, split_key)
-        examples = setup.examples(pool.extra_texts)
-    elif options.plan == "retrieved":
-        examples = setup.examples()
-        # Candidates are retrieved by the features alone, so that all heads rank the same ones.
-        pool = RetrievedPool(examples.features(run.zero_shot_views(setup.prompts[0])[0]))
+        pool = read_samples(str(source), scoring.data, split_key)
+        examples = scoring.examples(pool.extra_texts)
     else:
+        examples = scoring.examples()
         pool = RandomPool(same_depth=options.plan == "same-depth")
-    examples = examples or setup.examples()
-    queries = plan_queries(setup.data, split_key, pool, histories, distances)
-    used_texts = np.unique(
-        np.concatenate([_concatenate_flat(q.contexts, q.candidates, q.goals) for q in queries])
-    )
-    pool_name, n = (
-        options.generate or str(options.plan),
-        sum(len(subset.dialogue) for subset in queries),
-    )
-    log.info(f"planning {n:,} turns of {setup.split} (candidates: {pool_name})")
-    results, ranks = [], []
-    for predictor in setup.predictors:
-        roles = examples.roles(predictor, used_texts)
-        scorers = {"average": ("plan", "", roles.score_plans)}
-        scorers["bi"] = ("plan-bi", " bi", roles.score_steps)
-        for score, suffix, scorer in (
-            (str(roles.head.score), " no goal", roles.score_next_turns),
-            *(scorers[name] for name in dict.fromkeys(options.score or ("average",))),
+        if options.plan == "retrieved":
+            # Candidates are retrieved by the features alone, so that all heads rank the same ones.
+            view = run.zero_shot_views(scoring.prompts[0])[0]
+            pool = RetrievedPool(examples.features(view))
+    queries = plan_queries(scoring.data, split_key, pool, histories, distances)
+    used = _used_texts(array for q in queries for array in (q.contexts, q.candidates, q.goals))
+    n = sum(len(subset.dialogue) for subset in queries)
+    log.info(f"planning {n:,} turns of {scoring.split} (candidates: {pool_name})")
+    for predictor in scoring.predictors:
+        roles = examples.roles(predictor, used)
+        systems = {
+            "average": ("plan", "", "known", roles.score_plans),
+            "bi": ("plan-bi", " bi", "known, without context", roles.score_steps),
+        }
+        for score, suffix, goal, scorer in (
+            (str(roles.head.score), " no goal", "context only", roles.score_next_turns),
+            *(systems[name] for name in dict.fromkeys(options.score or ("average",))),
         ):
-            ranks.append(rank_plans(queries, scorer).resolve_ties(setup.ties))
-            about = {"score": score, "plan": pool_name, "goal": suffix != " no goal"}
-            known = "known, without context" if score == "plan-bi" else "known"
-            variant = "goal", known if about["goal"] else "context only"
-            results.append(setup.create_result(predictor, suffix, variant, about))
-    return _add_figures(results, ranks, queries, setup, PLAN_METRICS, "cells")
+            about = {"score": score, "plan": pool_name, "goal": goal != "context only"}
+            ranks = rank_plans(queries, scorer)
+            scoring.add(predictor, suffix, ("goal", goal), about, ranks)
+    return scoring.finish(queries, PLAN_METRICS, "cells")
 
 
-class _EvaluationSetup:
-    """The data, the predictors and the options of an evaluation.
+class _Scoring:
+    """The data and the predictors of an evaluation, with the results so far.
 
     Attributes:
         data: dataset with the dialogues that are scored.
@@ -219,6 +205,7 @@ class _EvaluationSetup:
         ties: rank of an answer among candidates with the same score.
         prompts: prompts of zero-shot.
         predictors: zero-shot with each prompt, followed by heads.
+        results: results of systems, without metrics.
     """
 
     data: Dialogues
@@ -229,6 +216,8 @@ class _EvaluationSetup:
         self.predictors, self.prompts = resolve_predictors(run, options.head)
         self.ties: Ties = options.ties or "realistic"
         self.data, self.split_key, self.split = read_ranked_data(run, options)
+        self.results: list[Result] = []
+        self._ranks: list[Floats] = []
 
     def examples(self, extra_texts: Sequence[str] = ()) -> DialogueExamples:
         """Return examples with additional texts; features that the run lacks are extracted."""
@@ -238,52 +227,43 @@ class _EvaluationSetup:
             store = extract_other_data(self._run, self.prompts, inputs, self._device)
         return DialogueExamples(self._run, self.data, extra_texts, store)
 
-    def create_result(
+    def add(
         self,
         predictor: AnyPredictor,
         suffix: str,
         variant: tuple[str, str],
         about: Mapping[str, Any],
-    ) -> Result:
-        """Create a predictor's result without metrics; ``suffix`` is appended to its name."""
+        ranks: Ranks,
+    ) -> None:
+        """Add a system, a predictor with one score; ``suffix`` is appended to its name."""
         about = {"ties": self.ties, **about}
         result = result_without_metrics(
             predictor, self.split, self._run.task.name, variant=variant, about=about
         )
-        return replace(result, name=f"{result.name}{suffix}")
+        self.results.append(replace(result, name=f"{result.name}{suffix}"))
+        self._ranks.append(ranks.resolve_ties(self.ties))
+
+    def finish(
+        self,
+        queries: Sequence[NextQueries] | Sequence[PlanQueries],
+        metrics: Sequence[Metric],
+        kind: str,
+    ) -> Evaluation:
+        """Score all systems on all queries, and on each subset, which results have as ``kind``."""
+        masks = {kind: subset_masks(queries)}
+        results = score_ranks(self.results, self._ranks, stack_queries(queries), metrics, masks)
+        return Evaluation(results, self._ranks, query_rows(self.data, self.split_key, queries))
 
 
-def _add_figures(
-    results: Sequence[Result],
-    ranks: Sequence[Floats],
-    queries: Sequence[NextQueries] | Sequence[PlanQueries],
-    setup: _EvaluationSetup,
-    metrics: Sequence[Metric],
-    parts: str,
-) -> Evaluation:
-    """Return results with their metrics, and with those of each subset of the kind ``parts``."""
-    counts = RowCounts.of(stack_queries(queries))
-    overall, figures_by_query = measure_subsets(
-        queries, [predictor_ranks[None] for predictor_ranks in ranks], metrics
-    )
-    complete_results = []
-    for i, result in enumerate(results):
-        subsets = {parts: {name: figures[i] for name, figures in figures_by_query.items()}}
-        complete_results.append(
-            replace(result, counts=counts, metrics=overall[i].metrics, subsets=subsets)
-        )
-    examples = query_rows(setup.data, setup.split_key, queries)
-    return Evaluation(Results(tuple(complete_results)), ranks, examples)
+def _used_texts(positions: Iterable[Positions]) -> Positions:
+    """Return the distinct positions in several arrays, in ascending order."""
+    return np.unique(np.concatenate([array.reshape(-1) for array in positions]))
 
 
 def _check_pool(flag: str, pool: str, pool_names: Sequence[str], file: str) -> None:
     """Raise a UserError for a pool that is neither a name nor an existing file."""
     if not Path(pool).expanduser().is_file():
         raise UserError(f"{flag} is {pool!r}; expected {', '.join(pool_names)}, or {file}.")
-
-
-def _concatenate_flat(*positions: Positions) -> Positions:
-    return np.concatenate([array.reshape(-1) for array in positions])
 
 
 def _parse_numbers(text: str | int | None, flag: str) -> list[int] | None:
@@ -566,8 +546,8 @@ def _measure_similarity(
 
 def _mean(values: Floats, dialogue: NDArray[np.int64]) -> dict[str, Any]:
     """Return the mean over queries as JSON, with its interval over dialogues."""
-    (subset,) = score_rankings([values[None]], dialogue, [_MEAN])
-    return estimates_json(subset.metrics)
+    means = bootstrap_metrics([values[None]], np.zeros(len(values)), dialogue, [_MEAN])
+    return estimates_json(means.estimates(0))
 
 
 def _measure_turns(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -16,16 +15,15 @@ from typing_extensions import override
 
 from llmcond.base.arrays import Array, ConcatenatedMatrix, Matrix, MatrixLike, Positions, as_matrix
 from llmcond.base.errors import UserError, format_count, shortened_repr
-from llmcond.base.metrics import METRICS, Floats, Metric, get_metric, mean_over_strata
+from llmcond.base.metrics import METRICS, mean_over_strata
 from llmcond.data.datasets import Problems
 from llmcond.data.formats import MissingColumnError
 from llmcond.data.readers import Source, open_source, read_records
 from llmcond.data.rows import QueryRows
-from llmcond.evaluation.results import RankedQueries, Ranks, Subset, ranks_among, score_rankings
+from llmcond.evaluation.results import RankedQueries, Ranks, ranks_among
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeatureView
-from llmcond.heads import Recipe, load_recipe
-from llmcond.heads.numpy_heads import DevScore, OnEpoch, score_key
+from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import Dialogues, Turns, UtteranceInputs
 from llmcond.kinds.dialogue.heads import (
     FittedRoleHead,
@@ -34,7 +32,7 @@ from llmcond.kinds.dialogue.heads import (
     plan_scores,
     turn_scores,
 )
-from llmcond.runs.examples import AnyPredictor, Examples
+from llmcond.runs.examples import AnyPredictor, RankedExamples
 from llmcond.runs.run import Run
 
 
@@ -112,15 +110,14 @@ class UtteranceRoles:
         return plan_scores(before[:, :0], before, self.after(goals))
 
 
-class DialogueExamples(Examples):
+class DialogueExamples(RankedExamples):
     """The dialogues of a run, with the features of their utterances.
 
     Attributes:
         texts: the distinct utterances of the data, followed by additional texts.
     """
 
-    run: Run
-    data: Dialogues
+    fit_head = staticmethod(fit_turns)
 
     def __init__(
         self,
@@ -129,31 +126,18 @@ class DialogueExamples(Examples):
         extra_texts: Sequence[str] = (),
         store: FeatureStore | None = None,
     ) -> None:
-        """Prepare the examples; features are read when they are needed.
-
-        Args:
-            run: run with the dialogues.
-            data: other dialogues; by default the run's.
-            extra_texts: additional texts that are ranked.
-            store: store with the features of ``data`` and ``extra_texts``; by default the run's.
-        """
-        self.run, self.data, self.unit = run, data or run.data, run.task.unit
+        """Prepare the examples; ``extra_texts`` are additional texts that are ranked."""
+        super().__init__(run, data, store)
         self.texts = [*self.data.texts, *extra_texts]
-        self._store = store or run.store()
-        self._feature_cache: dict[tuple[str, ...], Matrix] = {}
-        self._query_cache: dict[str, Sequence[NextQueries]] = {}
+        self._queries = cache(partial(next_queries, self.data))
+        self._columns = cache(
+            lambda prompt: self._store.lookup(UtteranceInputs(self.texts, prompt))
+        )
 
     def features(self, view: FeatureView) -> Matrix:
         """Return the features of all texts, (n, d)."""
-        key = tuple(prompt.digest for prompt in view.prompts)
-        if key not in self._feature_cache:
-            columns = [
-                self._store.lookup(UtteranceInputs(self.texts, prompt)) for prompt in view.prompts
-            ]
-            self._feature_cache[key] = (
-                columns[0] if len(columns) == 1 else ConcatenatedMatrix(columns)
-            )
-        return self._feature_cache[key]
+        columns = [self._columns(prompt) for prompt in view.prompts]
+        return columns[0] if len(columns) == 1 else ConcatenatedMatrix(columns)
 
     def roles(self, predictor: AnyPredictor, indices: Positions) -> UtteranceRoles:
         """Return utterances, by distinct positions, in the roles to which a predictor maps them."""
@@ -167,37 +151,15 @@ class DialogueExamples(Examples):
         return int(self.features(view).shape[1])
 
     @override
-    def fit(
-        self,
-        recipe: Recipe,
-        view: FeatureView,
-        seed: int,
-        on_epoch: OnEpoch,
-        device: str,
-        start: FittedRoleHead | None = None,
-        curve_split: str | None = None,
-    ) -> FittedRoleHead:
+    def arrays(self, view: FeatureView) -> TurnArrays:
         train = self.data.turns_of("train")
-        arrays = TurnArrays(self.features(view), train.utterances, train.starts)
-        dev: DevScore[FittedRoleHead] | None = None
-        if "dev" in self.data.splits:
-            metric, others = get_metric(self.run.dev_metric), {}
-            if curve_split is not None:
-                others[score_key(curve_split)] = partial(self._score, view=view, split=curve_split)
-            dev = DevScore(metric, partial(self._score, view=view, split="dev"), others)
-        return fit_turns(recipe, arrays, dev, seed, on_epoch, device, start)
+        return TurnArrays(self.features(view), train.utterances, train.starts)
 
     @override
-    def score_on_dev(self, head: FittedRoleHead, view: FeatureView) -> float:
-        if "dev" not in self.data.splits:
-            return math.nan
-        return self._score(head, view, "dev")
-
-    def _score(self, head: FittedRoleHead, view: FeatureView, split: str) -> float:
-        roles = UtteranceRoles(head, self.features(view), self._distinct_utterances(split))
-        rank = rank_next(self._queries(split), roles.scores).resolve_ties()
-        queries = self.scored_rows(split)
-        return get_metric(self.run.dev_metric)(rank, queries.rating, queries.pair)
+    def ranks(self, predictor: AnyPredictor, split: str, rows: Any = slice(None)) -> Ranks:
+        # All queries of a split are ranked: they share their candidates.
+        used = np.unique(self.data.turns_of(split).utterances)
+        return rank_next(self._queries(split), self.roles(predictor, used).scores)
 
     @override
     def scored_rows(self, split: str) -> RankedQueries:
@@ -210,25 +172,10 @@ class DialogueExamples(Examples):
     @override
     def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
         queries = self._queries(split)
-        stratum = self.scored_rows(split).rating
         return {
-            f"after {format_count(subset.history, 'turn')}": stratum == number
-            for number, subset in enumerate(queries)
+            f"after {format_count(int(history), 'turn')}": mask
+            for history, mask in subset_masks(queries).items()
         }
-
-    @override
-    def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
-        roles = self.roles(predictor, self._distinct_utterances(split))
-        # The rank of each query's answer; ties get their mean rank.
-        return rank_next(self._queries(split), roles.scores).resolve_ties().astype(np.float32)
-
-    def _queries(self, split: str) -> Sequence[NextQueries]:
-        if split not in self._query_cache:
-            self._query_cache[split] = next_queries(self.data, split)
-        return self._query_cache[split]
-
-    def _distinct_utterances(self, split: str) -> Positions:
-        return np.unique(self.data.turns_of(split).utterances)
 
 
 #: History lengths of the paper; those for which a split has no long dialogues are left out.
@@ -724,6 +671,12 @@ def stack_queries(queries: Sequence[DialogueQueries]) -> RankedQueries:
     return RankedQueries(dialogue, "dialogues", stratum)
 
 
+def subset_masks(queries: Sequence[DialogueQueries]) -> dict[str, NDArray[np.bool_]]:
+    """Return the mask, (n,), of each subset of queries, by its name."""
+    stratum = stack_queries(queries).rating
+    return {subset.name: stratum == number for number, subset in enumerate(queries)}
+
+
 def query_rows(
     data: Dialogues, split: str, queries: Sequence[NextQueries] | Sequence[PlanQueries]
 ) -> QueryRows:
@@ -757,29 +710,3 @@ def query_rows(
             columns["turn_before"] += [""] * n
         add("last_turn", subset.contexts[:, -1])
     return QueryRows(columns, heading, texts, group_column="history")
-
-
-def measure_subsets(
-    queries_by_length: Sequence[DialogueQueries],
-    systems: Sequence[Floats],
-    metrics: Sequence[Metric],
-) -> tuple[list[Subset], dict[str, list[Subset]]]:
-    """Compute metrics of systems on all queries, and on each history length (and distance).
-
-    Confidence intervals are by bootstrap over dialogues, with all queries of a dialogue together.
-
-    Args:
-        queries_by_length: queries, in the order in which they were ranked.
-        systems: ranks of each system, (seeds, m).
-        metrics: metrics to compute.
-
-    Returns:
-        The metrics of each system on all queries, and those on each subset by its name.
-    """
-    queries = stack_queries(queries_by_length)
-    group, stratum = queries.pair, queries.rating
-    parts = {
-        subset.name: score_rankings(systems, group, metrics, mask=stratum == number)
-        for number, subset in enumerate(queries_by_length)
-    }
-    return score_rankings(systems, group, metrics, stratum=stratum), parts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -181,13 +181,6 @@ class FittedRoleHead(FittedModule):
         (vectors_after,) = self._map(vectors, lambda x: (self.module.after(x),))
         return vectors_after
 
-    def start(self, vectors: NDArray[Any]) -> ContextState:
-        """Return the state of a dialogue of utterances with features (n, d), in order."""
-        state = ContextState(self.before, self.score, self.weights)
-        for vector in vectors:
-            state = state.add(vector)
-        return state
-
     def _map(
         self, vectors: MatrixLike, role: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> list[Array]:
@@ -200,9 +193,7 @@ class FittedRoleHead(FittedModule):
         with torch.inference_mode():
             for start in range(0, max(len(matrix), 1), _BLOCK):
                 block = torch.from_numpy(matrix.read(slice(start, start + _BLOCK)))
-                blocks.append(
-                    [output.numpy() for output in role(torch.nn.functional.normalize(block))]
-                )
+                blocks.append([output.numpy() for output in role(normalize(block))])
         return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
 
 
@@ -611,7 +602,7 @@ def distinct_utterances(utterances: Positions) -> tuple[Positions, Positions]:
 #: and the sum has no direction.
 _MIN_SQUARED_LENGTH = 1e-6
 #: Number of values that MaxSim processes at once; it needs a few times this memory.
-_BLOCK = 2**22
+_MAXSIM_VALUES = 2**22
 
 #: Names of scores, except ``last:L``.
 SCORES = (
@@ -626,9 +617,6 @@ SCORES = (
     "maxsim",
     "weighted",
 )
-
-#: Maps features of utterances to the roles before-1 and before-2, (n, k) each.
-RoleMap = Callable[[Array], tuple[Array, Array]]
 
 V = TypeVar("V", Array, Tensor)
 
@@ -776,11 +764,7 @@ def sum_of_pairs(b1: Tensor, b2: Tensor, coefficients: Coefficients) -> Tensor:
         b2: role before-2, (m, n, k).
         coefficients: weights of the terms; those of pairs are 0 for i >= j.
     """
-    return _sum_directions(b1, b2, inverse_lengths(b1, b2), coefficients)
-
-
-def _sum_directions(b1: Tensor, b2: Tensor, inverse: Tensor, coefficients: Coefficients) -> Tensor:
-    scaled = inverse * coefficients.pairs
+    scaled = inverse_lengths(b1, b2) * coefficients.pairs
     of_b1 = scaled.sum(dim=-1) + coefficients.first / b1.norm(dim=-1).clamp(min=1e-12)
     of_b2 = scaled.sum(dim=-2) + coefficients.second / b2.norm(dim=-1).clamp(min=1e-12)
     total: Tensor = of_b1[..., None, :] @ b1 + of_b2[..., None, :] @ b2
@@ -825,7 +809,7 @@ def maxsim(b1: Array, b2: Array, candidates: Array) -> Array:
         return _to_tensor(query_vectors(b1, b2, "bi")).matmul(after.mT).numpy()
     i, j = torch.triu_indices(n, n, 1)
     scores_per_context = torch.empty(m, len(after))
-    block = max(1, _BLOCK // (len(i) * max(1, len(after))))
+    block = max(1, _MAXSIM_VALUES // (len(i) * max(1, len(after))))
     for start in range(0, m, block):
         rows = slice(start, start + block)
         inverse = inverse_lengths(first[rows], second[rows])[:, i, j]
@@ -893,81 +877,6 @@ def plan_scores(b1: Array, candidates: Array, goal: Array) -> Array:
         return np.asarray(alone.numpy())
     inverse = inverse_lengths(first, second)
     return np.asarray((alone + ((first @ after + to_goal.mT) * inverse).mean(dim=-2)).numpy())
-
-
-@dataclass(frozen=True, eq=False)
-class ContextState:
-    """The vectors of a dialogue up to its current turn; immutable, so that threads may share it.
-
-    Adding an utterance needs only its two vectors and the lengths of its pairs with previous
-    utterances. After every turn, the result is the same as from all utterances at once.
-
-    Attributes:
-        before: function that maps features of utterances to their roles.
-        score: score of candidates.
-        weights: learned weights, for ``weighted``.
-        b1: role before-1 of the utterances, (n, k).
-        b2: role before-2 of the utterances, (n, k).
-        inverse: 1 / |B1_i + B2_j|, (n, n), for the roles that the score reads; only values with
-            i < j are used.
-    """
-
-    before: RoleMap
-    score: ContextScore
-    weights: DistanceWeights | None = None
-    b1: Array | None = None
-    b2: Array | None = None
-    inverse: Array | None = None
-
-    def __len__(self) -> int:
-        return 0 if self.b1 is None else len(self.b1)
-
-    def add(self, vector: NDArray[Any]) -> ContextState:
-        """Return the state after one more utterance, whose features are ``vector`` (d,)."""
-        new1, new2 = self.before(np.asarray(vector, dtype=np.float32)[None])
-        n = len(self)
-        inverse = np.zeros((n + 1, n + 1), dtype=np.float32)
-        if self.b1 is None or self.b2 is None or self.inverse is None:
-            return replace(self, b1=new1, b2=new2, inverse=inverse)
-        inverse[:n, :n] = self.inverse
-        first, _ = self.score.select_roles(self.b1, self.b2)
-        _, second = self.score.select_roles(new1, new2)
-        inverse[:n, n:] = inverse_lengths(_to_tensor(first), _to_tensor(second)).numpy()
-        b1, b2 = np.concatenate([self.b1, new1]), np.concatenate([self.b2, new2])
-        return replace(self, b1=b1, b2=b2, inverse=inverse)
-
-    @cached_property
-    def query(self) -> Array:
-        """The vector (k,) whose inner products with candidates are their scores.
-
-        Raises:
-            UserError: As for ``ContextScore.coefficients``.
-        """
-        coefficients = self.score.coefficients(len(self), self.weights)
-        b1, b2, inverse = map(_to_tensor, self._require_vectors())
-        b1, b2 = self.score.select_roles(b1, b2)
-        return np.asarray(_sum_directions(b1, b2, inverse, coefficients).numpy())
-
-    def scores(self, candidates: Array) -> Array:
-        """Return the scores (c,) of candidates, whose role after is (c, k), as the next turn."""
-        if self.score.kind == "maxsim":
-            b1, b2, _ = self._require_vectors()
-            return np.asarray(maxsim(b1[None], b2[None], candidates)[0])
-        return np.asarray(candidates @ self.query)
-
-    def plan(self, candidates: Array, goal: Array) -> Array:
-        """Score how likely candidates are to lead to a goal, (c,); see ``plan_scores``.
-
-        Args:
-            candidates: role before-2 of the candidates, (c, k).
-            goal: role after of the goal, (k,).
-        """
-        return np.asarray(plan_scores(self._require_vectors()[0][None], candidates, goal[None])[0])
-
-    def _require_vectors(self) -> tuple[Array, Array, Array]:
-        if self.b1 is None or self.b2 is None or self.inverse is None:
-            raise UserError("the dialogue has no utterance yet. Add one first.")
-        return self.b1, self.b2, self.inverse
 
 
 def _to_tensor(values: NDArray[Any]) -> Tensor:

@@ -21,7 +21,12 @@ from llmcond.base.package import DEFAULT_RUN
 from llmcond.data.datasets import read_candidates
 from llmcond.kinds.dialogue.data import UtteranceInputs
 from llmcond.kinds.dialogue.examples import resolve_head
-from llmcond.kinds.dialogue.heads import ContextScore, ContextState, FittedRoleHead
+from llmcond.kinds.dialogue.heads import (
+    ContextScore,
+    FittedRoleHead,
+    plan_scores,
+    turn_scores,
+)
 from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.options.scoring import ReplyOptions
 from llmcond.prompts import Prompt
@@ -235,7 +240,7 @@ class DialogueState:
     Attributes:
         model: model that encoded the dialogue.
         turns: utterances of the dialogue.
-        state: roles of the utterances, and the vector that candidates are compared with.
+        before: roles before-1 and before-2 of the utterances, (n, k) each.
 
     Examples:
         >>> import llmcond
@@ -250,7 +255,7 @@ class DialogueState:
 
     model: DialogueModel
     turns: tuple[str, ...]
-    state: ContextState
+    before: tuple[Array, Array]
 
     def add(self, turn: str) -> DialogueState:
         """Add a turn, which is the only text that is encoded.
@@ -356,7 +361,8 @@ class DialogueModel:
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
         turn_list = [turns] if isinstance(turns, str) else turns
-        return self.add_turns(DialogueState(self, (), self.head.start(np.empty((0, 0)))), turn_list)
+        empty = np.empty((0, self.head.dim_in), dtype=np.float32)
+        return self.add_turns(DialogueState(self, (), self.head.before(empty)), turn_list)
 
     def add_turns(self, dialogue: DialogueState, turns: Sequence[str]) -> DialogueState:
         """Add several turns to a dialogue.
@@ -372,10 +378,11 @@ class DialogueModel:
             UserError: A turn is empty.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        state = dialogue.state
-        for vector in self._encode(turns, "turn") if turns else ():
-            state = state.add(vector)
-        return replace(dialogue, turns=(*dialogue.turns, *turns), state=state)
+        if not turns:
+            return dialogue
+        added = self.head.before(self._encode(turns, "turn"))
+        first, second = map(np.concatenate, zip(dialogue.before, added, strict=True))
+        return replace(dialogue, turns=(*dialogue.turns, *turns), before=(first, second))
 
     def score(self, dialogue: DialogueState, pool: Candidates) -> Array:
         """Score candidates as the next turn.
@@ -391,8 +398,10 @@ class DialogueModel:
             UserError: The dialogue or the candidates were encoded by another model, or the dialogue
                 has no turn.
         """
-        self._check_model(dialogue, pool)
-        return dialogue.state.scores(pool.after)
+        first, second = self._check_model(dialogue, pool)
+        head = self.head
+        scores: Array = turn_scores(first, second, pool.after, head.score, head.weights)[0]
+        return scores
 
     def top(self, dialogue: DialogueState, pool: Candidates, k: int = 3) -> list[Reply]:
         """Find the candidates that fit best as the next turn.
@@ -428,11 +437,12 @@ class DialogueModel:
             UserError: The goal is empty, or as for ``top``.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        self._check_model(dialogue, pool)
-        (goal_vector,) = self.head.after(self._encode([goal], "goal"))
-        return _select_best(dialogue.state.plan(pool.before, goal_vector), pool, k)
+        first, _ = self._check_model(dialogue, pool)
+        goal_vector = self.head.after(self._encode([goal], "goal"))
+        return _select_best(plan_scores(first, pool.before, goal_vector)[0], pool, k)
 
-    def _check_model(self, dialogue: DialogueState, pool: Candidates) -> None:
+    def _check_model(self, dialogue: DialogueState, pool: Candidates) -> tuple[Array, Array]:
+        """Return the roles before of a dialogue, (1, n, k) each, which this model encoded."""
         for label, fingerprint in (
             ("candidates", pool.model),
             ("dialogue", dialogue.model.fingerprint),
@@ -443,6 +453,10 @@ class DialogueModel:
                     f"one ({self.fingerprint}) and cannot be compared. Encode the {label} again "
                     "with this model."
                 )
+        if not dialogue.turns:
+            raise UserError("the dialogue has no turn yet. Add one first.")
+        first, second = dialogue.before
+        return first[None], second[None]
 
     def _encode(self, texts: Sequence[str], label: str, show_progress: bool = False) -> Array:
         """Return the features of texts, (n, d) float32."""

@@ -244,8 +244,7 @@ class Completer:
 
     @cached_property
     def _candidates(self) -> Matrix:
-        features = self._examples.features(self._predictor.view)
-        candidates = self._examples.head(self._predictor, features).candidates()
+        candidates = self._examples.head(self._predictor).candidates()
         return DenseMatrix(candidates.read())  # Every call reads all of them.
 
     @cached_property
@@ -254,14 +253,13 @@ class Completer:
 
     def _vectors(self, queries: NDArray[Any]) -> MatrixLike:
         """Return the vectors of queries (m, 2); joint inputs that no split has are encoded."""
-        features = self._examples.features(self._predictor.view)
-        arrays = features.arrays
+        arrays = self._examples.arrays(self._predictor.view)
         if arrays.joint is not None and arrays.joint_input_keys is not None:
             keys = joint_keys(queries[:, 0], queries[:, 1], arrays.n_relations)
             if not np.isin(keys, arrays.joint_input_keys).all():
                 order = np.unique(keys, return_index=True)[1]
-                features = features.with_joint(self._encode_joint(queries[order]), keys[order])
-        return self._examples.head(self._predictor, features).queries(queries[:, 0], queries[:, 1])
+                arrays = arrays.with_joint(self._encode_joint(queries[order]), keys[order])
+        return self._examples.head(self._predictor, arrays).queries(queries[:, 0], queries[:, 1])
 
     def _encode_joint(self, queries: NDArray[Any]) -> Matrix:
         texts, view = self._examples.texts, self._predictor.view

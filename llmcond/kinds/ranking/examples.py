@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -22,7 +21,7 @@ from llmcond.base.arrays import (
     as_matrix,
 )
 from llmcond.base.errors import UserError
-from llmcond.base.metrics import Floats, Metric, choose_metrics, get_metric
+from llmcond.base.metrics import Floats, choose_metrics
 from llmcond.base.options import Ties
 from llmcond.base.output import log
 from llmcond.data.rows import QueryRows
@@ -33,18 +32,13 @@ from llmcond.evaluation.results import (
     RankedQueries,
     Ranks,
     Result,
-    Results,
-    RowCounts,
-    Subset,
     Term,
     rank,
     rank_each,
-    score_rankings,
 )
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeaturePart, FeatureView
-from llmcond.heads import Recipe, load_recipe
-from llmcond.heads.numpy_heads import DevScore, OnEpoch, score_key
+from llmcond.heads import load_recipe
 from llmcond.kinds.ranking.graph import (
     Graph,
     IndexArray,
@@ -53,17 +47,18 @@ from llmcond.kinds.ranking.graph import (
     adjacency,
     both_directions,
 )
-from llmcond.kinds.ranking.heads import FittedQueryHead, QueryFeatures, fit_queries
+from llmcond.kinds.ranking.heads import FittedQueryHead, QueryArrays, fit_queries
 from llmcond.kinds.ranking.inputs import QueryData, QueryInputs, QueryTask, QueryTexts
 from llmcond.options.scoring import EvaluateOptions
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import (
     AnyPredictor,
     Evaluation,
-    Examples,
+    RankedExamples,
     read_ranked_data,
     resolve_predictors,
     result_without_metrics,
+    score_ranks,
 )
 from llmcond.runs.open import extract_other_data
 from llmcond.runs.run import Run
@@ -81,8 +76,10 @@ def create_zero_shot_head(dim: int, reads_joint: bool) -> FittedQueryHead:
     return FittedQueryHead(recipe.kind, recipe.family, module.freeze(), 0)
 
 
-class QueryExamples(Examples):
+class QueryExamples(RankedExamples):
     """The queries and candidates of a run, with their features."""
+
+    fit_head = staticmethod(fit_queries)
 
     data: QueryData
     task: QueryTask[Any]
@@ -90,17 +87,9 @@ class QueryExamples(Examples):
     def __init__(
         self, run: Run, data: QueryData | None = None, store: FeatureStore | None = None
     ) -> None:
-        """Prepare the examples; features are read when they are needed.
-
-        Args:
-            run: run with the candidates.
-            data: other queries on these candidates; by default the run's.
-            store: store with the features of ``data``; by default the run's.
-        """
-        self.run, self.data, self.task = run, data or run.data, run.task
-        self.unit = run.task.unit
-        self._store = store or run.store()
-        self._features: dict[FeatureView, QueryFeatures] = {}
+        super().__init__(run, data, store)
+        self.task = run.task
+        self._arrays: dict[FeatureView, QueryArrays] = {}
         self._columns: dict[tuple[str, str], Matrix] = {}
 
     @cached_property
@@ -115,31 +104,31 @@ class QueryExamples(Examples):
 
     # -- features ------------------------------------------------------------------------------
 
-    def features(self, view: FeatureView) -> QueryFeatures:
-        """Return the features of queries and candidates under a view."""
-        if view not in self._features:
+    @override
+    def arrays(self, view: FeatureView) -> QueryArrays:
+        if view not in self._arrays:
             columns = [self._read_column(prompt, "candidates") for prompt in view.prompts]
-            separate = view.features == "separate"
-            arrays = self.task.arrays(
+            self._arrays[view] = self.task.arrays(
                 self.data,
                 candidates=columns[0] if len(columns) == 1 else ConcatenatedMatrix(columns),
                 conditions=view.condition_features(
                     lambda prompt, _: self._read_column(prompt, "conditions")
                 ),
-                joint=None if separate else view.sentence_features(self._read_sentences),
+                joint=(
+                    None
+                    if view.features == "separate"
+                    else view.sentence_features(self._read_sentences)
+                ),
                 query_pairs=self.texts.query_pairs,
             )
-            self._features[view] = QueryFeatures(arrays)
-        return self._features[view]
+        return self._arrays[view]
 
     def _read_sentences(self, prompt: Prompt, text_part: FeaturePart) -> Matrix:
         """Return one part of a prompt's features for each pair of sentence and condition."""
         if text_part == "conditional":
             return self._read_column(prompt, "joint")
-        column = 1 if prompt.subtracts_condition else 0
-        table = self._read_column(
-            prompt, "conditions" if prompt.subtracts_condition else "sentences"
-        )
+        column, name = (1, "conditions") if prompt.subtracts_condition else (0, "sentences")
+        table = self._read_column(prompt, name)
         return SharedRows(table, self.texts.query_pairs[:, column], unique_table=False)
 
     def _read_column(self, prompt: Prompt, name: str) -> Matrix:
@@ -152,7 +141,7 @@ class QueryExamples(Examples):
 
     @override
     def dim(self, view: FeatureView) -> int:
-        return self.features(view).arrays.dims[0]
+        return self.arrays(view).dims[0]
 
     @property
     @override
@@ -162,46 +151,11 @@ class QueryExamples(Examples):
         return f"{_EPOCH_QUERIES:,} queries"
 
     @override
-    def fit(
-        self,
-        recipe: Recipe,
-        view: FeatureView,
-        seed: int,
-        on_epoch: OnEpoch,
-        device: str,
-        start: FittedQueryHead | None = None,
-        curve_split: str | None = None,
-    ) -> FittedQueryHead:
-        arrays = self.features(view).arrays
-        dev: DevScore[FittedQueryHead] | None = None
-        if "dev" in self.data.splits:
-            metric, others = get_metric(self.run.dev_metric), {}
-            if curve_split is not None:
-                queries = self._sample_queries(curve_split)
-                others[score_key(curve_split)] = partial(self._score, queries=queries)
-            score_dev = partial(self._score, queries=self._sample_queries("dev"))
-            dev = DevScore(metric, score_dev, others)
-        return fit_queries(recipe, arrays, dev, seed, on_epoch, device, start)
-
-    def _sample_queries(self, split: str) -> NDArray[np.int32]:
-        """Return the queries of a split that are scored after each epoch: always the same ones."""
-        queries = self.data.queries(split)
-        if len(queries) <= _EPOCH_QUERIES:
-            return queries
-        sample = np.random.default_rng(0).permutation(len(queries))[:_EPOCH_QUERIES]
-        return queries[np.sort(sample)]
-
-    @override
-    def score_on_dev(self, head: FittedQueryHead, view: FeatureView) -> float:
-        if "dev" not in self.data.splits:
-            return math.nan
-        return self._score(head.bind(self.features(view)), self.data.queries("dev"))
-
-    def _score(self, head: FittedQueryHead, queries: NDArray[np.int32]) -> float:
-        vectors = head.queries(queries[:, 0], queries[:, 1])
-        ranks = rank(vectors, head.candidates(), queries, self.known).resolve_ties()
-        metric = get_metric(self.run.dev_metric)
-        return metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
+    def epoch_rows(self, split: str) -> Any:
+        n = len(self.data.queries(split))
+        if n <= _EPOCH_QUERIES:
+            return slice(None)
+        return np.sort(np.random.default_rng(0).permutation(n)[:_EPOCH_QUERIES])
 
     @override
     def scored_rows(self, split: str) -> RankedQueries:
@@ -228,47 +182,29 @@ class QueryExamples(Examples):
         return query_subsets(self.data, split) if isinstance(self.data, Graph) else {}
 
     @override
-    def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
-        # The rank of each query's answer; ties get their mean rank.
-        return self.ranks(predictor, split).resolve_ties().astype(np.float32)
-
-    # -- ranks ---------------------------------------------------------------------------------
-
-    def vectors(
-        self, predictor: AnyPredictor, sentences: NDArray[Any], conditions: NDArray[Any]
-    ) -> tuple[MatrixLike, Matrix]:
-        """Return the embeddings of queries (m, k) and of all candidates (n, k).
-
-        Scores are their inner products.
-
-        Args:
-            predictor: predictor whose head maps the features.
-            sentences: positions of the queries' sentences, (m,).
-            conditions: positions of their conditions, (m,).
-        """
-        head = self.head(predictor, self.features(predictor.view))
-        return head.queries(sentences, conditions), head.candidates()
-
-    def head(self, predictor: AnyPredictor, features: QueryFeatures) -> FittedQueryHead:
-        """Return a predictor's head, bound to features; zero-shot leaves features unchanged."""
-        head: FittedQueryHead = predictor.head
-        if not predictor.is_fitted:
-            head = create_zero_shot_head(
-                features.arrays.dims[0], predictor.view.features != "separate"
-            )
-        return head.bind(features)
-
     def ranks(
         self,
         predictor: AnyPredictor,
         split: str,
+        rows: Any = slice(None),
         terms: Sequence[Term] = (),
         exclude_head: bool = False,
     ) -> Ranks:
-        """Return the ranks of the answers of a split's queries, without other known answers."""
-        queries = self.data.queries(split)
-        vectors, candidates = self.vectors(predictor, queries[:, 0], queries[:, 1])
-        return rank(vectors, candidates, queries, self.known, terms, exclude_head)
+        # Other known answers are left out.
+        queries, head = self.data.queries(split)[rows], self.head(predictor)
+        vectors = head.queries(queries[:, 0], queries[:, 1])
+        return rank(vectors, head.candidates(), queries, self.known, terms, exclude_head)
+
+    def head(self, predictor: AnyPredictor, arrays: QueryArrays | None = None) -> FittedQueryHead:
+        """Return a predictor's head, applied to arrays: by default, those of the examples.
+
+        Zero-shot leaves features unchanged.
+        """
+        arrays = arrays or self.arrays(predictor.view)
+        head: FittedQueryHead = predictor.head
+        if not predictor.is_fitted:
+            head = create_zero_shot_head(arrays.dims[0], predictor.view.features != "separate")
+        return head.bind(arrays)
 
 
 class TrainGraph:
@@ -458,14 +394,14 @@ def relation_categories(graph: Graph) -> list[str]:
     return labels
 
 
-def relation_subsets(graph: Graph, split: str) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """Yield each category of relations, then each relation's id, with the mask (2n,) of queries."""
+def relation_subsets(graph: Graph, split: str) -> list[dict[str, NDArray[np.bool_]]]:
+    """Return the masks (2n,) of a split's queries by category of relation, and by relation's id."""
     relation = np.tile(graph.splits[split][:, 1], 2)
-    category = np.array(relation_categories(graph))
-    for name in sorted(set(category.tolist())):
-        yield name, category[relation] == name
-    for number, name in enumerate(graph.relations.ids):
-        yield name, relation == number
+    categories = np.array(relation_categories(graph))
+    return [
+        {name: categories[relation] == name for name in sorted(set(categories.tolist()))},
+        {name: relation == number for number, name in enumerate(graph.relations.ids)},
+    ]
 
 
 #: Name, in results, of the rule that ranks by reversed edges alone.
@@ -477,7 +413,7 @@ def evaluate_ranking(run: Run, options: EvaluateOptions) -> Evaluation:
 
     Options and errors are those of ``AnyTask.evaluate``.
     """
-    computed = choose_metrics(run.task.metrics, options.metric)
+    metrics = choose_metrics(run.task.metrics, options.metric)
     predictors, prompts = resolve_predictors(run, options.head)
     # With --data, results name a split that differs from the key of the split in the data.
     data, split_key, split = read_ranked_data(run, options)
@@ -490,38 +426,38 @@ def evaluate_ranking(run: Run, options: EvaluateOptions) -> Evaluation:
     terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)
     ties = options.ties or "realistic"
     log.info(f"ranking {len(rows.pair):,} queries of {split} by {len(predictors)} systems")
-    results, systems = [], []
+    results, ranks = [], []
     for predictor in predictors:
         neighbours = bool(getattr(predictor.head.settings, "neighbours", False))
         described = _describe_scores(ties, terms.to_json(), neighbours)
         results.append(result_without_metrics(predictor, split, run.task.name, **described))
-        systems.append(
-            examples.ranks(predictor, split_key, terms.for_predictor(predictor), terms.exclude_head)
+        added = terms.for_predictor(predictor)
+        ranks.append(
+            examples.ranks(predictor, split_key, terms=added, exclude_head=terms.exclude_head)
         )
-    if terms.train_graph is not None:
+    masks: dict[str, Mapping[str, NDArray[np.bool_]]] = {}
+    if isinstance(data, Graph) and terms.train_graph is not None:
         # The rule follows the zero-shot predictors: neither is trained.
         n_zero_shot = sum(not predictor.is_fitted for predictor in predictors)
-        results.insert(n_zero_shot, _reverse_rule_result(run, split, ties))
+        options_of_rule = {"rerank": None, "exclude_head": False, "reverse": True}
+        rule = Result(
+            name=REVERSE_RULE,
+            head=REVERSE_RULE,
+            prompts=(),
+            subtract=False,
+            split=split,
+            task=run.task.name,
+            **_describe_scores(ties, options_of_rule, False),
+        )
+        results.insert(n_zero_shot, rule)
         by_rule = rank_rule(terms.train_graph, data.queries(split_key), examples.known)
-        systems.insert(n_zero_shot, by_rule)
-    results = [replace(result, counts=RowCounts.of(rows)) for result in results]
-    ranks = [system_ranks.resolve_ties(ties) for system_ranks in systems]
-    graph = data if isinstance(data, Graph) else None
-    results = _add_figures(results, ranks, rows, graph, split_key, computed, options.by_relation)
-    return Evaluation(Results(tuple(results)), ranks, examples.rows(split_key))
-
-
-def _reverse_rule_result(run: Run, split: str, ties: Ties) -> Result:
-    """Return the result of the reverse rule, without metrics."""
-    return Result(
-        name=REVERSE_RULE,
-        head=REVERSE_RULE,
-        prompts=(),
-        subtract=False,
-        split=split,
-        task=run.task.name,
-        **_describe_scores(ties, {"rerank": None, "exclude_head": False, "reverse": True}, False),
-    )
+        ranks.insert(n_zero_shot, by_rule)
+        masks["parts"] = query_subsets(data, split_key)
+        if options.by_relation:
+            masks["by_category"], masks["by_relation"] = relation_subsets(data, split_key)
+    resolved = [system_ranks.resolve_ties(ties) for system_ranks in ranks]
+    scored = score_ranks(results, resolved, rows, metrics, masks)
+    return Evaluation(scored, resolved, examples.rows(split_key))
 
 
 def _describe_scores(ties: Ties, added: Mapping[str, Any], neighbours: bool) -> dict[str, Any]:
@@ -540,52 +476,6 @@ def _describe_scores(ties: Ties, added: Mapping[str, Any], neighbours: bool) -> 
     }
     variant = "with", ", ".join(name for name, is_so in additions.items() if is_so)
     return {"variant": variant, "about": {"ties": ties, **added, "neighbours": neighbours}}
-
-
-def _add_figures(
-    results: Sequence[Result],
-    ranks: Sequence[Floats],
-    rows: RankedQueries,
-    graph: Graph | None,
-    split: str,
-    metrics: Sequence[Metric],
-    by_relation: bool,
-) -> list[Result]:
-    """Return results with their metrics, on all queries and on each subset of queries."""
-    seeded = [system_ranks[None] for system_ranks in ranks]
-
-    def figures(mask: NDArray[np.bool_] | None = None) -> list[Subset]:
-        return score_rankings(seeded, rows.pair, metrics, mask=mask, crossed=rows.crossed)
-
-    overall = figures()
-    subset_figures: dict[str, list[Subset]] = {}
-    relation_figures: list[tuple[str, list[Subset]]] = []
-    n_categories = 0
-    if graph is not None:
-        subset_figures = {
-            name: figures(in_subset) for name, in_subset in query_subsets(graph, split).items()
-        }
-        if by_relation:
-            relation_figures = [
-                (name, figures(in_subset)) for name, in_subset in relation_subsets(graph, split)
-            ]
-            n_categories = len(relation_figures) - graph.n_relations
-    return [
-        replace(
-            result,
-            metrics=overall[i].metrics,
-            subsets={
-                kind: {name: values[i] for name, values in figures_by_name}
-                for kind, figures_by_name in (
-                    ("parts", list(subset_figures.items())),
-                    ("by_category", relation_figures[:n_categories]),
-                    ("by_relation", relation_figures[n_categories:]),
-                )
-                if figures_by_name
-            },
-        )
-        for i, result in enumerate(results)
-    ]
 
 
 def _parse_rerank(text: str) -> tuple[int, float, bool]:
@@ -661,10 +551,15 @@ class GraphTerms:
         if self._rerank is not None:
             terms.append(self.train_graph.create_hops_term(*self._rerank))
         if self._reverse:
-            queries, known = self._examples.data.queries("dev"), self._examples.known
-            vectors, candidates = self._examples.vectors(predictor, queries[:, 0], queries[:, 1])
+            queries, head = self._examples.data.queries("dev"), self._examples.head(predictor)
             weights = fit_reverse_weights(
-                vectors, candidates, queries, known, self.train_graph, terms, self.exclude_head
+                head.queries(queries[:, 0], queries[:, 1]),
+                head.candidates(),
+                queries,
+                self._examples.known,
+                self.train_graph,
+                terms,
+                self.exclude_head,
             )
             terms.append(self.train_graph.create_reverse_term(weights))
         return terms

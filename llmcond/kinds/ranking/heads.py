@@ -11,8 +11,8 @@ scores, the target column of each row, and a mask of the scores to leave out.
 
 from __future__ import annotations
 
-import copy
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache, cached_property, partial
@@ -50,9 +50,19 @@ from llmcond.heads.storage import read_head, restore_head
 from llmcond.kinds.ranking.graph import KnownTriples, adjacency, both_directions
 
 
-@dataclass(frozen=True, slots=True)
+def joint_keys(
+    heads: NDArray[np.integer[Any]], relations: NDArray[np.integer[Any]], n_relations: int
+) -> Positions:
+    """Return the key h * 2 R + r of each joint input of a head h and a relation r, (m,) int64."""
+    return np.asarray(heads, dtype=np.int64) * (2 * n_relations) + relations
+
+
+@dataclass(frozen=True, eq=False)
 class QueryArrays:
     """The features and training triples of a graph, in the form that heads read.
+
+    Heads read features as float32 tensors, scaled to unit length as SimKGC's pooling does. The mean
+    of an entity's neighbours is not scaled.
 
     Attributes:
         entities: features of all entities, which are the candidates: (n, d), any float type.
@@ -83,53 +93,39 @@ class QueryArrays:
         """Return the triples in both directions, (2 m, 3): (h, r, t), and then (t, r + R, h)."""
         return both_directions(self.triples, self.n_relations).astype(np.int64)
 
-
-def joint_keys(
-    heads: NDArray[np.integer[Any]], relations: NDArray[np.integer[Any]], n_relations: int
-) -> Positions:
-    """Return the key h * 2 R + r of each joint input of a head h and a relation r, (m,) int64."""
-    return np.asarray(heads, dtype=np.int64) * (2 * n_relations) + relations
-
-
-class QueryFeatures:
-    """Reads the features of entities, relations and queries of a graph, as float32 tensors.
-
-    Features are scaled to unit length, as SimKGC's pooling does. The mean of an entity's neighbours
-    is not scaled.
-    """
-
-    def __init__(self, arrays: QueryArrays) -> None:
-        self.arrays = arrays
-        self._entities = UnitRows(arrays.entities)
-
-    def with_joint(self, joint: MatrixLike, joint_of: Positions) -> QueryFeatures:
+    def with_joint(self, joint: MatrixLike, joint_of: Positions) -> QueryArrays:
         """Return a copy with other joint features, (j, d), of the keys ``joint_of``, (j,)."""
-        features = copy.copy(self)
-        features.arrays = replace(self.arrays, joint=joint, joint_input_keys=joint_of)
-        features.__dict__.pop("_joint", None)
-        return features
+        arrays = replace(self, joint=joint, joint_input_keys=joint_of)
+        # What was computed from the entities is the same.
+        names = {"relation_vectors", "_unit_entities", "_graph", "_sums"} & self.__dict__.keys()
+        arrays.__dict__.update({name: self.__dict__[name] for name in names})
+        return arrays
 
     @cached_property
-    def relations(self) -> Tensor | None:
+    def relation_vectors(self) -> Tensor | None:
         """The features of all relations, (2 R, d_c); None if there are none."""
-        relations = self.arrays.relations
+        relations = self.relations
         return None if relations is None else UnitRows(relations).read(np.arange(len(relations)))
 
     @cached_property
-    def _joint(self) -> UnitRows | None:
-        return None if self.arrays.joint is None else UnitRows(self.arrays.joint)
+    def _unit_entities(self) -> UnitRows:
+        return UnitRows(self.entities)
+
+    @cached_property
+    def _unit_joint(self) -> UnitRows | None:
+        return None if self.joint is None else UnitRows(self.joint)
 
     @cached_property
     def _graph(self) -> csr_array:
-        return adjacency(self.arrays.triples, len(self.arrays.entities))
+        return adjacency(self.triples, len(self.entities))
 
     @cached_property
     def _sums(self) -> Array | None:
         """The sums of the features of each entity's neighbours, (n, d); None if too large."""
-        table = self._entities.table
+        table = self._unit_entities.table
         return None if table is None else self._graph @ table.numpy()
 
-    def entities(
+    def read_entities(
         self, rows: Positions, neighbours: bool = False, drop: Positions | None = None
     ) -> Tensor:
         """Return the features of entities.
@@ -144,10 +140,10 @@ class QueryFeatures:
         Returns:
             Features of shape (m, d), or (m, 2 d) with neighbours.
         """
-        features = self._entities.read(rows)
+        features = self._unit_entities.read(rows)
         return torch.cat([features, self._means(rows, drop)], dim=1) if neighbours else features
 
-    def heads(
+    def read_heads(
         self,
         rows: Positions,
         relations: Positions,
@@ -161,8 +157,8 @@ class QueryFeatures:
             rows: head entities, (m,).
             relations: relations of the queries, (m,).
             joint: whether to read the joint features of head and relation.
-            neighbours: as in ``entities``.
-            drop: as in ``entities``.
+            neighbours: as in ``read_entities``.
+            drop: as in ``read_entities``.
 
         Returns:
             Features of shape (m, d), or (m, 2 d) with neighbours.
@@ -171,18 +167,18 @@ class QueryFeatures:
             UserError: Joint features are missing.
         """
         if not joint:
-            return self.entities(rows, neighbours, drop)
+            return self.read_entities(rows, neighbours, drop)
         features = self._joint_features(rows, relations)
         return torch.cat([features, self._means(rows, drop)], dim=1) if neighbours else features
 
     def _joint_features(self, rows: Positions, relations: Positions) -> Tensor:
-        keys = self.arrays.joint_input_keys
-        if self._joint is None or keys is None or not len(keys):
+        keys = self.joint_input_keys
+        if self._unit_joint is None or keys is None or not len(keys):
             raise UserError(
                 "this head reads joint features of head entities and relations, and the data has "
                 "none. Extract them with a prompt that joins both."
             )
-        query_keys = joint_keys(rows, relations, self.arrays.n_relations)
+        query_keys = joint_keys(rows, relations, self.n_relations)
         positions = np.minimum(np.searchsorted(keys, query_keys), len(keys) - 1)
         n_missing = int((keys[positions] != query_keys).sum())
         if n_missing:
@@ -190,7 +186,7 @@ class QueryFeatures:
                 f"{n_missing:,} of {len(query_keys):,} queries have no joint features. Extract the "
                 "features of all these queries, or use a head for separate features."
             )
-        return self._joint.read(positions)
+        return self._unit_joint.read(positions)
 
     def _means(self, rows: Positions, drop: Positions | None) -> Tensor:
         graph = self._graph
@@ -202,10 +198,10 @@ class QueryFeatures:
             neighbours, columns = np.unique(subgraph.indices, return_inverse=True)
             shape = len(rows), len(neighbours)
             local = csr_array((subgraph.data, columns.reshape(-1), subgraph.indptr), shape=shape)
-            sums = local @ self._entities.read(neighbours).numpy()
+            sums = local @ self._unit_entities.read(neighbours).numpy()
         if drop is not None:
             linked = rows != drop  # An entity is not its own neighbour.
-            sums = sums - self._entities.read(drop).numpy() * linked[:, None]
+            sums = sums - self._unit_entities.read(drop).numpy() * linked[:, None]
             degree = degree - linked
         # Subtracting the only term of a sum may leave a rounding error, so the mean is set to 0.
         means = sums / np.maximum(degree, 1)[:, None] * (degree > 0)[:, None]
@@ -253,33 +249,6 @@ class ContrastSettings:
     queue_weight: Weight = 0.5
     random_candidates: Annotated[int, Ge(0), Le(LARGEST)] = 0
     relation_negatives: Annotated[int, Ge(0), Le(1_000)] = 0
-
-
-class Contrast(nn.Module):
-    """The objective with its temperature, which is a trained parameter if the settings say so."""
-
-    def __init__(self, settings: ContrastSettings) -> None:
-        super().__init__()
-        self.settings = settings
-        start = torch.tensor(-math.log(settings.temperature))
-        self.log_scale = nn.Parameter(start, requires_grad=settings.learn_temperature)
-
-    @property
-    def scale(self) -> float:
-        """The factor of the scores: 1 / temperature."""
-        return math.exp(float(self.log_scale.detach()))
-
-    def forward(
-        self,
-        scores: Tensor,
-        target: Tensor,
-        mask: Tensor,
-        others: Sequence[MaskedScores] = (),
-        relations: MaskedScores | None = None,
-    ) -> Tensor:
-        """Return ``contrastive`` at the current temperature."""
-        scale = self.log_scale.exp()
-        return contrastive(scores, target, mask, self.settings, scale, others, relations)
 
 
 def contrastive(
@@ -368,33 +337,6 @@ def contrast_relations(
     return scores, torch.from_numpy(mask).to(targets.device)
 
 
-class Queue:
-    """Candidates of previous batches, detached: SimKGC's pre-batch negatives.
-
-    SimKGC initialises it with random vectors; this one is empty at first.
-    """
-
-    def __init__(self, batches: int) -> None:
-        self._limit = batches
-        self._batches: list[tuple[Positions, Tensor]] = []
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def entities(self) -> Positions:
-        """Return the entities of the candidates, (k,)."""
-        return np.concatenate([entities for entities, _ in self._batches])
-
-    def vectors(self) -> Tensor:
-        """Return the embeddings of the candidates, (k, dim)."""
-        return torch.cat([vectors for _, vectors in self._batches])
-
-    def add(self, entities: Positions, vectors: Tensor) -> None:
-        """Add the candidates of a batch, (k,) and (k, dim), and drop the oldest batch if full."""
-        if self._limit:
-            self._batches = [*self._batches, (entities, vectors.detach())][-self._limit :]
-
-
 #: Number of entities or queries that are mapped at once.
 _BLOCK = 4_096
 
@@ -460,7 +402,7 @@ class FittedQueryHead(FittedModule):
     Sizes = QuerySizes
     mismatch_reason = "does not map queries of a graph"
 
-    data: QueryFeatures | None = None
+    data: QueryArrays | None = None
 
     @property
     def heads(self) -> list[QueryHead]:
@@ -493,16 +435,15 @@ class FittedQueryHead(FittedModule):
                     f"{expected}."
                 )
 
-    def bind(self, graph: QueryArrays | QueryFeatures) -> FittedQueryHead:
+    def bind(self, arrays: QueryArrays) -> FittedQueryHead:
         """Return the head applied to a graph; several heads may share its features.
 
         Raises:
             UserError: The head was fitted on features of other sizes, or on another number of
                 relations.
         """
-        data = graph if isinstance(graph, QueryFeatures) else QueryFeatures(graph)
-        self.check_sizes(data.arrays.dims)
-        return replace(self, data=data)
+        self.check_sizes(arrays.dims)
+        return replace(self, data=arrays)
 
     def queries(self, heads: NDArray[Any], relations: NDArray[Any]) -> Array:
         """Return the embeddings of queries, (m, k) float32.
@@ -514,42 +455,33 @@ class FittedQueryHead(FittedModule):
             heads: head entities, (m,).
             relations: relations, (m,), below 2 R.
         """
-        rows, relation_indices = (
-            np.asarray(indices, dtype=np.int64) for indices in (heads, relations)
-        )
+        queries = np.stack([heads, relations], axis=1).astype(np.int64)
         data, settings = self._require_graph(), self.settings
         blocks = [np.zeros((0, self.dim_out), dtype=np.float32)]
-        for start in range(0, len(rows), _BLOCK):
-            block, block_relations = (
-                rows[start : start + _BLOCK],
-                relation_indices[start : start + _BLOCK],
-            )
+        for start in range(0, len(queries), _BLOCK):
+            rows, which = queries[start : start + _BLOCK].T
             with torch.inference_mode():
-                x = data.heads(
-                    block, block_relations, self.heads[0].reads_joint, settings.neighbours
-                )
-                relation_inputs = data.relations, torch.from_numpy(block_relations)
-                blocks.append(
-                    _concatenate_heads([head.query(x, *relation_inputs) for head in self.heads])
-                )
+                x = data.read_heads(rows, which, self.heads[0].reads_joint, settings.neighbours)
+                inputs = x, data.relation_vectors, torch.from_numpy(np.ascontiguousarray(which))
+                blocks.append(_concatenate_heads([head.query(*inputs) for head in self.heads]))
         return np.concatenate(blocks)
 
     def candidates(self) -> Matrix:
         """Return the embeddings of all entities, (n, k), which are computed when rows are read."""
         return _CandidateVectors(self, self._require_graph())
 
-    def _require_graph(self) -> QueryFeatures:
+    def _require_graph(self) -> QueryArrays:
         if self.data is None:
-            raise UserError("this head has no graph yet. Call head.on(arrays) first.")
+            raise UserError("this head has no graph yet. Call head.bind(arrays) first.")
         return self.data
 
 
 class _CandidateVectors(Matrix):
     """The embeddings of all entities by a head, computed when rows are read."""
 
-    def __init__(self, head: FittedQueryHead, data: QueryFeatures) -> None:
+    def __init__(self, head: FittedQueryHead, data: QueryArrays) -> None:
         self._head, self._data = head, data
-        self.shape = len(data.arrays.entities), head.dim_out
+        self.shape = len(data.entities), head.dim_out
 
     def __getitem__(self, rows: Any, /) -> Array:
         entities = np.arange(len(self))[rows]
@@ -557,7 +489,7 @@ class _CandidateVectors(Matrix):
         for start in range(0, len(entities), _BLOCK):
             block = entities[start : start + _BLOCK]
             with torch.inference_mode():
-                x = self._data.entities(block, self._head.settings.neighbours)
+                x = self._data.read_entities(block, self._head.settings.neighbours)
                 parts = [head.candidate(x) for head in self._head.heads]
                 vectors[start : start + _BLOCK] = _concatenate_heads(parts)
         return vectors
@@ -626,7 +558,10 @@ class QueryHead(HeadModule):
                 f"queries are mapped to {self.dim_out} dimensions, and candidates have {dim_in} "
                 f"without a layer: set candidate to linear, or dim to {dim_in}."
             )
-        self.contrast = Contrast(settings)
+        # The logarithm of 1 / temperature.
+        log_scale = torch.tensor(-math.log(settings.temperature))
+        parameter = nn.Parameter(log_scale, requires_grad=settings.learn_temperature)
+        self.contrast = nn.ParameterDict({"log_scale": parameter})
 
     @classmethod
     def dim_of_relations(cls, settings: Any, dim: int) -> int:
@@ -636,7 +571,7 @@ class QueryHead(HeadModule):
     @property
     def scale(self) -> float:
         """The factor of the scores in training, 1 / temperature."""
-        return self.contrast.scale
+        return math.exp(float(self.contrast["log_scale"].detach()))
 
     def initialise(self, relations: Tensor | None) -> None:
         """Initialise the basis of the relations' space and the weights, before fitting.
@@ -688,6 +623,18 @@ class QueryHead(HeadModule):
             x = self.affine("head", x) if hasattr(self, "head") else x
             x = x if self._shares_layer else self.map(x)
         return self._normalise(x)
+
+    def loss(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        mask: Tensor,
+        others: Sequence[MaskedScores] = (),
+        relations: MaskedScores | None = None,
+    ) -> Tensor:
+        """Return ``contrastive`` at the current temperature."""
+        scale = self.contrast["log_scale"].exp()
+        return contrastive(scores, target, mask, self.settings, scale, others, relations)
 
     def _normalise(self, embedded: Tensor) -> Tensor:
         return normalize(embedded) if self.settings.score == "cosine" else embedded
@@ -756,16 +703,15 @@ def fit_queries(
             f"dim is {recipe.dim}, but the features have {dim} dimensions, and a head never adds "
             f"dimensions. Set dim to {dim} or less."
         )
-    data, torch_device = QueryFeatures(arrays), torch.device(choose_device(device))
     if family.dim_of_relations(settings, 1) and not dim_condition:
         raise UserError(
             "this head reads the features of relations, and the data has none. Add them, or set "
             "relations to one-hot."
         )
     dims = dim, family.dim_of_relations(settings, dim_condition), n_relations
-    fitting = partial(_QueryFitting, recipe, dims, data, dev, torch_device)
+    fitting = partial(_QueryFitting, recipe, dims, arrays, dev, torch.device(choose_device(device)))
     module, fit = fit_members(fitting, settings.members, seed, on_epoch, start)
-    return FittedQueryHead(recipe.kind, family, module, seed, fit, data)
+    return FittedQueryHead(recipe.kind, family, module, seed, fit, arrays)
 
 
 def check_queries(recipe: Recipe) -> type[QueryHead]:
@@ -782,17 +728,19 @@ def check_queries(recipe: Recipe) -> type[QueryHead]:
 class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
     """Fits one head on the queries of a graph."""
 
-    data: QueryFeatures
+    data: QueryArrays
 
     def create_module(self) -> QueryHead:
         module = super().create_module()
-        module.initialise(self.data.relations)
+        module.initialise(self.data.relation_vectors)
         return module
 
     def prepare(self) -> None:
         self._rng = np.random.Generator(np.random.SFC64(self.seed))
-        self._queue = Queue(self.settings.queue)
-        self._triples = self.data.arrays.queries()
+        # Candidates of previous batches, SimKGC's pre-batch negatives. SimKGC initialises them with
+        # random vectors; here, there are none at first.
+        self._queue: deque[tuple[Positions, Tensor]] = deque(maxlen=self.settings.queue)
+        self._triples = self.data.queries()
         self.n_rows = len(self._triples)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -814,43 +762,43 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
     def loss(self, batch: Positions) -> Tensor:
         """Return the loss of a batch of queries with their tails, a scalar."""
         settings, module, triples = self.settings, self.module, self._triples[batch]
-        known = self.data.arrays.known
+        known = self.data.known
         head, relation, tail = triples.T
         entities, features, columns = self._batch_candidates(head, tail)
         candidates = module.candidate(features.to(self.device))
-        head_features = self.data.heads(
+        head_features = self.data.read_heads(
             head, relation, module.reads_joint, settings.neighbours, drop=tail
         )
         queries = self._embed_queries(head_features, relation)
         target = self._to_device(columns)
         mask = self._to_device(known.mask(head, relation, entities))
         further_negatives = self._score_other_candidates(triples, queries)
-        self._queue.add(entities, candidates)
+        self._queue.append((entities, candidates.detach()))
         relations = contrast_relations(
             lambda other: self._embed_queries(head_features, other[:, 1]),
-            replace_relations(triples, 2 * self.data.arrays.n_relations, settings, self._rng),
+            replace_relations(triples, 2 * self.data.n_relations, settings, self._rng),
             candidates.index_select(0, target),
             known,
         )
         scores = module.product(queries, candidates)
-        loss: Tensor = module.contrast(scores, target, mask, further_negatives, relations)
-        return loss
+        return module.loss(scores, target, mask, further_negatives, relations)
 
     def _score_other_candidates(self, triples: Positions, queries: Tensor) -> list[MaskedScores]:
         """Return the scores of candidates that are not in the batch: own heads, and the queue."""
-        settings, known = self.settings, self.data.arrays.known
+        settings, known = self.settings, self.data.known
         head, relation, tail = triples.T
         negatives: list[MaskedScores] = []
         if settings.self_negatives and settings.negatives == "tails":
-            head_features = self.data.entities(head, settings.neighbours, drop=tail)
+            head_features = self.data.read_entities(head, settings.neighbours, drop=tail)
             scores = (queries * self.module.candidate(head_features.to(self.device))).sum(
                 dim=1, keepdim=True
             )
             loops = known.contains(np.stack([head, relation, head], axis=1))
             negatives.append((scores, self._to_device(loops[:, None])))
-        if len(self._queue):
-            queue_mask = known.mask(head, relation, self._queue.entities())
-            scores = self.module.product(queries, self._queue.vectors())
+        if self._queue:
+            entities, vectors = zip(*self._queue, strict=True)
+            queue_mask = known.mask(head, relation, np.concatenate(entities))
+            scores = self.module.product(queries, torch.cat(vectors))
             negatives.append((scores * settings.queue_weight, self._to_device(queue_mask)))
         return negatives
 
@@ -863,7 +811,7 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
             The entities (n,), their features (n, d), and the column of each row's target (m,).
         """
         settings, data = self.settings, self.data
-        n_random, n = settings.random_candidates, len(data.arrays.entities)
+        n_random, n = settings.random_candidates, len(data.entities)
         random_entities = self._rng.integers(n, size=n_random)
         with_heads = settings.negatives == "entities"
         if settings.neighbours:
@@ -872,17 +820,19 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
             entities, drop = (tail, head)
             if with_heads:
                 entities, drop = np.concatenate([tail, head]), np.concatenate([head, tail])
-            features = data.entities(entities, neighbours=True, drop=drop)
+            features = data.read_entities(entities, neighbours=True, drop=drop)
             if n_random:
-                features = torch.cat([features, data.entities(random_entities, neighbours=True)])
+                features = torch.cat(
+                    [features, data.read_entities(random_entities, neighbours=True)]
+                )
             return np.concatenate([entities, random_entities]), features, np.arange(len(tail))
         entities = np.unique(
             np.concatenate([tail, head, random_entities] if with_heads else [tail, random_entities])
         )
-        return entities, data.entities(entities), np.searchsorted(entities, tail)
+        return entities, data.read_entities(entities), np.searchsorted(entities, tail)
 
     def _embed_queries(self, head_features: Tensor, relation: Positions) -> Tensor:
-        relations = self.data.relations
+        relations = self.data.relation_vectors
         return self.module.query(
             head_features.to(self.device),
             None if relations is None else relations.to(self.device),

@@ -163,8 +163,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             contrast = contrast_relations(embed, others, targets, inputs.known)
             known = torch.from_numpy(mask).to(target.device)
             scores = queries @ candidates.T
-            loss: Tensor = self.head.contrast(scores, target, known, relations=contrast)
-            return loss
+            return self.head.loss(scores, target, known, relations=contrast)
 
     def _embed_queries(
         self,

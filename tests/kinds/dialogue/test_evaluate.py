@@ -329,6 +329,7 @@ def test_dialogue_state_is_shared_by_threads(dialogue_run):
     model = llmcond.load_dialogue(dialogue_run, "rank", device="cpu")
     pool = model.candidates(["sad", "happy", "the park on red"])
     state = model.start(["two men ?", "in the park ."])
+    assert state.turns == model.start(["two men ?"]).add("in the park .").turns
     before = model.score(state, pool)
     next_turns = [f"{place} ride" for place in LOCATIONS]
     expected = [model.score(state.add(turn), pool) for turn in next_turns]

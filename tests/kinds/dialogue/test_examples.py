@@ -9,17 +9,20 @@ import pytest
 
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import choose_metrics
+from llmcond.evaluation.results import Result
 from llmcond.kinds.dialogue.data import Dialogues, Turns
 from llmcond.kinds.dialogue.examples import (
     RandomPool,
     RetrievedPool,
-    measure_subsets,
     next_queries,
     plan_queries,
     rank_next,
     rank_plans,
     read_samples,
+    stack_queries,
+    subset_masks,
 )
+from llmcond.runs.examples import score_ranks
 
 #: Seven texts. The first, "x", occurs in all dialogues but one and twice as the third turn.
 TEXTS = ("x", "a", "b", "c", "d", "e", "f")
@@ -85,15 +88,14 @@ def test_metrics_are_means_over_histories_or_cells(random_dialogues):
     subsets = next_queries(random_dialogues, "test")
     ranks = [rng.integers(1, 20, size=len(subset.dialogue)) for subset in subsets]
     metrics = choose_metrics(["average_rank", "average_rank_micro"])
-    (overall,), parts = measure_subsets(
-        subsets, [np.concatenate(ranks)[None].astype(float)], metrics
-    )
+    result = Result(name="x", head="x", prompts=(), subtract=False, split="test")
+    all_ranks, masks = np.concatenate(ranks).astype(float), {"by_history": subset_masks(subsets)}
+    (scored,) = score_ranks([result], [all_ranks], stack_queries(subsets), metrics, masks)
+    parts = scored.subsets["by_history"]
     assert list(parts) == [str(h) for h in range(2, 9)]
     means = [values.mean() for values in ranks]
-    assert [part.metrics["average_rank"].value for (part,) in parts.values()] == pytest.approx(
-        means
-    )
-    average, micro = (overall.metrics[metric.name] for metric in metrics)
+    assert [part.main.value for part in parts.values()] == pytest.approx(means)
+    average, micro = (scored.metrics[metric.name] for metric in metrics)
     assert average.value == pytest.approx(np.mean(means))
     assert micro.value == pytest.approx(np.concatenate(ranks).mean())
     assert average.low < average.value < average.high

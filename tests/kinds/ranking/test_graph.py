@@ -287,9 +287,11 @@ def test_subsets_cover_queries():
     assert subsets["unseen"].tolist() == unseen
     assert subsets["forward"].tolist() == [True] * (n // 2) + [False] * (n // 2)
     assert (subsets["reversible"] ^ subsets["rest"]).all()
-    relation_masks = dict(relation_subsets(graph, "test"))
-    assert sum(relation_masks[name].sum() for name in graph.relations.ids) == n
-    assert sum(relation_masks[name].sum() for name in set(relation_categories(graph))) == n
+    by_category, by_relation = relation_subsets(graph, "test")
+    assert set(by_category) == set(relation_categories(graph))
+    assert list(by_relation) == graph.relations.ids
+    for masks in (by_category, by_relation):
+        assert sum(mask.sum() for mask in masks.values()) == n
 
 
 def test_categories_depend_on_answers_of_each_side():

@@ -18,8 +18,6 @@ from llmcond.kinds.ranking.graph import KnownTriples
 from llmcond.kinds.ranking.heads import (
     ContrastSettings,
     QueryArrays,
-    QueryFeatures,
-    Queue,
     contrastive,
     fit_queries,
     load_query_head,
@@ -110,29 +108,23 @@ def test_loss_matches_released_simkgc(changes):
     all_triples = make_triples(rng)
     known = KnownTriples(all_triples, N_DENSE)
     triple_set = {tuple(row) for row in all_triples.tolist()}
-    table, queue, earlier = random_vectors(generator, N_DENSE, 5), Queue(settings.queue), []
+    table, earlier = random_vectors(generator, N_DENSE, 5), []
     for _ in range(9):  # from the third round on, the queue holds two batches
         rows = all_triples[rng.integers(len(all_triples), size=10)]
         head, relation, tail = rows.T
         queries = random_vectors(generator, 10, 5).requires_grad_()
+        queue = earlier[-settings.queue :] if settings.queue else []
         expected = compute_simkgc_loss(
-            queries,
-            table[tail],
-            table[head],
-            rows.tolist(),
-            triple_set,
-            settings,
-            earlier[-settings.queue :] if settings.queue else (),
+            queries, table[tail], table[head], rows.tolist(), triple_set, settings, queue
         )
         extra_columns = []
         if settings.self_negatives:
             loops = known.contains(np.stack([head, relation, head], axis=1))
             self_scores = (queries * table[head]).sum(1, keepdim=True)
             extra_columns.append((self_scores, torch.from_numpy(loops[:, None])))
-        if len(queue):
-            block = queries @ queue.vectors().T * settings.queue_weight
-            mask = torch.from_numpy(known.mask(head, relation, queue.entities()))
-            extra_columns.append((block, mask))
+        for stored, candidates in queue:
+            mask = torch.from_numpy(known.mask(head, relation, np.array(stored)[:, 2]))
+            extra_columns.append((queries @ candidates.T * settings.queue_weight, mask))
         loss = contrastive(
             queries @ table[tail].T,
             torch.arange(10),
@@ -144,7 +136,6 @@ def test_loss_matches_released_simkgc(changes):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         gradients = [torch.autograd.grad(value, queries)[0] for value in (loss, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
-        queue.add(tail, table[tail])
         earlier.append((rows.tolist(), table[tail]))
 
 
@@ -290,31 +281,30 @@ def test_embeddings_equal_features_at_start(name):
     changes = {"dim": D} if "dim" in SIZES[name] else {}
     changes |= {"hidden": 2 * D + 1} if name == "mlp" else {}
     recipe = make_recipe(name, neighbours=True, **changes)
-    features, rows = QueryFeatures(arrays), arrays.queries()
+    rows = arrays.queries()
 
     def build():
         module = recipe.family(recipe.settings, *arrays.dims)
-        module.initialise(features.relations)
+        module.initialise(arrays.relation_vectors)
         return module
 
     module = seeded(build, 0)[0].freeze()
-    x = features.heads(rows[:, 0], rows[:, 1], name in JOINT, True)
-    queries = module.query(x, features.relations, torch.from_numpy(rows[:, 1]))
+    x = arrays.read_heads(rows[:, 0], rows[:, 1], name in JOINT, True)
+    queries = module.query(x, arrays.relation_vectors, torch.from_numpy(rows[:, 1]))
     torch.testing.assert_close(queries, x[:, :D], rtol=0, atol=1e-5)
-    x = features.entities(np.arange(N), True)
+    x = arrays.read_entities(np.arange(N), True)
     torch.testing.assert_close(module.candidate(x), x[:, :D], rtol=0, atol=1e-5)
 
 
 def test_neighbour_means_exclude_other_end():
     arrays = make_arrays()
-    features = QueryFeatures(arrays)
-    full = features.entities(np.arange(N), neighbours=True).numpy()
+    full = arrays.read_entities(np.arange(N), neighbours=True).numpy()
     expected = [average_neighbours(arrays, entity) for entity in range(N)]
     np.testing.assert_allclose(full[:, D:], expected, atol=1e-6)
     np.testing.assert_allclose(full[:, :D], normalize(arrays.entities.astype(float)), atol=1e-6)
     assert not full[N - 1, D:].any()  # it has no links
     head, _, tail = arrays.triples.astype(np.int64).T
-    means = features.entities(head, neighbours=True, drop=tail).numpy()[:, D:]
+    means = arrays.read_entities(head, neighbours=True, drop=tail).numpy()[:, D:]
     ends = list(zip(head, tail, strict=True))
     assert any(not list_neighbours(arrays, h, t) for h, t in ends)
     for row, (h, t) in zip(means, ends, strict=True):
