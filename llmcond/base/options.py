@@ -72,6 +72,7 @@ class Option:
         repeat: whether the flag of a sequence takes one value and may be repeated.
         source: description of the file or folder that the value names and that must exist; empty:
             it need not exist.
+        check: function that raises a UserError for an illegal value; it gets no None.
         writes: function that checks, before any work, the file or folder that is written: it takes
             its path and the inputs of the command; None: the option names no output.
         needs: another option that this one requires, as the user gives it: ``--plan``,
@@ -87,6 +88,7 @@ class Option:
     group: str = ""
     repeat: bool = False
     source: str = ""
+    check: Callable[[Any], object] | None = None
     writes: Callable[[Path, Sequence[Any]], None] | None = None
     needs: str = ""
     conflicts: str = ""
@@ -147,6 +149,9 @@ class Options:
             object.__setattr__(self, name, value)
         self._check_outputs(options)
         self._check_combinations(options)
+        for name, _, spec in options:
+            if spec.check is not None and getattr(self, name) is not None:
+                spec.check(getattr(self, name))
 
     def _check_combinations(self, options: Sequence[tuple[str, Any, Option]]) -> None:
         names = {spec.flag or flag_of(name): name for name, _, spec in options}

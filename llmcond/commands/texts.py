@@ -77,17 +77,16 @@ class Similarity(ConditionOptions, EmbedderOptions, Command):
         from llmcond.runs.embedder import describe, find_unfamiliar_conditions
         from llmcond.runs.similarity import report_foreign_texts
 
-        conditions, folder = self.conditions(), self.resolve_folder()
+        conditions, arguments = self.conditions(), self.model_arguments()
         n = len(conditions)
         texts = [self.sentence1] * n, [self.sentence2] * n, conditions
-        loaded = cross.load_similarity_model(folder, self.head, self.prompt, self.device)
+        loaded = cross.load_similarity_model(**arguments)
         report_foreign_texts([self.sentence1, self.sentence2], loaded.encoder.resolved.checkpoint)
         if isinstance(loaded, cross.CrossEncoder):
             values = loaded.similarity(*texts)
             return Similarities(conditions, values.tolist(), cross.describe(loaded))
-        for text, nearest in find_unfamiliar_conditions(
-            open_run(folder), loaded, conditions
-        ).items():
+        run = open_run(arguments["run"])
+        for text, nearest in find_unfamiliar_conditions(run, loaded, conditions).items():
             log.warning(
                 f"the condition {text!r} is unlike those that {loaded.name} was fitted on (the "
                 f"nearest is {nearest!r}), so its similarities may be unreliable. Use --head none "
@@ -162,9 +161,7 @@ class Explain(ConditionOptions, EmbedderOptions, Command):
         from llmcond.report.analyses import write_explanation
         from llmcond.runs import cross
 
-        model = cross.load_similarity_model(
-            self.resolve_folder(), self.head, self.prompt, self.device
-        )
+        model = cross.load_similarity_model(**self.model_arguments())
         explanation = model.explain(self.sentence, self.conditions(), to=self.to)
         if self.out is not None:
             write_explanation(explanation, Path(self.out))

@@ -344,18 +344,12 @@ class Export(ConditionOptions, EmbedderOptions, Command):
             >>> result.conditions, result.dim
             (['the place'], 384)
         """
-        run_folder = self.resolve_folder()
+        arguments = self.model_arguments()
         # A wrong name is reported before the slow imports.
         from llmcond.integrations.export import export_model
 
-        return export_model(
-            run_folder,
-            Path(self.out),
-            self.conditions(),
-            head=self.head,
-            prompt=self.prompt,
-            device=self.device,
-        )
+        run_folder = arguments.pop("run")
+        return export_model(run_folder, Path(self.out), self.conditions(), **arguments)
 
     def show(self, result: ExportResult, form: str) -> None:
         """Report the modules, the result of the test load, and notes for users of the model."""

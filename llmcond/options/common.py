@@ -59,20 +59,22 @@ class FigureOption(Options):
     )
 
 
+def _check_run(run: str | Path) -> None:
+    from llmcond.runs.open import check_run_exists  # help texts do not need it
+
+    check_run_exists(Path(run))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOption(Options):
     """Options of commands that work on a run."""
 
     run: str | Path = option(
-        DEFAULT_RUN, metavar="DIR", help="folder of the run, with its features, heads and results"
+        DEFAULT_RUN,
+        metavar="DIR",
+        check=_check_run,
+        help="folder of the run, with its features, heads and results",
     )
-
-    def __post_init__(self) -> None:
-        """Also check that the run exists."""
-        super().__post_init__()
-        from llmcond.runs.open import check_run_exists
-
-        check_run_exists(Path(self.run))
 
 
 def _parse_number(text: str) -> float | str:
@@ -84,8 +86,13 @@ def _parse_number(text: str) -> float | str:
 
 
 def _parse_delimiter(text: str) -> str:
-    """Return a delimiter from its name; the option checks its length."""
-    return "\t" if text.lower() in ("tab", r"\t") else text
+    """Return a delimiter from its name, and check that it is one character."""
+    delimiter = "\t" if text.lower() in ("tab", r"\t") else text
+    if len(delimiter) != 1 or delimiter in '\r\n"':
+        raise UserError(
+            f"--delimiter is {delimiter!r}; expected one character, such as ';', or tab."
+        )
+    return delimiter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +103,7 @@ class ReadingOptions(Options):
 
     encoding: str | None = option(
         None,
+        check=check_encoding,
         help="encoding of text files, such as cp1252 for files of Windows (default: UTF-8, or "
         "UTF-16 with a byte order mark)",
     )
@@ -110,16 +118,6 @@ class ReadingOptions(Options):
         False,
         help="leave out rows with an empty text, and report how many (default: an error)",
     )
-
-    def __post_init__(self) -> None:
-        """Also check the encoding and the delimiter."""
-        super().__post_init__()
-        if self.encoding is not None:
-            check_encoding(self.encoding)
-        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '\r\n"'):
-            raise UserError(
-                f"--delimiter is {self.delimiter!r}; expected one character, such as ';', or tab."
-            )
 
     def read_options(self) -> ReadOptions:
         """Return the options as readers take them."""
@@ -142,6 +140,15 @@ class TextInputOptions(ReadingOptions):
         return replace(super().read_options(), strip_html=self.strip_html)
 
 
+def _check_columns(columns: Mapping[str, str]) -> None:
+    from llmcond.data.datasets import Columns
+
+    legal = [field.name for field in fields(Columns)]
+    for name in columns:
+        if name not in legal:
+            raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ColumnOptions(ReadingOptions):
     """Options that say how rated rows are read.
@@ -155,6 +162,7 @@ class ColumnOptions(ReadingOptions):
     columns: Mapping[str, str] | None = option(
         None,
         metavar="NAME=COLUMN",
+        check=_check_columns,
         help="names of the columns for sentence1, sentence2, condition and label (default: the "
         "run's or task's)",
     )
@@ -171,17 +179,6 @@ class ColumnOptions(ReadingOptions):
         help="label of unrated rows: a number, or the word empty for labels that are empty, null "
         "or NaN (default: the run's or task's; C-STS: -1)",
     )
-
-    def __post_init__(self) -> None:
-        """Also check the names of the columns."""
-        super().__post_init__()
-        if self.columns:
-            from llmcond.data.datasets import Columns
-
-            legal = [field.name for field in fields(Columns)]
-            for name in self.columns:
-                if name not in legal:
-                    raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
 
     def data_options(self) -> DataOptions:
         """Return the source of the rows and how they are read."""
@@ -204,12 +201,9 @@ class ColumnOptions(ReadingOptions):
 class DeviceOption(Options):
     """Options of commands that compute on a device."""
 
-    device: str = option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
-
-    def __post_init__(self) -> None:
-        """Also check the device."""
-        super().__post_init__()
-        check_device(self.device)
+    device: str = option(
+        "auto", metavar="D", check=check_device, help="device to use: auto, cpu, cuda or cuda:N"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +213,10 @@ class LogOption(Options):
     log: Sequence[Tracker] = option(
         (),
         metavar="TRACKER",
+        check=check_trackers,
         help="trackers that get the loss, the learning rate and the scores: tensorboard, wandb, "
         "trackio or mlflow (default: none; the run has them as JSON lines)",
     )
-
-    def __post_init__(self) -> None:
-        """Also check that the trackers are installed."""
-        super().__post_init__()
-        check_trackers(self.log)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +268,11 @@ class EmbedderOptions(HeadOptions):
 
         return resolve_run(self.run, self.model, self.revision)
 
+    def model_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the functions that load the model; see ``resolve_folder``."""
+        run = self.resolve_folder()
+        return {"run": run, "head": self.head, "prompt": self.prompt, "device": self.device}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TruncateOption(Options):
@@ -298,6 +293,7 @@ class RangesOption(Options):
     ranges: str | Path | None = option(
         None,
         metavar="FILE.npy",
+        needs="--precision int8 or --precision uint8",
         help="lowest and highest value of each dimension, for int8 and uint8, as embed writes them",
     )
 
@@ -311,14 +307,6 @@ class PrecisionOptions(TruncateOption, RangesOption):
         help="number type of the vectors: float32, int8, uint8, binary or ubinary (1 bit for each "
         "dimension)",
     )
-
-    def __post_init__(self) -> None:
-        """Also check that the precision uses the ranges."""
-        super().__post_init__()
-        if self.ranges is not None and self.precision not in ("int8", "uint8"):
-            raise UserError(
-                f"--ranges is for --precision int8 and uint8, not {self.precision}. Leave it out."
-            )
 
 
 def condition_option(text: str, *default: Any, metavar: str = "TEXT") -> Any:

@@ -16,6 +16,13 @@ from llmcond.encoders.spec import Quantize
 from llmcond.options.common import DeviceOption, RunOptions, ScaleOptions
 
 
+def _check_prompts(names: Sequence[str]) -> None:
+    from llmcond.prompts import load_prompt  # help texts do not need it
+
+    for name in names:
+        load_prompt(name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExtractOptions(RunOptions, ScaleOptions):
     """Options of ``llmcond extract``: data, prompts, encoder, and where features are stored."""
@@ -23,6 +30,7 @@ class ExtractOptions(RunOptions, ScaleOptions):
     prompt: Sequence[str] = option(
         (),
         metavar="NAME_OR_FILE",
+        check=_check_prompts,
         help="prompts to encode the texts with (default: the one that suits the model)",
     )
     store_dtype: Literal["float16", "float32"] | None = option(
@@ -52,14 +60,6 @@ class ExtractOptions(RunOptions, ScaleOptions):
         help="with --plan: file with the output of `llmcond bench --json` on the machine to plan "
         "for (default: a short trial on this machine)",
     )
-
-    def __post_init__(self) -> None:
-        """Also check the prompts."""
-        super().__post_init__()
-        from llmcond.prompts import load_prompt  # help texts do not need it
-
-        for name in self.prompt:
-            load_prompt(name)
 
 
 @dataclass(frozen=True, kw_only=True)

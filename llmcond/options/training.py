@@ -24,6 +24,11 @@ from llmcond.options.common import (
 )
 
 
+def _check_folds(folds: int) -> None:
+    if folds == 1:
+        raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DevOptions(Options):
     """Options for fitting heads on dev in addition to train."""
@@ -44,15 +49,10 @@ class DevOptions(Options):
     folds: Annotated[int, Ge(0)] = option(
         0,
         metavar="K",
+        check=_check_folds,
         help="number of folds of a cross-validation over the sentence pairs of dev, which measures "
         "the gain from training on dev (default: 0, no cross-validation)",
     )
-
-    def __post_init__(self) -> None:
-        """Also check that there is not just one fold."""
-        super().__post_init__()
-        if self.folds == 1:
-            raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
 
 
 @dataclass(frozen=True, kw_only=True)

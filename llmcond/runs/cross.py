@@ -206,24 +206,24 @@ def load_cross_encoder(
 
 
 def load_similarity_model(
-    folder: Path, head: str | None = None, prompt: str | None = None, device: str = "auto"
+    run: Path, head: str | None = None, prompt: str | None = None, device: str = "auto"
 ) -> Embedder | CrossEncoder:
     """Load the embedder or the cross-encoder of a run, and log which one it is.
 
     Raises:
         UserError: As ``load_embedder``, or a head or prompt was named for a cross-encoder.
     """
-    run = open_run(folder, cross=True)
-    if not run.cross:
-        return load_embedder(folder, head, prompt=prompt, device=device)
+    opened = open_run(run, cross=True)
+    if not opened.cross:
+        return load_embedder(run, head, prompt=prompt, device=device)
     if head or prompt:
         raise UserError(
-            f"{folder} holds a cross-encoder, which has neither heads nor prompts. Leave out "
+            f"{run} holds a cross-encoder, which has neither heads nor prompts. Leave out "
             "--head and --prompt."
         )
-    loaded = load_cross_encoder(folder, device=device)
+    loaded = load_cross_encoder(run, device=device)
     log.info(
-        f"model: {folder}, cross-encoder {run.encoder_name}, orders {loaded.orders}, trained on "
+        f"model: {run}, cross-encoder {opened.encoder_name}, orders {loaded.orders}, trained on "
         f"{loaded.fitted_on}"
     )
     return loaded

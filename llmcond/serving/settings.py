@@ -16,6 +16,15 @@ from llmcond.base.options import Options, Positive, option
 _LIMITS = "limits"
 
 
+def _check_origins(origins: Sequence[str]) -> None:
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+", origin):
+            raise UserError(
+                f"--cors-origin is {shortened_repr(origin)}; expected scheme and host in lower "
+                "case, without a path: https://example.org, http://localhost:3000, or *."
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(Options):
     """Address, API keys and limits of a server."""
@@ -34,6 +43,7 @@ class ServerSettings(Options):
         (),
         metavar="ORIGIN",
         repeat=True,
+        check=_check_origins,
         help="origin of web pages that may send requests from a browser, such as "
         "https://example.org; may be repeated; *: every origin (default: none)",
     )
@@ -59,20 +69,6 @@ class ServerSettings(Options):
     timeout: Annotated[float, Gt(0), Lt(1_000_000)] = option(
         60.0, metavar="S", group=_LIMITS, help="seconds after which a request gets status 504"
     )
-
-    def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            UserError: a setting is out of its limits, or an origin is not in the form of browsers.
-        """
-        super().__post_init__()
-        for origin in self.cors_origin:
-            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+", origin):
-                raise UserError(
-                    f"--cors-origin is {shortened_repr(origin)}; expected scheme and host in lower "
-                    "case, without a path: https://example.org, http://localhost:3000, or *."
-                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -40,15 +42,14 @@ from llmcond.report.tables import head_text
 from llmcond.runs.embedder import EmbeddingModel, guides_json
 from llmcond.runs.similarity import report_foreign_texts
 
-if TYPE_CHECKING:
-    pass
-
 #: The largest number of characters of a condition in the name of a column.
 _TITLE = 60
 
 Vectors = NDArray[np.float32]
 #: The (n, k) embeddings of the same n texts under each condition.
 Blocks = tuple[Vectors, ...]
+#: The (n, width) numbers that embeddings are written as.
+Codes = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,6 @@ class VectorColumn:
         """Return the conditions of n rows; ``cells`` are those of the column of conditions."""
         return add_values([self.text or ""] * n if cells is None else cells, self.values)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the column as records store it."""
-        return {**asdict(self), "values": self.values and list(self.values)}
-
 
 def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[VectorColumn]:
     """Return the columns of vectors that the options of a command ask for.
@@ -136,15 +133,15 @@ def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[Vector
         UserError: a condition is empty, or the numbers of conditions and values differ.
     """
     named: Sequence[str | None] = options.condition or [None]
-    examples: list[list[str] | None] = [read_values(text) for text in options.values]
-    if len(named) == 1 and examples:
-        examples = [[value for texts in examples for value in texts or ()]]
-    elif len(examples) not in (0, len(named)):
+    examples = [read_values(text) for text in options.values] or [[] for _ in named]
+    if len(named) == 1:
+        examples = [list(chain.from_iterable(examples))]
+    elif len(examples) != len(named):
         combine_values(options.condition, options.values)  # raises the error for these numbers
     columns: dict[tuple[str | None, str], VectorColumn] = {}
-    for name, values in zip(named, examples or [None] * len(named), strict=True):
+    for name, values in zip(named, examples, strict=True):
         source, text = resolve_conditions(table, name, options.condition_text)
-        column = VectorColumn(VECTOR, source, text, example_values(values or ()) or None)
+        column = VectorColumn(VECTOR, source, text, list(example_values(values)) or None)
         columns.setdefault((source, condition_key(column.condition)), column)
     if len(columns) < len(named):
         log.info("conditions that differ in case or spacing only count once")
@@ -169,8 +166,8 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     head on the same file encodes nothing.
     """
     out, keep, read = Path(options.out), options.keep, options.read_options()
-    run_folder = options.resolve_folder()
-    check_output(out, EMBEDDING_SUFFIXES, [run_folder / "rows.parquet"])
+    arguments = options.model_arguments()
+    check_output(out, EMBEDDING_SUFFIXES, [arguments["run"] / "rows.parquet"])
     source = open_collection(options.texts, read, options.text)
     columns = find_vector_columns(options, source)
     names = {column.name: column.condition for column in columns}
@@ -178,13 +175,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     if keep and (conflicts or suffix(out) == ".npy"):
         reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
         raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
-    embeddings = EmbeddingModel.find(
-        run_folder,
-        options.head,
-        options.prompt,
-        device=options.device,
-        truncate_dim=options.truncate_dim,
-    )
+    embeddings = EmbeddingModel.find(**arguments, truncate_dim=options.truncate_dim)
     sources = list(dict.fromkeys(column.source for column in columns if column.source))
     texts = read_collection(source, options.text, keep, conditions=sources)
     report_foreign_texts(texts.texts, embeddings.encoder.resolved.checkpoint)
@@ -195,11 +186,12 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         for labelled in read_guide(options.guide, options.text, distinct, read=read):
             embeddings.fit_guide(labelled)
     rows = [list(zip(texts.texts, column, strict=True)) for column in conditions]
-    ranges = None
-    if options.truncate_dim is not None or options.ranges is not None:
+    quantizer, ranges_file = Quantizer(options.precision), options.ranges
+    if options.truncate_dim is not None or ranges_file is not None:
         # A wrong size is reported before all texts are encoded.
         dim = embeddings.embed(rows[0][:1], texts.file).shape[1]
-        ranges = None if options.ranges is None else read_ranges(options.ranges, dim)
+        if ranges_file is not None:
+            quantizer = replace(quantizer, ranges=read_ranges(ranges_file, dim))
     workers = assign_devices(options.find_workers(), embeddings.encoder.resolved)
     with embeddings.shared(workers):
         embeddings.extract(list(chain.from_iterable(rows)), texts.file, n)
@@ -207,36 +199,38 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     def read_blocks() -> Iterator[Blocks]:
         return zip(*(embeddings.read_blocks(part, options.normalize) for part in rows), strict=True)
 
-    blocks = read_blocks()
-    first = next(blocks)
-    dim = first[0].shape[1]
-    quantizer, ranges_file = Quantizer(options.precision, ranges), options.ranges
     if quantizer.needs_ranges:
-        ranges = _measure_all_ranges(chain.from_iterable(read_blocks()), n * len(columns))
-        quantizer = replace(quantizer, ranges=ranges)
-        ranges_file = ranges_path(out)
+        extremes = [
+            np.stack([vectors.min(axis=0), vectors.max(axis=0)])
+            for vectors in chain.from_iterable(read_blocks())
+        ]
+        ranges = measure_ranges(np.concatenate(extremes), n * len(columns))
+        quantizer, ranges_file = replace(quantizer, ranges=ranges), ranges_path(out)
         with replace_atomically(ranges_file) as temporary, temporary.open("wb") as stream:
             np.save(stream, ranges)
+    dim = next(embeddings.read_blocks(rows[0][:1])).shape[1]
     name = embeddings.head.reference
     record = {
         "llmcond": __version__,
         **embeddings.identity,
         "head": name,
         "prompt": embeddings.view.name,
-        **format_json(quantizer, options.truncate_dim),
-        "conditions": columns_json(columns),
+        "truncate_dim": options.truncate_dim,
+        "precision": quantizer.precision,
+        "ranges": None if quantizer.ranges is None else quantizer.ranges.tolist(),
+        "conditions": [asdict(column) for column in columns],
     }
     table = {**texts.columns, "sentence": texts.texts}
     if len(columns) == 1:
         condition = [columns[0].text or ""] * n
         table["condition"] = texts.conditions.get(columns[0].source, condition)
+    codes = (
+        [np.ascontiguousarray(quantizer(vectors)) for vectors in block] for block in read_blocks()
+    )
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[suffix(out)]
     with replace_atomically(out) as temporary:
-        write(temporary, table, list(names), quantizer, record, chain([first], blocks))
-    log.info(
-        f"{n:,} embeddings of {dim} dimensions{describe_columns(columns)} ({head_text(name)}"
-        f"{describe_precision(quantizer, dim)}) -> {out}"
-    )
+        write(temporary, table, list(names), record, codes)
+    log.info(f"{describe_embeddings(n, dim, columns, name, quantizer)} -> {out}")
     return EmbedResult(
         out,
         n,
@@ -250,62 +244,39 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     )
 
 
-def _measure_all_ranges(blocks: Iterable[Vectors], n: int) -> Vectors:
-    """Return the ranges of n embeddings, which are read in blocks; see ``measure_ranges``."""
-    extremes = [np.stack([block.min(axis=0), block.max(axis=0)]) for block in blocks]
-    return measure_ranges(np.concatenate(extremes), n)
+def describe_embeddings(
+    n: int, dim: int, columns: Sequence[VectorColumn], head: str, quantizer: Quantizer
+) -> str:
+    """Return the number, the size and the form of embeddings for the log."""
+    conditions = f" under each of {len(columns)} conditions" if len(columns) > 1 else ""
+    form = head_text(head)
+    if quantizer.precision != "float32":
+        n_bytes = quantizer.width(dim) * quantizer.dtype.itemsize
+        form += f", {quantizer.precision}, {n_bytes} bytes each"
+    return f"{n:,} embeddings of {dim} dimensions{conditions} ({form})"
 
 
-def format_json(quantizer: Quantizer, truncate_dim: int | None) -> dict[str, Any]:
-    """Return the form of written embeddings, for records."""
-    ranges = None if quantizer.ranges is None else quantizer.ranges.tolist()
-    return {"truncate_dim": truncate_dim, "precision": quantizer.precision, "ranges": ranges}
-
-
-def describe_precision(quantizer: Quantizer, dim: int) -> str:
-    """Return a precision other than float32, with the bytes of an embedding, for the log."""
-    if quantizer.precision == "float32":
-        return ""
-    n_bytes = quantizer.width(dim) * quantizer.dtype.itemsize
-    return f", {quantizer.precision}, {n_bytes} bytes each"
-
-
-def columns_json(columns: Sequence[VectorColumn]) -> list[dict[str, Any]] | None:
-    """Return several columns of vectors for records; None for one, as earlier records have none."""
-    return [column.to_json() for column in columns] if len(columns) > 1 else None
-
-
-def describe_columns(columns: Sequence[VectorColumn]) -> str:
-    """Return several columns of vectors for the log; an empty text for a single one."""
-    return f" under each of {len(columns)} conditions" if len(columns) > 1 else ""
+def vector_array(codes: Codes) -> pa.FixedSizeListArray:
+    """Return the (n, k) codes of embeddings as a column."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(codes.reshape(-1)), codes.shape[1])
 
 
 def _write_parquet(
     path: Path,
     texts: Mapping[str, Sequence[Any]],
     names: Sequence[str],
-    quantizer: Quantizer,
     record: Mapping[str, Any],
-    blocks: Iterator[Blocks],
+    blocks: Iterator[Sequence[Codes]],
 ) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    first = next(blocks)
-    number, width = pa.from_numpy_dtype(quantizer.dtype), quantizer.width(first[0].shape[1])
-    columns = {name: to_arrow(values) for name, values in texts.items()}
+    columns, first = {name: to_arrow(values) for name, values in texts.items()}, next(blocks)
     types = {name: column.type for name, column in columns.items()}
-    types |= dict.fromkeys(names, pa.list_(number, width))
+    types |= dict.fromkeys(names, vector_array(first[0]).type)
     schema, start = pa.schema(types, {"llmcond": json.dumps(record)}), 0
     with pq.ParquetWriter(path.absolute(), schema) as writer:
         for block in chain([first], blocks):
             stop = start + len(block[0])
-            flat = (np.ascontiguousarray(quantizer(vectors)).reshape(-1) for vectors in block)
-            vectors = [
-                pa.FixedSizeListArray.from_arrays(pa.array(codes, number), width) for codes in flat
-            ]
             slices = [column[start:stop] for column in columns.values()]
-            writer.write_table(pa.table([*slices, *vectors], schema))
+            writer.write_table(pa.table([*slices, *map(vector_array, block)], schema))
             start = stop
 
 
@@ -313,39 +284,32 @@ def _write_csv(
     path: Path,
     texts: Mapping[str, Sequence[Any]],
     names: Sequence[str],
-    quantizer: Quantizer,
     record: Mapping[str, Any],
-    blocks: Iterator[Blocks],
+    blocks: Iterator[Sequence[Codes]],
 ) -> None:
     """Write embeddings as JSON lists, with enough digits to restore the same float32 values."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow([*texts, *names])
-        rows = zip(*texts.values(), strict=True)
-        for block in blocks:
-            vectors = zip(*map(quantizer, block), strict=True)
-            for row, cells in zip(islice(rows, len(block[0])), vectors, strict=True):
-                lists = [f"[{', '.join(f'{value:.9g}' for value in cell)}]" for cell in cells]
-                writer.writerow([*row, *lists])
+        vectors = (cells for block in blocks for cells in zip(*block, strict=True))
+        for row, cells in zip(zip(*texts.values(), strict=True), vectors, strict=True):
+            lists = [f"[{', '.join(f'{value:.9g}' for value in cell)}]" for cell in cells]
+            writer.writerow([*row, *lists])
 
 
 def _write_npy(
     path: Path,
     texts: Mapping[str, Sequence[Any]],
     names: Sequence[str],
-    quantizer: Quantizer,
     record: Mapping[str, Any],
-    blocks: Iterator[Blocks],
+    blocks: Iterator[Sequence[Codes]],
 ) -> None:
     """Write embeddings as (n, k), or as (n, conditions, k) under several conditions."""
-    first, start = next(blocks), 0
-    width, several = quantizer.width(first[0].shape[1]), len(names) > 1
-    n = len(texts["sentence"])
-    shape = (n, len(names), width) if several else (n, width)
-    array = np.lib.format.open_memmap(path, "w+", quantizer.dtype, shape)
-    for block in chain([first], blocks):
-        codes = [quantizer(vectors) for vectors in block]
-        stop = start + len(codes[0])
-        array[start:stop] = np.stack(codes, axis=1) if several else codes[0]
-        start = stop
+    stacked = (np.stack(block, axis=1) if len(names) > 1 else block[0] for block in blocks)
+    first, start = next(stacked), 0
+    shape = (len(texts["sentence"]), *first.shape[1:])
+    array = np.lib.format.open_memmap(path, "w+", first.dtype, shape)
+    for codes in chain([first], stacked):
+        array[start : start + len(codes)] = codes
+        start += len(codes)
     array.flush()

@@ -6,7 +6,7 @@ import base64
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -41,7 +41,6 @@ from llmcond.features.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit,
 from llmcond.features.pool import Workers, assign_devices, worker_pool
 from llmcond.heads.guide import Guide, Guides, apply_guides
 from llmcond.options.texts import EmbedOptions
-from llmcond.report.tables import head_text
 from llmcond.runs.embedder import (
     Embedder,
     EmbeddingModel,
@@ -53,10 +52,9 @@ from llmcond.runs.similarity import report_foreign_texts
 from llmcond.workflows.embed import (
     EmbedResult,
     VectorColumn,
-    columns_json,
-    describe_columns,
-    describe_precision,
+    describe_embeddings,
     find_vector_columns,
+    vector_array,
 )
 
 if TYPE_CHECKING:
@@ -245,11 +243,8 @@ class UnitEmbedder:
         began = time.monotonic()
         table, vectors, encoded = self.embed(unit)
         dim = vectors.shape[1]
-        columns = []
-        for part in np.split(vectors, len(job.vectors)):
-            codes = job.quantizer(part)
-            flat = pa.array(np.ascontiguousarray(codes).reshape(-1))
-            columns.append(pa.FixedSizeListArray.from_arrays(flat, codes.shape[1]))
+        parts = np.split(vectors, len(job.vectors))
+        columns = [vector_array(np.ascontiguousarray(job.quantizer(part))) for part in parts]
         rows = pa.table([*table.columns, *columns], job.schema(dim))
         written = self._output.write_unit(unit, rows)
         n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
@@ -303,8 +298,9 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             that have changed since.
         DiskFullError: the disk is full; the units written so far are kept.
     """
-    out, guide, text = str(options.out), options.guide, options.text
-    keep, model = options.keep, _find_model(options)
+    out, text, keep = str(options.out), options.text, options.keep
+    model = StreamModel.find(**options.model_arguments(), truncate_dim=options.truncate_dim)
+    model = replace(model, normalize=options.normalize)
     workers = assign_devices(options.find_workers(), model.encoder.resolved)
     reading = options.read_options()
     texts, output = open_texts(options.texts, read=reading, column=text), open_output(out)
@@ -316,17 +312,13 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         others = [name for name in texts.columns() if name not in (sentence_column, *sources)]
         check_lance_column_names([*(keep or others), "sentence", *names])
     texts = texts.with_texts(sentence_column, sources)
-    if guide is not None:
-        _fit_guides(model, guide, text, columns, reading)
-    first = columns[0]
+    if options.guide is not None:
+        _fit_guides(model, options.guide, text, columns, reading)
     config = {
         **model.identity,
         "source": texts.name,
         "sentence": sentence_column,
-        "condition": first.source,
-        "condition_text": first.text,
-        "values": list(first.values) if first.values else None,
-        "conditions": columns_json(columns),
+        "conditions": [asdict(column) for column in columns],
         "keep": list(keep),
         "precision": None if options.precision == "float32" else options.precision,
     }
@@ -352,7 +344,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         if job.quantizer.needs_ranges:
             ranges = measure_ranges(UnitEmbedder(job).embed(_shorten(units[0]))[1])
             job = replace(job, quantizer=replace(job.quantizer, ranges=ranges))
-        record |= {"made_by": {**_describe(model), "llmcond": __version__}}
+        made_by = {**model.find_arguments, "prompt": model.view.name, **guides_json(model.guides)}
+        record |= {"made_by": {**made_by, "llmcond": __version__}}
         if job.quantizer.ranges is not None:
             record["ranges"] = job.quantizer.ranges.tolist()
         output.write_record(record)
@@ -370,11 +363,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             dim = (model.truncate_dim or 8 * output.dim) if packed else output.dim
     n, n_new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     previous_note = f" ({n - n_new:,} of them existed)" if n > n_new else ""
-    form = f"{head_text(model.head.reference)}{describe_precision(job.quantizer, dim)}"
-    log.info(
-        f"{n:,} embeddings of {dim} dimensions{describe_columns(columns)} ({form}) -> {out}"
-        f"{previous_note}"
-    )
+    form = describe_embeddings(n, dim, columns, model.head.reference, job.quantizer)
+    log.info(f"{form} -> {out}{previous_note}")
     return EmbedResult(
         out,
         n,
@@ -385,26 +375,6 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         options.precision,
         columns=names,
     )
-
-
-def _find_model(options: EmbedOptions) -> StreamModel:
-    model = StreamModel.find(
-        options.resolve_folder(),
-        options.head,
-        options.prompt,
-        device=options.device,
-        truncate_dim=options.truncate_dim,
-    )
-    return replace(model, normalize=options.normalize)
-
-
-def _describe(model: StreamModel) -> dict[str, Any]:
-    """Return the model's names for the record."""
-    return {
-        **model.find_arguments,
-        "prompt": model.view.name,
-        **guides_json(model.guides),
-    }
 
 
 def _fit_guides(
@@ -473,10 +443,8 @@ def _extend_record(
         _check_same(out, previous_record["made_of"], config)
         known_parts = [SourcePart(*part) for part in previous_record["parts"]]
         previous_ranges = previous_record.get("ranges")
-        previous_schema, unit_rows = (
-            _read_schema(previous_record, out),
-            previous_record["unit_rows"],
-        )
+        previous_schema = _read_schema(previous_record, out)
+        unit_rows = previous_record["unit_rows"]
     states = texts.states()
     _check_parts(texts, states, known_parts, out)
     names = {part.name for part in known_parts}
@@ -519,8 +487,7 @@ def _check_parts(
     if [part.rows for part in known_parts] != [counts.pop(part.name, None) for part in known_parts]:
         raise LlmcondError(
             f"{out}/{RECORD_NAME} is damaged: its numbers of rows differ from those of the parts "
-            "of "
-            f"{texts.name}. Name another --out."
+            f"of {texts.name}. Name another --out."
         )
 
 

@@ -65,7 +65,7 @@ def test_ranges_are_recorded_and_give_same_codes_to_other_texts(embed):
     assert "a single embedding has none" in line
     assert not Path("w.npy").exists()
     line = embed("w.npy", CONDITIONS[:1], "--ranges", "v-ranges.npy", command=run_rejected)
-    assert "--ranges is for --precision int8 and uint8, not float32" in line
+    assert "--ranges needs --precision int8 or --precision uint8" in line
     # Other types of files hold the same codes.
     options = ("--truncate-dim", 12, "--precision", "ubinary")
     embed("one.npy", CONDITIONS[:1], *options)
