@@ -9,8 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -25,7 +24,7 @@ from llmcond.base.records import RECORD, read_record
 from llmcond.benchmark.shapes import SHAPES
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.encoder import Concurrency, Encoder, WorkerThreads
+from llmcond.encoders.encoder import Concurrency, WorkerThreads
 from llmcond.encoders.loading import load_config, load_dense, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
@@ -87,24 +86,15 @@ class ExtractResult(Displayed):
     fingerprint: str
     dtype: str
     prompts: Mapping[str, Extraction]
-    record: Mapping[str, Mapping[str, Any]]
+    record: Mapping[str, Mapping[str, Any]] = field(metadata={"json": ""})
 
     @override
     def to_json(self) -> dict[str, Any]:
-        prompts = {
-            name: {
-                **self.record[name],
-                "n_tokens": extraction.n_tokens,
-                "seconds": round(extraction.seconds, 3),
-            }
-            for name, extraction in self.prompts.items()
-        }
-        encoder_fields = {
-            "encoder": self.encoder,
-            "fingerprint": self.fingerprint,
-            "dtype": self.dtype,
-        }
-        return {"run": str(self.run), **encoder_fields, "prompts": prompts}
+        prompts = {}
+        for name, done in self.prompts.items():
+            counts = {"n_tokens": done.n_tokens, "seconds": round(done.seconds, 3)}
+            prompts[name] = {**self.record[name], **counts}
+        return {**super().to_json(), "prompts": prompts}
 
 
 def extract(options: ExtractOptions) -> ExtractResult:
@@ -134,21 +124,19 @@ def extract(options: ExtractOptions) -> ExtractResult:
     if run is not created:
         check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
         run.record_model(portable_model_name(model, resolved))
+    identity, encoder = resolved.identity, LazyEncoder(resolved)
     log.info(
-        f"{resolved.checkpoint.name} in {resolved.identity.dtype}"
-        + ("" if resolved.identity.quantize == "none" else f" ({resolved.identity.quantize})")
-        + f" on {resolved.device}, "
-        f"{resolved.identity.pooling} pooling -> {run_folder}"
+        f"{resolved.checkpoint.name} in {identity.dtype}"
+        f"{'' if identity.quantize == 'none' else f' ({identity.quantize})'} on {resolved.device}, "
+        f"{identity.pooling} pooling -> {run_folder}"
     )
     try:
         with ExitStack() as stack:
-            encoder = LazyEncoder(resolved)
             if workers is not None:
                 name = portable_model_name(model, resolved)
                 execution = share_extraction(workers, name, resolved, run.store())
                 encoder.execute = stack.enter_context(execution)
-            missing = _count_missing(run, prompts)
-            return _extract_prompts(run, encoder, prompts, missing)
+            return _extract_prompts(run, encoder, prompts, _count_missing(run, prompts))
     except LlmcondError:
         with suppress(LlmcondError):  # the store itself may be what failed
             if created is not None and not len(created.store()):
@@ -185,12 +173,8 @@ def prepare_extraction(options: ExtractOptions) -> PreparedExtraction:
         UserError: the options, the data or a prompt are invalid.
         LlmcondError: the hub cannot be reached.
     """
-    model, encoder_options, workers = (
-        options.model,
-        options.encoder_options(),
-        options.find_workers(),
-    )
-    run_folder, data = Path(options.run), options.data_options()
+    model, run_folder, data = options.model, Path(options.run), options.data_options()
+    encoder_options, workers = options.encoder_options(), options.find_workers()
     store_uri = None if options.store is None else resolve_store_uri(options.store)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     if existing is not None and encoder_options.runtime == "auto":
@@ -218,12 +202,11 @@ def _choose_default_prompt(resolved: ResolvedEncoder) -> Prompt:
     """Return the prompt that an encoder was trained with, or otherwise its default prompt."""
     checkpoint = resolved.checkpoint
     folder = checkpoint.members[0].parent if checkpoint.members else checkpoint.adapter
-    trained = (
-        read_trained_prompts(folder or checkpoint.folder) if checkpoint.recorded_settings else {}
-    )
-    available = bundled_names("prompts")
-    for name, digest in trained.items():
-        if name in available and (prompt := load_prompt(name)).digest == digest:
+    if not checkpoint.recorded_settings:
+        return load_prompt(resolved.default_prompt)
+    trained = read_trained_prompts(folder or checkpoint.folder)
+    for name in set(trained).intersection(bundled_names("prompts")):
+        if (prompt := load_prompt(name)).digest == trained[name]:
             return prompt
     if trained:
         log.info(
@@ -556,22 +539,27 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
             run = prepared.existing or open_any_run(Path(options.run))
             check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
         features, seen = run.store(), KeyIndex()
-        missing_by_prompt = {
+        counts = {
             prompt.name: count_missing(features, run.task.inputs(run.data, prompt), WINDOW, seen)
             for prompt in prepared.prompts
         }
-        missing = merge_counts(list(missing_by_prompt.values()))
+        missing = merge_counts(list(counts.values()))
         tokens, dim = _estimate_tokens(resolved, missing), _read_dim(resolved)
-        rate: float | None
-        loading: float | None = None
-        if options.bench is not None and missing.n_missing:
+        rate: float | None = None
+        rate_of, loading = "nothing is missing", None
+        if missing.n_missing and options.bench is not None:
             length = tokens.value / missing.n_missing
             rate, rate_of = _read_rate(model, resolved, length, Path(options.bench))
-        else:
-            rate, rate_of, loading = _measure_rate(resolved, missing, tokens.value, workers)
-    count = _count_parallel(workers, resolved.device)
+        elif missing.n_missing:
+            seconds, loading = _measure_seconds(resolved, missing, workers)
+            rate, rate_of = tokens.value / seconds, f"a trial on {resolved.device} of this machine"
+    # The workers that each encode at the speed of the one that was measured: on a CPU, processes
+    # share its cores.
+    shares_cpu = workers is None or (workers.is_local and resolved.device == "cpu")
+    count = 1 if workers is None or shares_cpu else workers.count or 1
     encoding = tokens.times(1 / rate / 3600) if rate else None
-    hours = encoding and _add(encoding, count * (loading or 0) / 3600)
+    shift = count * (loading or 0) / 3600
+    hours = encoding and Estimate(*(hour + shift for hour in astuple(encoding)))
     if workers is not None:
         seconds = 3600 * encoding.value / count if encoding else 0.0
         commits = estimate_commits(missing.n_missing, seconds, workers, workers.count or count)
@@ -580,12 +568,8 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         commits = math.ceil(missing.n_missing / (CHUNK // threads))
     return ExtractionPlan(
         encoder=run.encoder_name,
-        n_inputs={
-            name: prompt_missing.n_inputs for name, prompt_missing in missing_by_prompt.items()
-        },
-        n_missing={
-            name: prompt_missing.n_missing for name, prompt_missing in missing_by_prompt.items()
-        },
+        n_inputs={name: prompt_count.n_inputs for name, prompt_count in counts.items()},
+        n_missing={name: prompt_count.n_missing for name, prompt_count in counts.items()},
         tokens=tokens,
         dim=dim,
         n_bytes=round(missing.n_missing * row_bytes(dim, features.dtype)),
@@ -601,13 +585,19 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
     )
 
 
-def _add(estimate: Estimate, amount: float) -> Estimate:
-    return Estimate(estimate.value + amount, estimate.low + amount, estimate.high + amount)
-
-
 def _estimate_tokens(resolved: ResolvedEncoder, missing: MissingCount) -> Estimate:
     """Estimate how many tokens the encoder computes for the missing inputs."""
-    counts = _count_tokens(resolved, missing.sample)
+    member = resolved.list_members()[0]
+    config = load_config(member.checkpoint, member.identity.attention)
+    loaded = load_tokenizer(member.checkpoint, config)
+    tokenizer = InputTokenizer(loaded, member.identity, member.checkpoint.name)
+    counts = np.array(
+        [
+            sum(len(window.ids) for window in windows)
+            for windows in tokenizer.windows(missing.sample)
+        ],
+        dtype=np.float64,
+    )
     total, n = missing.n_missing, len(counts)
     if not n:
         return Estimate(0, 0, 0)
@@ -617,19 +607,6 @@ def _estimate_tokens(resolved: ResolvedEncoder, missing: MissingCount) -> Estima
     return Estimate(value, value - half, value + half)
 
 
-def _count_tokens(
-    resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]
-) -> np.ndarray[Any, Any]:
-    member = resolved.list_members()[0]
-    config = load_config(member.checkpoint, member.identity.attention)
-    loaded = load_tokenizer(member.checkpoint, config)
-    tokenizer = InputTokenizer(loaded, member.identity, member.checkpoint.name)
-    windows = tokenizer.windows(inputs)
-    return np.array(
-        [sum(len(window.ids) for window in window_ids) for window_ids in windows], dtype=np.float64
-    )
-
-
 def _read_dim(resolved: ResolvedEncoder) -> int:
     members = resolved.list_members()
     config = load_config(members[0].checkpoint, members[0].identity.attention)
@@ -637,25 +614,12 @@ def _read_dim(resolved: ResolvedEncoder) -> int:
     return len(members) * load_dense(members[0], width)[1]
 
 
-def _count_parallel(workers: Workers | None, device: str) -> int:
-    """Return how many workers each encode at the speed of the one that was measured."""
-    if workers is None or (workers.is_local and device == "cpu"):
-        return 1  # on a CPU, processes share its cores
-    return workers.count or 1
-
-
-def _measure_rate(
-    resolved: ResolvedEncoder, missing: MissingCount, tokens: float, workers: Workers | None
-) -> tuple[float | None, str, float | None]:
-    """Measure one process or actor.
-
-    Returns:
-        The tokens per second and their description, and the seconds of loading the encoder.
-    """
+def _measure_seconds(
+    resolved: ResolvedEncoder, missing: MissingCount, workers: Workers | None
+) -> tuple[float, float]:
+    """Return the seconds that one process or actor encodes, and those of loading the encoder."""
     import torch
 
-    if not missing.n_missing:
-        return None, "nothing is missing", None
     if resolved.device != "cpu" and not torch.cuda.is_available():
         raise UserError(
             "this machine has no GPU to measure the speed on. Give --bench FILE, the output of "
@@ -669,19 +633,18 @@ def _measure_rate(
         encoder = LazyEncoder(resolved)()
         loading = time.monotonic() - began
         with closing(WorkerThreads(encoder.concurrency)) as encoding_threads:
-            seconds = _estimate_seconds(missing, partial(_encode_once, encoder, encoding_threads))
+            count = encoding_threads.concurrency.threads
+
+            def encode(inputs: Sequence[EncoderInput]) -> float:
+                """Encode with all threads, as an extraction does."""
+                parts = filter(None, (inputs[first::count] for first in range(count)))
+                began = time.monotonic()
+                list(encoding_threads.map(encoder.encode_with_counts, list(parts)))
+                return time.monotonic() - began
+
+            return _estimate_seconds(missing, encode), loading
     finally:
         torch.set_num_threads(threads)
-    return tokens / seconds, f"a trial on {resolved.device} of this machine", loading
-
-
-def _encode_once(encoder: Encoder, workers: WorkerThreads, inputs: Sequence[EncoderInput]) -> float:
-    """Encode inputs with all threads, as an extraction does, and return the seconds it took."""
-    count = workers.concurrency.threads
-    parts = [part for part in (inputs[first::count] for first in range(count)) if part]
-    began = time.monotonic()
-    list(workers.map(encoder.encode_with_counts, parts))
-    return time.monotonic() - began
 
 
 def _estimate_seconds(
@@ -710,21 +673,21 @@ def _read_rate(
     names = {model, resolved.checkpoint.name, *([known.name, known.repo] if known else [])}
     names.update(shape for shape, model_name in SHAPES.items() if model_name in names)
     precision = identity.dtype if identity.quantize == "none" else identity.quantize
-    record = read_record(
-        bench, _BenchRecord, f"Write it again: llmcond bench --model {model} --json"
-    )
-    speeds = record.speeds
-    batch_ways = ("packed", "padded")
-    usable_speeds = [
-        speed for speed in speeds if speed.precision == precision and speed.way in batch_ways
+    command = f"llmcond bench --model {model} --json"
+    record = read_record(bench, _BenchRecord, f"Write it again: {command}")
+    speeds = [
+        speed
+        for speed in record.speeds
+        if speed.precision == precision
+        and speed.way in ("packed", "padded")
+        and speed.model in names
     ]
-    model_speeds = [speed for speed in usable_speeds if speed.model in names]
-    if not model_speeds:
-        available = sorted({f"{speed.model} in {speed.precision}" for speed in speeds})
+    if not speeds:
+        available = sorted({f"{speed.model} in {speed.precision}" for speed in record.speeds})
         raise UserError(
             f"{bench} has no speed of {resolved.checkpoint.name} in {precision}; it has "
-            f"{', '.join(available) or 'none'}. Measure one: llmcond bench --model {model} --json"
+            f"{', '.join(available) or 'none'}. Measure one: {command}"
         )
-    closest = min(model_speeds, key=lambda speed: abs(math.log(speed.tokens / speed.n / length)))
+    closest = min(speeds, key=lambda speed: abs(math.log(speed.tokens / speed.n / length)))
     machine = record.machine.get("gpu") or record.machine.get("cpu")
     return closest.tokens_per_second, f"{machine}, {closest.inputs}, {bench}"
