@@ -344,8 +344,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         if job.quantizer.needs_ranges:
             ranges = measure_ranges(UnitEmbedder(job).embed(_shorten(units[0]))[1])
             job = replace(job, quantizer=replace(job.quantizer, ranges=ranges))
-        made_by = {**model.find_arguments, "prompt": model.view.name, **guides_json(model.guides)}
-        record |= {"made_by": {**made_by, "llmcond": __version__}}
+        source = {**model.find_arguments, "prompt": model.view.name, **guides_json(model.guides)}
+        record |= {"made_by": {**source, "llmcond": __version__}}
         if job.quantizer.ranges is not None:
             record["ranges"] = job.quantizer.ranges.tolist()
         output.write_record(record)
