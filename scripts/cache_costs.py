@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain
@@ -35,7 +35,6 @@ from reproduce import (
     Value,
     Work,
     parse_table,
-    printed_figures,
 )
 
 from llmcond.base.arrays import Array, SharedRows, cosine
@@ -211,27 +210,6 @@ def cache_size(dim: int, n_vectors: int, n_matrices: int = 0, matrix: int = 0) -
 Cost = Floats
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """The cost of an architecture on a workload.
-
-    Attributes:
-        name: ``plain loop``, ``cross-encoder``, ``bi-encoder``, or the recipe of a tri-encoder.
-        lookups: number of lookups in the cache; 0 without a cache.
-        hits: share of lookups that the cache answers.
-        size: MiB of the cache at the end.
-        single: seconds, one row at a time.
-        batched: seconds in batches.
-    """
-
-    name: str
-    lookups: int
-    hits: float
-    size: float
-    single: float
-    batched: float
-
-
 class Bench:
     """Measures the costs of an encoder and of heads on a workload.
 
@@ -309,7 +287,16 @@ class Bench:
         texts = rng.standard_normal((min(len(work), 4_096), self.encoder.dim), np.float32)
         cache = ConditionCache(head, budget=_UNLIMITED) if head.generates_matrices else None
         transform = head.transform if cache is None else cache.transform
-        compare = partial(compare_row, transform, head.compare, work.one_sided)
+
+        def compare(texts: Array, condition: Array) -> Array:
+            embeddings = transform(texts[:1] if work.one_sided else texts, condition)
+            return head.compare(embeddings[:1], texts[1:] if work.one_sided else embeddings[1:])
+
+        def compare_all(first: SharedRows, second: SharedRows, condition: SharedRows) -> Array:
+            if work.one_sided:
+                return head.compare(head.transform(first, condition), second.read())
+            return head.similarity(first, second, condition)
+
         seconds: list[tuple[float, float]] = []
         compare(texts[:2], conditions[:1])  # warm-up
         for condition in self.pick(range(1, len(conditions))) or [0]:
@@ -319,52 +306,53 @@ class Bench:
         position = {text: i for i, text in enumerate(work.conditions)}
         index = np.array([position[text] for text in work.condition])
         rows = np.arange(len(work)) % len(texts)
-        sides = (SharedRows(texts, rows), SharedRows(texts, rows[::-1].copy()))
-        batched = self.timed(
-            compare_all, head, sides, SharedRows(conditions, index), work.one_sided
-        )
+        sides = SharedRows(texts, rows), SharedRows(texts, rows[::-1].copy())
+        batched = self.timed(compare_all, *sides, SharedRows(conditions, index))
         extra = 0.0 if cache is None else max(0.0, float(new - known))
         return np.array([known, batched / len(work)]), np.array([extra, 0.0])
 
-    def architectures(self, heads: Iterable[str]) -> list[Architecture]:
-        """Measure all architectures; without sentence-transformers there is no plain loop."""
+    def architectures(self, heads: Iterable[str]) -> list[dict[str, Any]]:
+        """Return the costs of all architectures.
+
+        Each has its ``name``, the number of ``lookups`` in the cache (0 without a cache), the share
+        of ``hits``, the ``size`` of the cache in MiB, and the seconds of all rows, ``single`` and
+        ``batched``. Without sentence-transformers there is no plain loop.
+        """
         work, dim, n = self.work, self.encoder.dim, len(self.work)
         costs = self.encoding_costs()
         vectors = np.random.default_rng(0).standard_normal((2, n, dim), np.float32)
         single = np.mean([self.timed(cosine, *vectors[:, :1]) for _ in range(100)])
         comparison = np.array([n * single, self.timed(cosine, *vectors)])
-        n_texts, n_conditions = len(work.texts), len(work.conditions)
-        n_joint, n_answers, n_rows = len(work.joint), len(work.answers), len(work.rows)
-        answers = costs["text"] * n_answers
-        cross = costs["row"] * n_rows
-        bi = costs["joint"] * n_joint + answers + comparison
-        results = [
-            self.summarize("cross-encoder", n, n_rows, cache_size(1, n_rows), cross),
-            self.summarize(
-                "bi-encoder", 2 * n, n_joint + n_answers, cache_size(dim, n_joint + n_answers), bi
-            ),
-        ]
+        n_texts, n_conditions, n_rows = len(work.texts), len(work.conditions), len(work.rows)
+        n_joint, n_answers = len(work.joint), len(work.answers)
+        rows: list[tuple[str, int, int, float, Cost]] = []
         if "plain" in costs:
-            plain = costs["plain"] * (2 * n) + comparison
-            results.insert(0, Architecture("plain loop", 0, 0.0, 0.0, *plain.tolist()))
+            rows.append(("plain loop", 0, 0, 0.0, costs["plain"] * (2 * n) + comparison))
+        rows.append(("cross-encoder", n, n_rows, cache_size(1, n_rows), costs["row"] * n_rows))
+        size = cache_size(dim, n_joint + n_answers)
+        cost = costs["joint"] * n_joint + costs["text"] * n_answers + comparison
+        rows.append(("bi-encoder", 2 * n, n_joint + n_answers, size, cost))
         for name in heads:
             head = fit_random_head(name, dim, max(1, dim // 12))  # the paper's rank
             row, condition = self.head_costs(head)
             cost = costs["text"] * n_texts + costs["condition"] * n_conditions
             cost = cost + row * n + condition * n_conditions
+            size = cache_size(dim, n_texts + n_conditions)
             if head.generates_matrices:
                 sample = np.ones((1, dim), dtype=np.float32)
                 matrix = sum(part.size for part in head.module.generated_matrices(sample))
                 size = cache_size(dim, n_texts, n_conditions, matrix)
-            else:
-                size = cache_size(dim, n_texts + n_conditions)
-            results.append(self.summarize(name, 3 * n, n_texts + n_conditions, size, cost))
-        return results
-
-    @staticmethod
-    def summarize(name: str, lookups: int, misses: int, size: float, cost: Cost) -> Architecture:
-        """Return the figures of an architecture with a cache."""
-        return Architecture(name, lookups, 1 - misses / lookups, size, *cost.tolist())
+            rows.append((name, 3 * n, n_texts + n_conditions, size, cost))
+        return [
+            {
+                "name": name,
+                "lookups": lookups,
+                "hits": 1 - misses / lookups if lookups else 0.0,
+                "size": size,
+                **dict(zip(("single", "batched"), cost.tolist(), strict=True)),
+            }
+            for name, lookups, misses, size, cost in rows
+        ]
 
 
 def load_peer(encoder: Encoder) -> Callable[[Any], Any]:
@@ -375,29 +363,6 @@ def load_peer(encoder: Encoder) -> Callable[[Any], Any]:
     folder = str(encoder.resolved.checkpoint.folder)
     peer = Encoder(resolve(folder, options, identify=False))
     return sentence_transformers(PlainLoop(peer, torch_engine(peer).model.network), peer)
-
-
-def compare_row(
-    transform: Callable[[Array, Array], Array],
-    compare: Callable[[Array, Array], Array],
-    one_sided: bool,
-    texts: Array,
-    condition: Array,
-) -> Array:
-    """Return the similarity of two texts, (2, dim), under a condition, (1, dim)."""
-    if one_sided:
-        return compare(transform(texts[:1], condition), texts[1:])
-    embeddings = transform(texts, condition)
-    return compare(embeddings[:1], embeddings[1:])
-
-
-def compare_all(
-    head: FittedHead, sides: tuple[SharedRows, SharedRows], condition: SharedRows, one_sided: bool
-) -> Array:
-    """Return the similarity of the two sides of all rows under their conditions."""
-    if one_sided:
-        return head.compare(head.transform(sides[0], condition), sides[1].read())
-    return head.similarity(*sides, condition)
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -411,16 +376,7 @@ def cost_section(
     workload: Workload,
     encoders: Sequence[PaperEncoder],
 ) -> Section:
-    """Measure encoders on a workload, and return a table of the paper with our costs.
-
-    Args:
-        work: the command.
-        table: number of the table.
-        title: subject of the table.
-        printed: figures of the paper, ``TABLE_3`` or ``TABLE_4``.
-        workload: the rows.
-        encoders: the encoders.
-    """
+    """Measure encoders on a workload, and return a table of the paper with our costs."""
     rows: list[Row] = []
     paper_measures = (SECONDS, HITS, SIZE)
     for encoder in encoders:
@@ -429,9 +385,8 @@ def cost_section(
             figures = dict.fromkeys(("cross-encoder", "bi-encoder", *HEADS), reason)
         else:
             figures = make_figures(_measure_costs(work, encoder, workload))
-        name = work.paper.names.get(encoder.repo, "")
         for key, ours in figures.items():
-            paper, others = printed_figures(printed, paper_measures, name, key)
+            paper, others = work.printed(printed, paper_measures, encoder, key)
             notes = [] if paper else ["other encoder"] if others else ["not in the paper's table"]
             rows.append(Row(encoder.label, [LABELS.get(key, key)], ours, notes, paper, others))
     about = [
@@ -456,7 +411,7 @@ def cost_section(
     return Section(table, title, about, ["architecture"], measures, rows)
 
 
-def _measure_costs(work: Work, encoder: PaperEncoder, workload: Workload) -> list[Architecture]:
+def _measure_costs(work: Work, encoder: PaperEncoder, workload: Workload) -> list[dict[str, Any]]:
     """Return the costs of an encoder, which are stored in its run."""
     sample = 3 if work.options.quick else SAMPLE
     settings = {"sample": sample, "versions": provenance()["versions"]}
@@ -464,24 +419,20 @@ def _measure_costs(work: Work, encoder: PaperEncoder, workload: Workload) -> lis
     if path.is_file():
         record = read_json(path)
         if record["settings"] == settings:
-            return [Architecture(**row) for row in record["architectures"]]
+            return list(record["architectures"])
     loaded = LazyEncoder(open_any_run(encoder.run).resolve_encoder(work.options.device))()
-    architectures = Bench(loaded, workload, sample).architectures(HEADS)
-    rows = [asdict(row) for row in architectures]
+    rows = Bench(loaded, workload, sample).architectures(HEADS)
     write_json(path, {"settings": settings, "architectures": rows})
-    return architectures
+    return rows
 
 
-def make_figures(architectures: Sequence[Architecture]) -> dict[str, dict[str, Value]]:
+def make_figures(architectures: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Value]]:
     """Return the figures of each architecture by its name, with speeds relative to the first."""
-    first = architectures[0]
-    return {
-        row.name: {
-            SECONDS.key: Value(row.single),
-            **({HITS.key: Value(row.hits), SIZE.key: Value(row.size)} if row.lookups else {}),
-            SPEED.key: Value(first.single / row.single),
-            BATCHED.key: Value(row.batched),
-            BATCHED_SPEED.key: Value(first.batched / row.batched),
-        }
-        for row in architectures
-    }
+    first, figures = architectures[0], {}
+    for row in architectures:
+        cached = (HITS, SIZE) if row["lookups"] else ()
+        of_row = {m.key: Value(row[m.key]) for m in (SECONDS, *cached, BATCHED)}
+        speeds = {SPEED.key: SECONDS.key, BATCHED_SPEED.key: BATCHED.key}
+        of_row |= {speed: Value(first[key] / row[key]) for speed, key in speeds.items()}
+        figures[row["name"]] = of_row
+    return figures

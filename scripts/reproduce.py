@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ import numpy as np
 from common import Options, markdown_table, print_json
 
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.base.files import check_output, write_csv, write_json, write_text
+from llmcond.base.files import can_draw, check_output, write_csv, write_json, write_text
 from llmcond.base.metrics import METRICS, Estimate, finite_or_none
 from llmcond.base.options import option
 from llmcond.base.output import log, log_to_terminal
@@ -40,12 +41,11 @@ from llmcond.evaluation.paired import LEVEL, combine_errors
 from llmcond.evaluation.results import Result
 from llmcond.heads import load_recipe
 from llmcond.options.common import DATA, ColumnOptions, DeviceOption, Split
-from llmcond.options.training import FitHeadOptions, SweepOptions
+from llmcond.options.training import SweepOptions
 from llmcond.prompts import load_prompt
-from llmcond.runs import Run, open_any_run, open_run
-from llmcond.runs.examples import load_examples
+from llmcond.report.figures import Point, plot_curve
+from llmcond.runs import open_any_run, open_run
 from llmcond.runs.rated import RatedExamples
-from llmcond.runs.trials import size_recipe
 from llmcond.workflows.fit import sweep
 
 T = TypeVar("T")
@@ -264,6 +264,38 @@ class Section:
         return f"## {self.table}: {self.title}\n\n{about}\n\n{table}\n{picture}"
 
 
+def draw_rows(work: Work, section: Section, xlabel: str, ylabel: str) -> Section:
+    """Return a section with a picture next to the page of the measures that are numbers."""
+    series: dict[str, list[Point]] = {}
+    for row in section.rows:
+        ours = {} if isinstance(row.ours, str) else row.ours
+        points: list[Point] = [
+            (int(m.key), *_bounds(ours[m.key], m.scale))
+            for m in section.measures
+            if m.key.isdecimal() and m.key in ours
+        ]
+        if points:
+            encoders = [row.encoder] if len(work.encoders) > 1 else []
+            series[", ".join([*encoders, *row.labels])] = points
+    if work.options.out is None or not series or not can_draw():
+        return section
+    path = figure_path(work.options.out, section.table)
+    plot_curve(series, path, xlabel, ylabel, band="with 95 % intervals")
+    return replace(section, figure=path.name)
+
+
+def _bounds(value: Value, scale: float = 1) -> tuple[float, float, float]:
+    """Return a figure and its interval for a chart."""
+    figures = (value.value, value.low, value.high)
+    middle, low, high = (math.nan if figure is None else scale * figure for figure in figures)
+    return middle, low, high
+
+
+def figure_path(out: Path, name: str) -> Path:
+    """Return the file of a figure next to the page."""
+    return out.with_name(f"{out.stem}-{name.lower().replace(' ', '-')}.svg")
+
+
 def _has(row: Row, key: str) -> bool:
     return not isinstance(row.ours, str) and key in row.ours
 
@@ -299,49 +331,6 @@ def section_record(section: Section, command: str) -> dict[str, Any]:
         "measures": [asdict(measure) for measure in section.measures],
         "rows": rows,
     }
-
-
-def fit_once(**options: Any) -> str:
-    """Fit a head, unless the run has it with the same settings, seed, start and versions.
-
-    Args:
-        options: keyword arguments of ``fit_head``, with ``run``, ``head`` and ``name``.
-
-    Returns:
-        The name of the head.
-
-    Raises:
-        LlmcondError: the fit failed.
-    """
-    fit_options = FitHeadOptions(**options)
-    run, name = open_any_run(Path(fit_options.run)), str(fit_options.name)
-    if name not in run.head_names() or not _has_fitted(run, name, fit_options):
-        fit_head(**options)
-    return name
-
-
-def _has_fitted(run: Run, name: str, options: FitHeadOptions) -> bool:
-    """Return whether a run's head is what ``fit_head`` would fit with the options."""
-    try:
-        saved = run.load_head(name)
-    except LlmcondError:  # a head that cannot be loaded, for any reason, is fitted again
-        return False
-    recipe = load_recipe(options.head, run.task.recipes)
-    recipe = recipe.with_settings(recipe.parse_changes(dict(options.set or {}), name), name)
-    recipe = size_recipe(recipe, options.dim, load_examples(run).dim(saved.view), quiet=True)
-    start = run.head_record(str(options.start)) if options.start else {}
-    actual = (
-        saved.head.kind,
-        saved.head.settings,
-        saved.head.seed,
-        saved.record.get("versions"),
-        (saved.record.get("start") or {}).get("weights_sha256"),
-    )
-    versions = provenance()["versions"]
-    return actual == (
-        *(recipe.kind, recipe.settings, options.seed, versions),
-        start.get("weights_sha256"),
-    )
 
 
 #: Encoder and further keys of each row of a paper's table -> figures as printed.
@@ -401,6 +390,7 @@ class Encoder:
         obstacles: prompt -> why the encoder cannot take it; empty if it can.
         identity: the settings that determine the vectors.
         dim: dimension of the vectors.
+        source: source of the rows, if a command has several.
     """
 
     name: str
@@ -411,6 +401,7 @@ class Encoder:
     obstacles: Mapping[str, str] = field(default_factory=dict)
     identity: Any = None
     dim: int = 0
+    source: str = ""
 
     @property
     def label(self) -> str:
@@ -474,6 +465,90 @@ class Work:
     def seeds(self) -> int:
         """The number of seeds of each fit."""
         return 1 if self.options.quick else int(self.options.seeds)
+
+    def add_encoder(self, encoder: Encoder, **options: Any) -> None:
+        """Add an encoder and extract its features, or record why that is not possible."""
+        self.encoders.append(encoder)
+        try:
+            extract(
+                model=encoder.name,
+                run=encoder.run,
+                dtype=self.options.dtype,
+                device=self.options.device,
+                **options,
+            )
+        except LlmcondError as error:
+            log.info(f"{encoder.name}: {error}")
+            encoder.reason = failure_reason(error)
+
+    def fit_heads(
+        self,
+        encoder: Encoder,
+        key: str,
+        head: str,
+        changes: Mapping[str, str],
+        starts: Sequence[str] = (),
+        **options: Any,
+    ) -> list[str]:
+        """Return the names of a head's fits, one for each seed, and fit those that the run lacks.
+
+        A name ends with a digest of what determines the fit: settings, seed, start and versions.
+
+        Args:
+            encoder: the encoder whose features are used.
+            key: beginning of the names.
+            head: name of a recipe.
+            changes: settings of the recipe that differ from its defaults.
+            starts: names of the heads that the fits start from, one for each seed.
+            options: further options of ``fit_head``.
+
+        Raises:
+            LlmcondError: a fit failed.
+        """
+        run, names = open_any_run(encoder.run), []
+        recipe = load_recipe(head, run.task.recipes).settings
+        for seed in range(self.seeds):
+            fit = {"head": head, "set": dict(changes), "seed": seed, **options}
+            fit |= {"start": starts[seed]} if starts else {}
+            facts = repr((sorted(fit.items()), recipe, provenance()["versions"]))
+            names.append(f"{key}-seed{seed}-{sha256(facts.encode()).hexdigest()[:8]}")
+            if names[-1] not in run.head_names():
+                fit_head(run=encoder.run, name=names[-1], device=self.options.device, **fit)
+        return names
+
+    def score_heads(
+        self,
+        encoder: Encoder,
+        names: Sequence[str] = ("none",),
+        figures: Callable[[Result], dict[str, Value]] = result_figures,
+        **options: Any,
+    ) -> dict[str, Value]:
+        """Return the figures of a head's fits as averages over seeds, or those without a head.
+
+        Args:
+            encoder: the encoder whose features are used.
+            names: names of the fits; by default there is no head.
+            figures: function that reads the figures of a result; none to leave it out.
+            options: further options of ``evaluate``.
+        """
+        zero_shot = tuple(names) == ("none",)
+        device = self.options.device
+        results: Any = evaluate(run=encoder.run, head=list(names), device=device, **options)
+        # A name may end with what it was scored by.
+        chosen = [row for row in results if row.name.startswith(tuple(names))]
+        chosen = [row for row in results if row.head == "none"] if zero_shot else chosen
+        rows = [row for row in map(figures, chosen) if row]
+        return rows[0] if zero_shot else average_figures(rows)
+
+    def paper_name(self, encoder: Encoder) -> str:
+        """Return the name of an encoder in the paper; empty if the paper lacks it."""
+        return self.paper.names.get(encoder.repo, "")
+
+    def printed(
+        self, table: Table, measures: Sequence[Measure], encoder: Encoder, *key: str
+    ) -> Printed:
+        """Return the figures of an encoder's row in a table of the paper, and of its others."""
+        return printed_figures(table, measures, self.paper_name(encoder), *key)
 
     def notes(self) -> list[str]:
         """Return the notes that follow those of the paper."""
@@ -676,10 +751,6 @@ class RatedWork(Work):
 
     # -- words ---------------------------------------------------------------------------------
 
-    def paper_name(self, encoder: Encoder) -> str:
-        """Return the name of an encoder in the paper; empty if the paper lacks it."""
-        return self.paper.names.get(encoder.repo, "")
-
     def row(
         self,
         encoder: Encoder,
@@ -830,7 +901,7 @@ class Paper:
         names: hub name -> name in the paper.
         poolings: hub name -> pooling in the paper.
         prompts: function that returns the prompts to extract.
-        options: name -> arguments of ``Options.option``, for options that only this script has.
+        options: function that adds the options that only this script has.
         folder: default folder of the runs.
     """
 
@@ -843,11 +914,11 @@ class Paper:
     names: Mapping[str, str] = field(default_factory=dict)
     poolings: Mapping[str, str] = field(default_factory=dict)
     prompts: Prompts = lambda instructs: []
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Callable[[Options], object] = lambda parser: None
     folder: str = "runs/reproduce"
 
 
-def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
+def run_paper(paper: Paper, arguments: Sequence[str] | None = None) -> int:
     """Run a script; return its exit code: 0 for success, 2 for invalid input, 1 otherwise."""
     options = _parser(paper).parse_args(arguments)
     log_to_terminal()
@@ -926,11 +997,5 @@ def _parser(paper: Paper) -> Options:
         )
         add("--workers", int, "number of fits that run in parallel", "number of cores")
         add("--quantize", "none", "quantisation of encoders: none, 8bit or 4bit")
-    for name, declared in paper.options.items():
-        add(f"--{name}", **declared)
+    paper.options(parser)
     return parser
-
-
-def declare(default: Any, text: str, unset: str = "", **settings: Any) -> Mapping[str, Any]:
-    """Return the arguments of ``Options.option`` for an option of a paper's script."""
-    return {"default": default, "text": text, "unset": unset, **settings}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -36,15 +36,14 @@ from reproduce import (
     Value,
     average_over_seeds,
     failure_reason,
-    fit_once,
+    figure_path,
     parse_table,
-    printed_figures,
+    read_values,
     result_figures,
     run_paper,
 )
 from reproduce import RatedWork as Work
 
-from llmcond.base.errors import LlmcondError
 from llmcond.base.files import can_draw, data_path
 from llmcond.commands.score import analyse
 from llmcond.evaluation.results import Result
@@ -295,7 +294,7 @@ def table_1(work: Work) -> Section:
             [setting_label(prompt, subtract)],
             zeroshot_figures(encoder, prompt, subtract),
             stand_in_note(prompt),
-            printed_figures(TABLE_1, SCORES, work.paper_name(encoder), prompt, yes_or_no(subtract)),
+            work.printed(TABLE_1, SCORES, encoder, prompt, yes_or_no(subtract)),
         )
         for encoder in work.encoders
         for prompt, subtract in settings_of(encoder)
@@ -374,7 +373,7 @@ def head_row(
     printed: Printed = ({}, {})
     if in_paper:
         column = {key: (figures[HEADS.index(head)],) for key, figures in TABLE_2.items()}
-        printed = printed_figures(column, [SPEARMAN], work.paper_name(encoder))
+        printed = work.printed(column, [SPEARMAN], encoder)
     notes = []
     if in_paper and dim < DIM:
         notes.append(f"{dim} dimensions, all that the encoder has")
@@ -452,10 +451,7 @@ def train_curves(work: Work, encoder: Encoder, prompt: str) -> Sequence[Result] 
         workers=work.options.workers,
         plot_steps="steps.svg",  # asks for the curves; the figure itself is plotted later
     )
-    try:
-        return sweep(options).results
-    except LlmcondError as error:
-        return failure_reason(error)
+    return work.once(("curves", encoder.name), lambda: sweep(options).results)
 
 
 def describe_curve(result: Result, split: str) -> dict[str, Value]:
@@ -471,13 +467,12 @@ def describe_curve(result: Result, split: str) -> dict[str, Value]:
 
 
 def save_figure(
-    work: Work, number: int, encoder: Encoder, draw: Callable[[Path], None]
+    work: Work, number: int, encoder: Encoder, draw: Callable[[Path], object]
 ) -> list[str]:
     """Draw a figure next to the page, and return its Markdown; nothing without --out."""
     if work.options.out is None or not can_draw():
         return []
-    out = Path(work.options.out)
-    path = out.with_name(f"{out.stem}-figure-{number}-{encoder.run.name}.svg")
+    path = figure_path(work.options.out, f"figure-{number}-{encoder.run.name}")
     draw(path)
     return [
         f"![Figure {number} for {encoder.name}]({path.name}) ([numbers]({data_path(path).name}))"
@@ -500,14 +495,8 @@ def example_similarities(work: Work, encoder: Encoder) -> dict[tuple[str, ...], 
     ]
 
     def compute() -> dict[tuple[str, ...], Any]:
-        name = fit_once(
-            run=encoder.run,
-            head="linear",
-            prompt=prompt,
-            dim=min(DIM, encoder.dim),
-            set=work.training_settings(EPOCHS, PATIENCE),
-            name="case-examples",
-        )
+        changes, dim = work.training_settings(EPOCHS, PATIENCE), min(DIM, encoder.dim)
+        name = work.fit_heads(encoder, "examples", "linear", changes, prompt=prompt, dim=dim)[0]
         options: dict[str, Any] = {"what": ["answers"], "answers": questions}
         (result,) = analyse(run=encoder.run, head=[name], split=work.split, **options)["answers"]
         return {(row["text1"], row["text2"], row["condition"]): row for row in result["rows"]}
@@ -522,9 +511,9 @@ def examples_section(work: Work, with_answers: bool) -> Section:
         similarities = example_similarities(work, encoder)
         for labels, texts, figures in list_comparisons(with_answers):
             row = similarities if isinstance(similarities, str) else similarities[texts]
-            printed = printed_figures({("NV",): figures}, (BEFORE, AFTER), work.paper_name(encoder))
+            printed = work.printed({("NV",): figures}, (BEFORE, AFTER), encoder)
             notes = stand_in_note(main_prompts(encoder)[0])
-            ours = read_row(row, (BEFORE, AFTER))
+            ours = row if isinstance(row, str) else read_values(row, (BEFORE, AFTER))
             rows.append(work.row(encoder, labels, ours, notes, printed, changes))
     about = [
         "Each figure is a cosine before and after the linear head (seed 0). The sentences are "
@@ -566,7 +555,7 @@ def table_7(work: Work) -> Section:
     case: Table = {("NV",): (CASE_SPEARMAN,)}
     for encoder in work.encoders:
         row = head_row(work, encoder, "mlp", main_prompts(encoder)[0], dim_of(encoder))
-        paper, others = printed_figures(case, [SPEARMAN], work.paper_name(encoder))
+        paper, others = work.printed(case, [SPEARMAN], encoder)
         rows.append(replace(row, labels=["CASE, non-linear head"], paper=paper, others=others))
     about = [
         "The paper copies the figures of earlier methods from their papers; their test rows differ "
@@ -578,26 +567,25 @@ def table_7(work: Work) -> Section:
 MEAN = Measure("mean_cosine", "mean", 1, 3)
 DEVIATION = Measure("std_cosine", "deviation", 1, 3)
 RATIO_SUBTRACTED = Measure("minus", "ratio, - c", 1, 4)
-RATIO = Measure("plain", "ratio", 1, 4)
+RATIO = Measure("partition_ratio", "ratio", 1, 4)
 
 
-def isotropy_of(work: Work, encoder: Encoder, prompt: str, subtract: bool) -> dict[str, Any] | str:
-    """Return both measures of a prompt's features, or the reason why there are none."""
+def isotropy_of(work: Work, encoder: Encoder, prompt: str, subtract: bool) -> Figures:
+    """Return the measures of a prompt's features, or the reason why there are none."""
 
     def compute() -> dict[tuple[str, bool], Any]:
         options: dict[str, Any] = {"what": ["isotropy"], "figure_format": "svg"}
         result = analyse(run=encoder.run, head=["none"], split=work.split, **options)
-        return {(row["prompt"], row["subtract"]): row for row in result["isotropy"]}
+        measures = (MEAN, DEVIATION, RATIO)
+        return {
+            (row["prompt"], row["subtract"]): read_values(row, measures)
+            for row in result["isotropy"]
+        }
 
     if reason := encoder.missing_reason(prompt):
         return reason
     rows = work.once(("isotropy", encoder.name), compute)
     return rows if isinstance(rows, str) else rows[prompt, subtract]
-
-
-def read_row(row: Mapping[str, Any] | str, measures: Sequence[Measure]) -> Any:
-    """Return the figures of a row of an analysis, or the reason why there is none."""
-    return row if isinstance(row, str) else {m.key: Value(row[m.key]) for m in measures}
 
 
 def isotropy_prompts(encoder: Encoder) -> list[str]:
@@ -626,9 +614,10 @@ def table_4(work: Work) -> Section:
     measures, rows = (MEAN, DEVIATION), []
     for encoder in work.encoders:
         for prompt, subtract in product(isotropy_prompts(encoder), (True, False)):
-            ours = read_row(isotropy_of(work, encoder, prompt, subtract), measures)
-            key = (work.paper_name(encoder), yes_or_no(subtract))
-            printed = printed_figures(isotropy_table(TABLE_4, prompt), measures, *key)
+            ours = isotropy_of(work, encoder, prompt, subtract)
+            printed = work.printed(
+                isotropy_table(TABLE_4, prompt), measures, encoder, yes_or_no(subtract)
+            )
             labels = [setting_label(prompt, subtract)]
             rows.append(work.row(encoder, labels, ours, isotropy_notes(prompt), printed))
     about = [
@@ -645,12 +634,12 @@ def histogram_section(work: Work, number: int) -> Section:
         with_instructions, *others = isotropy_prompts(encoder)
         selected_prompts = [with_instructions] if number == 5 else others
         for prompt, subtract in product(selected_prompts, (True, False)):
-            ours = read_row(isotropy_of(work, encoder, prompt, subtract), (MEAN, DEVIATION))
+            ours = isotropy_of(work, encoder, prompt, subtract)
             labels = [setting_label(prompt, subtract)]
             rows.append(work.row(encoder, labels, ours, stand_in_note(prompt)))
-        figure_path = encoder.run / "analyses" / "isotropy.svg"
-        if figure_path.is_file() and encoder.instructs == (number == 5):
-            notes += save_figure(work, number, encoder, partial(copy_figure, figure_path))
+        drawn = encoder.run / "analyses" / "isotropy.svg"
+        if drawn.is_file() and encoder.instructs == (number == 5):
+            notes += save_figure(work, number, encoder, partial(copy_figure, drawn))
     about = [
         "The paper plots the distributions of the cosines to the mean vector and prints no numbers "
         "but those of table 4. Cosines without subtraction lie higher and closer together.",
@@ -672,16 +661,14 @@ def table_5(work: Work) -> Section:
     measures, rows = (RATIO_SUBTRACTED, RATIO), []
     for encoder in work.encoders:
         for prompt in isotropy_prompts(encoder):
-            both = [isotropy_of(work, encoder, prompt, subtract) for subtract in (True, False)]
-            ratios = [row["partition_ratio"] for row in both if not isinstance(row, str)]
-            ours: Figures = str(both[0])
-            if len(ratios) == 2:
-                ours = {m.key: Value(ratio) for m, ratio in zip(measures, ratios, strict=True)}
+            subtracted, ours = (isotropy_of(work, encoder, prompt, c) for c in (True, False))
+            if not isinstance(subtracted, str) and not isinstance(ours, str):
+                ours = {**ours, RATIO_SUBTRACTED.key: subtracted[RATIO.key]}
             notes = isotropy_notes(prompt)
             if encoder.dim:
                 notes.append(f"{encoder.dim} dimensions: compare along a row only")
             table = isotropy_table(TABLE_5, prompt)
-            printed = printed_figures(table, measures, work.paper_name(encoder))
+            printed = work.printed(table, measures, encoder)
             rows.append(work.row(encoder, [LABELS.get(prompt, prompt)], ours, notes, printed))
     about = [
         ISOTROPY_NOTE,
@@ -706,10 +693,10 @@ def table_6(work: Work) -> Section:
             for prompt, subtract in settings_of(other):
                 if prompt in STAND_INS or (prompt in INSTRUCTED and not other.instructs):
                     continue
-                key = (paper_name, pooling, prompt, yes_or_no(subtract))
+                key = (pooling, prompt, yes_or_no(subtract))
                 ours = failed or zeroshot_figures(other, prompt, subtract)
                 labels = [pooling, setting_label(prompt, subtract)]
-                printed = printed_figures(TABLE_6, SCORES, *key)
+                printed = work.printed(TABLE_6, SCORES, encoder, *key)
                 rows.append(Row(encoder.name, labels, ours, notes, *printed))
     about = [
         "This table repeats table 1 by pooling: the paper's encoders with the poolings of the "
@@ -772,11 +759,5 @@ PAPER = Paper(
     prompts=prompts,
 )
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_paper(PAPER, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_paper(PAPER))

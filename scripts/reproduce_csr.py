@@ -15,13 +15,14 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import copyfile
 from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
+from common import Options
 from reproduce import (
     PEARSON,
     SPEARMAN,
@@ -29,25 +30,22 @@ from reproduce import (
     Figures,
     Measure,
     Paper,
-    Printed,
     Row,
     Section,
     Table,
     Value,
     average_figures,
-    declare,
-    failure_reason,
+    draw_rows,
     joint_prompt,
     parse_table,
-    printed_figures,
     read_values,
     result_figures,
     run_paper,
 )
 from reproduce import RatedWork as Work
 
-from llmcond.base.errors import LlmcondError, UserError
-from llmcond.base.files import can_draw, write_text
+from llmcond.base.errors import UserError
+from llmcond.base.files import write_text
 from llmcond.base.output import log
 from llmcond.commands.encode import extract
 from llmcond.commands.score import evaluate
@@ -58,7 +56,7 @@ from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.settings import RELEASED_MODES
 from llmcond.encoders.spec import Router
 from llmcond.kinds.ranking.graph import read_graph, sample_folder
-from llmcond.report.figures import plot_curve
+from llmcond.options.common import Split
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -179,52 +177,91 @@ def training_settings(work: Work) -> dict[str, Any]:
 
 
 def score_trained(work: Work, encoder: Encoder, system: System) -> Figures:
-    """Return the figures of a trained encoder over seeds, or the reason why there are none.
-
-    The encoder is trained when it is first used.
-    """
-
-    def score(seed: int) -> dict[str, Value]:
-        share = work.options.train_share
-        splits = dict(work.dataset.splits)
-        splits["train"] = take_pairs(splits["train"], share)
-        scores = train(work, encoder, system, seed, f"share{share}", **in_memory(splits))
-        return read_values(scores[work.split], (SPEARMAN, PEARSON))
-
-    if encoder.reason:
-        return encoder.missing_reason("")
-    key = (str(encoder.run), system.key)
-    return work.once(key, lambda: average_figures([score(seed) for seed in range(work.seeds)]))
+    """Return the figures of a trained encoder over seeds, or the reason why there are none."""
+    share = work.options.train_share
+    splits = dict(work.dataset.splits)
+    splits["train"] = take_pairs(splits["train"], share)
+    data = in_memory(splits)
+    return train(work, encoder, system, f"share{share}", work.split, (SPEARMAN, PEARSON), **data)
 
 
 def train(
-    work: Work, encoder: Encoder, system: System, seed: int, data_name: str, **data: Any
-) -> dict[str, dict[str, Any]]:
-    """Train an encoder, unless it was trained before.
+    work: Work,
+    encoder: Encoder,
+    system: System,
+    data_name: str,
+    split: str,
+    measures: Sequence[Measure],
+    **data: Any,
+) -> Figures:
+    """Train an encoder for each seed, unless that was done before.
 
     Args:
         work: the command, whose options are used.
         encoder: the encoder.
         system: how to train it.
-        seed: random seed of the training.
         data_name: name of the data, for the folder of the run.
+        split: the split that is scored.
+        measures: the figures to read.
         data: options of the command that say what to train on.
 
     Returns:
-        The scores of the trained encoder, by split.
+        The figures of the trained encoder over seeds, or the reason why there are none.
     """
     settings = "-".join(f"{name}{value}" for name, value in training_settings(work).items())
-    log.info(f"{encoder.name}: {system.label}, {system.key}, seed {seed}")
-    result = train_lora(
-        run=folder_of(encoder, f"{data_name}-{settings}") / f"{system.key}-seed{seed}",
-        prompt=[system.prompt or joint_prompt(encoder.instructs)],
-        head=system.head,
-        seed=seed,
-        **training_settings(work),
-        **data,
-        **encoder_options(work, encoder, system.router),
-    )
-    return {row["split"]: row for row in result.to_json()["scores"]}
+    folder = folder_of(encoder, f"{data_name}-{settings}")
+
+    def score(seed: int) -> dict[str, Value]:
+        log.info(f"{encoder.name}: {system.label}, {system.key}, seed {seed}")
+        result = train_lora(
+            run=folder / f"{system.key}-seed{seed}",
+            prompt=[system.prompt or joint_prompt(encoder.instructs)],
+            head=system.head,
+            seed=seed,
+            **training_settings(work),
+            **data,
+            **encoder_options(work, encoder, system.router),
+        )
+        rows = {row["split"]: row for row in result.to_json()["scores"]}
+        return read_values(rows[split], measures)
+
+    if encoder.reason:
+        return encoder.missing_reason("")
+    key = (str(folder), system.key)
+    return work.once(key, lambda: average_figures([score(seed) for seed in range(work.seeds)]))
+
+
+def score_untrained(
+    work: Work, encoder: Encoder, system: System, folder: str, split: Split, **data: Any
+) -> Figures:
+    """Return the figures of an encoder without training and without subtraction.
+
+    Args:
+        work: the command, whose options are used.
+        encoder: the encoder.
+        system: its prompt and its router.
+        folder: name of the folder of the runs.
+        split: the split that is scored.
+        data: options of the command that say what to score.
+    """
+    prompt = system.prompt or joint_prompt(encoder.instructs)
+    run = folder_of(encoder, folder) / (system.key if system.router else "unrouted")
+
+    def score() -> Figures:
+        options = encoder_options(work, encoder, system.router)
+        extract(run=run, prompt=[prompt], **data, **options)
+        results = evaluate(run=run, head=["none"], split=split)
+        return result_figures(next(r for r in results if r.prompt == prompt and not r.subtract))
+
+    return encoder.missing_reason("") if encoder.reason else work.once((str(run), prompt), score)
+
+
+def score_untrained_rows(work: Work, encoder: Encoder, system: System) -> Figures:
+    """Return the figures of an encoder on the scored rows without training."""
+    # Train is not needed, but a dataset must have it.
+    train = work.dataset.splits["train"]
+    splits = {"train": take_pairs(train, len(train)), "dev": work.dataset.splits[work.split]}
+    return score_untrained(work, encoder, system, "untrained", "dev", **in_memory(splits))
 
 
 def settings_notes(work: Work) -> list[str]:
@@ -252,13 +289,8 @@ def trained_row(work: Work, encoder: Encoder, system: System, key: str, table: T
         [system.label],
         score_trained(work, encoder, system),
         [*training_notes(work, encoder), *system.notes],
-        *paper_figures(work, table, encoder, key),
+        *work.printed(table, (SPEARMAN, PEARSON), encoder, key),
     )
-
-
-def paper_figures(work: Work, table: Table, encoder: Encoder, key: str) -> Printed:
-    """Return the paper's Spearman and Pearson of a system, and those of its other encoders."""
-    return printed_figures(table, (SPEARMAN, PEARSON), work.paper_name(encoder), key)
 
 
 # -- data and encoders -------------------------------------------------------------------------
@@ -313,27 +345,6 @@ def folder_of(encoder: Encoder, name: str) -> Path:
     return encoder.run.with_name(f"{encoder.run.name}-csr") / name
 
 
-def score_untrained(work: Work, encoder: Encoder, system: System) -> Figures:
-    """Return the figures of an encoder without training and without subtraction."""
-    if encoder.reason:
-        return encoder.missing_reason("")
-    prompt = system.prompt or joint_prompt(encoder.instructs)
-    run = folder_of(encoder, "untrained") / (system.key if system.router else "unrouted")
-    # Train is not needed, but a dataset must have it.
-    train = work.dataset.splits["train"]
-    splits = {"train": take_pairs(train, len(train)), "dev": work.dataset.splits[work.split]}
-    options = encoder_options(work, encoder, system.router)
-    try:
-        extract(run=run, prompt=[prompt], **in_memory(splits), **options)
-        results = evaluate(run=run, head=["none"], split="dev")
-    except LlmcondError as error:
-        log.info(f"{encoder.name}, {system.key}: {error}")
-        return failure_reason(error)
-    return result_figures(
-        next(result for result in results if result.prompt == prompt and not result.subtract)
-    )
-
-
 # -- tables of C-STS ---------------------------------------------------------------------------
 
 
@@ -354,7 +365,7 @@ def table_1(work: Work) -> Section:
         )
         rows += [trained_row(work, encoder, system, key, TABLE_1) for system, key in systems]
         reason = "not done: hypercl.md has a frozen encoder with this head"
-        paper = paper_figures(work, TABLE_1, encoder, "hyper-cl")
+        paper = work.printed(TABLE_1, (SPEARMAN, PEARSON), encoder, "hyper-cl")
         rows.append(Row(encoder.name, ["Hyper-CL"], reason, [], *paper))
     about = [
         f"Our routers are in the last {layers} layers. In the paper's figure 4, 3 are best.",
@@ -402,8 +413,8 @@ def table_4(work: Work) -> Section:
     for encoder in work.encoders:
         for system, key in systems:
             notes = work.differences(encoder) + ([] if key else ["not in the paper's table"])
-            ours = score_untrained(work, encoder, system)
-            paper = paper_figures(work, TABLE_4, encoder, key)
+            ours = score_untrained_rows(work, encoder, system)
+            paper = work.printed(TABLE_4, (SPEARMAN, PEARSON), encoder, key)
             rows.append(Row(encoder.name, [system.label], ours, notes, *paper))
     name, figures = EMBEDDING_API
     printed = dict(zip((SPEARMAN.key, PEARSON.key), figures, strict=True))
@@ -426,23 +437,17 @@ SECONDS = Measure("seconds", "seconds", 1, 2)
 
 def figure_4(work: Work) -> Section:
     """Compute figure 4: score and time by the number of layers with a router."""
-    rows = []
-    series: dict[str, list[tuple[Any, float, float, float]]] = {}
+    rows, curves = [], []
     for encoder in work.encoders:
+        scores: dict[str, dict[str, Value]] = {UNTRAINED.key: {}, TRAINED.key: {}}
         for layers in (*work.options.layers, None):
             label = "bi-encoder" if layers is None else str(layers)
-            try:
-                figures, notes = _score_layers(work, encoder, layers)
-            except LlmcondError as error:
-                rows.append(Row(encoder.name, [label], failure_reason(error)))
-                continue
+            figures, notes = score_layers(work, encoder, layers)
             rows.append(Row(encoder.name, [label], figures, notes))
-            for measure in (UNTRAINED, TRAINED) if layers is not None else ():
-                if measure.key in figures and (value := figures[measure.key]).value is not None:
-                    bounds = [100 * (bound or value.value) for bound in (value.low, value.high)]
-                    name = f"{encoder.name}, {measure.heading.rpartition(' ')[2]}"
-                    point = (layers, 100 * value.value, bounds[0], bounds[1])
-                    series.setdefault(name, []).append(point)
+            for key, of_key in scores.items() if layers is not None else ():
+                if not isinstance(figures, str) and key in figures:
+                    of_key[label] = figures[key]
+        curves += [Row(encoder.name, [key], of_key) for key, of_key in scores.items()]
     about = [
         "The paper shows curves and no numbers. It trains all encoders of part (a).",
         f"Seconds are the time to encode the scored rows, the fastest of {ROUNDS} rounds; on a "
@@ -453,24 +458,21 @@ def figure_4(work: Work) -> Section:
         "With 0 layers, the sentences are encoded without a router, and the conditions are encoded "
         "for the time of a tri-encoder.",
     ]
-    out = work.options.out
-    if out is not None and series and can_draw():
-        path = out.with_name(f"{out.stem}-figure4.svg")
-        plot_curve(series, path, "layers with a router", "Spearman x 100")
-        about.append(f"Picture: [{path.name}]({path.name}).")
-    measures = (UNTRAINED, TRAINED, SECONDS)
-    return Section("Figure 4", "number of layers with a router", about, ["layers"], measures, rows)
+    title, measures = "number of layers with a router", (UNTRAINED, TRAINED, SECONDS)
+    section = Section("Figure 4", title, about, ["layers"], measures, rows)
+    points = [Measure(str(layers), str(layers)) for layers in work.options.layers]
+    chart = replace(section, measures=points, rows=curves)
+    drawn = draw_rows(work, chart, "layers with a router", "Spearman x 100")
+    return replace(section, figure=drawn.figure)
 
 
-def _score_layers(
-    work: Work, encoder: Encoder, layers: int | None
-) -> tuple[dict[str, Value], list[str]]:
+def score_layers(work: Work, encoder: Encoder, layers: int | None) -> tuple[Figures, list[str]]:
     """Return the figures and notes for a number of routed layers; None is the bi-encoder."""
     system = System.routed("CSR", "paper", layers) if layers else UNTRAINED_TRI
     system = JOINT if layers is None else system
-    untrained = score_untrained(work, encoder, system)
+    untrained = score_untrained_rows(work, encoder, system)
     if isinstance(untrained, str):
-        raise UserError(untrained.removeprefix("not done: "))
+        return untrained, []
     seconds = _time_encoding(work, encoder, system)
     figures = {UNTRAINED.key: untrained[SPEARMAN.key], SECONDS.key: Value(seconds)}
     trained_layers = work.options.trained_layers
@@ -514,17 +516,22 @@ def table_2(work: Work) -> Section:
     """Compute table 2: knowledge graphs."""
     options, layers = work.options, work.options.router_layers
     csr = System.routed(f"CSR, {layers} layers (tri-encoder)", "paper", layers)
-    source, reason, rows = None, "", []
-    try:
-        source = _graph_data(work)
-    except LlmcondError as error:
-        log.info(f"table 2: {error}")
-        reason = failure_reason(error)
+    folder = f"{Path(options.kgc_data or 'sample').name}-share{options.kgc_share}"
+    source, rows = work.once("graph", lambda: {"data": find_graph(work)}), []
+
+    def score(encoder: Encoder, system: System, is_trained: bool) -> Figures:
+        if isinstance(source, str):
+            return source
+        data: dict[str, Any] = {"task": "kgc", **source}
+        if is_trained:
+            return train(work, encoder, system, folder, "test", RANKED, **data)
+        return score_untrained(work, encoder, system, folder, "test", **data)
+
+    trained = [*settings_notes(work), f"{training_settings(work)['epochs']} epochs"]
     for encoder in work.encoders:
         notes = [] if encoder.repo in NAMES else ["other encoder"]
         if options.kgc_share > 1:
             notes.append(f"1/{options.kgc_share} of the triples of each split")
-        trained = [*settings_notes(work), f"{training_settings(work)['epochs']} epochs"]
         for system, key in (
             (JOINT, "joint"),
             (System("concat", "tri-encoder, concatenation", "concat", "separate"), "concat"),
@@ -534,15 +541,12 @@ def table_2(work: Work) -> Section:
             ),
             (csr, "csr"),
         ):
-            ours = reason or _score_graph(work, encoder, system, source, is_trained=True)
+            ours = score(encoder, system, True)
             printed = dict(zip((m.key for m in RANKED), TABLE_2[key,], strict=True))
             rows.append(Row(encoder.name, [system.label], ours, [*notes, *trained], printed))
-        for system in (
-            JOINT,
-            System("head", "head entity without the relation", prompt="separate"),
-            csr,
-        ):
-            ours = reason or _score_graph(work, encoder, system, source)
+        head = System("head", "head entity without the relation", prompt="separate")
+        for system in (JOINT, head, csr):
+            ours = score(encoder, system, False)
             label = f"{system.label}, not trained"
             rows.append(Row(encoder.name, [label], ours, [*notes, "not in the paper"]))
     name = Path(options.kgc_data).name if options.kgc_data else "the bundled sample graph"
@@ -564,40 +568,7 @@ def table_2(work: Work) -> Section:
     return Section("Table 2", "knowledge graphs", about, ["system"], RANKED, rows)
 
 
-def _score_graph(
-    work: Work,
-    encoder: Encoder,
-    system: System,
-    source: str | None,
-    is_trained: bool = False,
-) -> Figures:
-    """Return the figures of an encoder on a graph, or the reason why there are none.
-
-    ``source`` is the folder of the graph. Unless ``is_trained``, the encoder is not trained.
-    """
-    if encoder.reason:
-        return encoder.missing_reason("")
-    options = work.options
-    name = f"{Path(options.kgc_data or 'sample').name}-share{options.kgc_share}"
-    prompt = system.prompt or joint_prompt(encoder.instructs)
-    try:
-        data: dict[str, Any] = {"task": "kgc", "data": source}
-        if is_trained:
-            seeds = [
-                read_values(train(work, encoder, system, seed, name, **data)["test"], RANKED)
-                for seed in range(work.seeds)
-            ]
-            return average_figures(seeds)
-        run = folder_of(encoder, name) / ("routed" if system.router else "unrouted")
-        extract(run=run, prompt=[prompt], **data, **encoder_options(work, encoder, system.router))
-        results = evaluate(run=run, head=["none"], split="test")
-    except LlmcondError as error:
-        log.info(f"{encoder.name}, {system.key} on a graph: {error}")
-        return failure_reason(error)
-    return result_figures(next(r for r in results if r.prompt == prompt and not r.subtract))
-
-
-def _graph_data(work: Work) -> str | None:
+def find_graph(work: Work) -> str | None:
     """Return the folder of the graph, or of the requested share of its triples.
 
     Raises:
@@ -638,11 +609,6 @@ def about(work: Work) -> list[str]:
     ]
 
 
-def prompts(instructs: bool) -> list[str]:
-    """Return the prompts to extract for an encoder."""
-    return [UNTRAINED_TRI.prompt]
-
-
 def _rank(text: str) -> str:
     if text != "full":
         _count(text)
@@ -655,27 +621,23 @@ def _count(text: str) -> int:
     return int(text)
 
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "epochs": declare(4, "epochs of each training", type=_count),
-    "rank": declare("16", "rank of LoRA, or full to train all weights as in the paper", type=_rank),
-    "train-share": declare(1, "train on every N-th sentence pair only", type=_count, metavar="N"),
-    "router-layers": declare(
-        3, "number of layers with a router in all tables", type=_count, metavar="N"
-    ),
-    "layers": declare(
-        list(range(7)), "numbers of layers with a router in figure 4", "0 to 6", metavar="N"
-    ),
-    "trained-layers": declare(
-        int, "those of --layers for which an encoder is trained", "all", nargs="*", metavar="N"
-    ),
-    "kgc-data": declare(
-        str,
-        "folder of a knowledge graph for table 2",
-        "the bundled sample graph",
-        metavar="FOLDER",
-    ),
-    "kgc-share": declare(1, "use every N-th triple of the graph only", type=_count, metavar="N"),
-}
+def add_options(parser: Options) -> None:
+    """Add the options that only this script has."""
+    add = parser.option
+    count: dict[str, Any] = {"type": _count}
+    add("--epochs", 4, "epochs of each training", **count)
+    add("--rank", "16", "rank of LoRA, or full to train all weights as in the paper", type=_rank)
+    count |= {"metavar": "N"}
+    add("--train-share", 1, "train on every N-th sentence pair only", **count)
+    add("--router-layers", 3, "number of layers with a router in all tables", **count)
+    layers = "numbers of layers with a router in figure 4"
+    add("--layers", list(range(7)), layers, "0 to 6", metavar="N")
+    trained = "those of --layers for which an encoder is trained"
+    add("--trained-layers", int, trained, "all", nargs="*", metavar="N")
+    graph = "folder of a knowledge graph for table 2"
+    add("--kgc-data", str, graph, "the bundled sample graph", metavar="FOLDER")
+    add("--kgc-share", 1, "use every N-th triple of the graph only", **count)
+
 
 PAPER = Paper(
     name="CSR",
@@ -683,17 +645,11 @@ PAPER = Paper(
     script="reproduce_csr.py",
     names=NAMES,
     poolings=POOLINGS,
-    prompts=prompts,
+    prompts=lambda instructs: [UNTRAINED_TRI.prompt],
     sections={"1": table_1, "2": table_2, "3": table_3, "4": table_4, "figure4": figure_4},
     about=about,
-    options=OPTIONS,
+    options=add_options,
 )
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_paper(PAPER, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_paper(PAPER))

@@ -9,12 +9,11 @@ interrupted command resumes from them. Table 4 has the time, cache and memory of
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cache_costs import TABLE_4, Workload, cost_section
+from common import Options
 from reproduce import (
     Encoder,
     Figures,
@@ -23,23 +22,13 @@ from reproduce import (
     Row,
     Section,
     Work,
-    average_figures,
-    declare,
-    failure_reason,
-    fit_once,
     parse_table,
     printed_figures,
-    result_figures,
     run_paper,
     slug,
 )
 
-from llmcond.base.errors import LlmcondError
-from llmcond.base.output import log
-from llmcond.commands.encode import extract
-from llmcond.commands.score import evaluate
 from llmcond.kinds.ranking.graph import Graph, read_graph
-from llmcond.options.common import Split
 from llmcond.runs.open import open_any_run
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -77,46 +66,36 @@ HEADS = (
 MEASURES = tuple(map(Measure.of, ("mrr", "hits@1", "hits@3", "hits@10")))
 
 
-@dataclass
-class GraphEncoder(Encoder):
-    """An encoder on one of the graphs.
-
-    Attributes:
-        graph: name of the graph.
-        source: folder of the graph.
-    """
-
-    graph: str = ""
-    source: str = ""
-
-    def scored_split(self) -> Split:
-        """Return the split that is scored: test, or dev if there is none."""
-        return "test" if "test" in open_any_run(self.run).splits else "dev"
-
-
 class GraphWork(Work):
     """The command on one graph or several."""
 
     def __init__(self, paper: Paper, options: Any) -> None:
         super().__init__(paper, options)
-        graphs = {source: name_graph(read_graph(source), source) for source in options.data}
-        for source, graph in graphs.items():
+        graphs = {source: read_graph(source) for source in options.data}
+        self.graphs = {source: name_graph(graph, source) for source, graph in graphs.items()}
+        for source, graph in self.graphs.items():
             for name in dict.fromkeys(options.encoders):
                 run = options.folder / f"{slug(name)}-{slug(graph)}"
-                self.encoders.append(GraphEncoder(name, run, graph=graph, source=source))
-        for encoder in self.encoders:
-            try:
-                extract(
-                    task="kgc",
-                    model=encoder.name,
-                    data=encoder.source,
-                    run=encoder.run,
-                    dtype=options.dtype,
-                    device=options.device,
-                )
-            except LlmcondError as error:
-                log.info(f"{encoder.name}, {encoder.graph}: {error}")
-                encoder.reason = failure_reason(error)
+                self.add_encoder(Encoder(name, run, source=source), task="kgc", data=source)
+
+    def by_graph(self) -> dict[str, list[Encoder]]:
+        """Return the encoders of each graph, by its source."""
+        return {
+            source: [encoder for encoder in self.encoders if encoder.source == source]
+            for source in self.graphs
+        }
+
+    def score(self, encoder: Encoder, head: str, **changes: str) -> Figures:
+        """Return the figures of a head over seeds, or why there are none."""
+        key = f"{head}-neighbours" if "neighbours" in changes else head
+
+        def compute() -> Figures:
+            names = self.fit_heads(encoder, key, head, changes) if head != "none" else ["none"]
+            split = "test" if "test" in open_any_run(encoder.run).splits else "dev"
+            options: dict[str, Any] = {"exclude_head": True} if head == "none" else {}
+            return self.score_heads(encoder, names, split=split, **options)
+
+        return encoder.reason or self.once((str(encoder.run), key), compute)
 
     def record(self) -> dict[str, Any]:
         """Return what the JSON record says about all tables."""
@@ -144,82 +123,44 @@ def table_2(work: GraphWork) -> list[Section]:
         "paper has nothing like it.",
     ]
     sections = []
-    for graph in dict.fromkeys(encoder.graph for encoder in work.encoders):
-        encoders = [encoder for encoder in work.encoders if encoder.graph == graph]
+    for source, encoders in work.by_graph().items():
         rows = [row for encoder in encoders for row in link_prediction(work, encoder)]
-        title, labels = f"knowledge graphs, {graph}", ["architecture"]
+        title, labels = f"knowledge graphs, {work.graphs[source]}", ["architecture"]
         sections.append(Section("Table 2", title, about, labels, MEASURES, rows))
     return sections
 
 
-def link_prediction(work: GraphWork, encoder: GraphEncoder) -> list[Row]:
+def link_prediction(work: GraphWork, encoder: Encoder) -> list[Row]:
     """Return the rows of a graph and an encoder."""
     options, set_up = work.options, ["frozen encoder", "other encoder"]
-
-    ours = score_none(work, encoder)
+    graph = work.graphs[encoder.source]
     notes = [*set_up, "not in the paper", "the head is no candidate"]
-    rows = [Row(encoder.label, ["no head: e(h)"], ours, notes)]
+    rows = [Row(encoder.label, ["no head: e(h)"], work.score(encoder, "none"), notes)]
     for neighbours in (False, True) if options.neighbours else (False,):
         for head, label, key in HEADS:
             if head not in options.heads:
                 continue
             epochs = 1 if options.quick else options.epochs
             changes = {"epochs": str(epochs), **({"neighbours": "true"} if neighbours else {})}
-            figures = score_head(work, encoder, head, changes)
+            figures = work.score(encoder, head, **changes)
             notes = [*set_up, f"at most {epochs} epochs"]
             notes += ["reads neighbours"] if neighbours else []
-            paper, _ = printed_figures(TABLE_2, MEASURES, encoder.graph, key)
+            paper, _ = printed_figures(TABLE_2, MEASURES, graph, key)
             labels = [f"{label}{', neighbours' if neighbours else ''}"]
             rows.append(Row(encoder.label, labels, figures, notes, {} if neighbours else paper))
     for name in ("StAR", "SimKGC"):
-        paper, _ = printed_figures(TABLE_2, MEASURES, encoder.graph, name)
+        paper, _ = printed_figures(TABLE_2, MEASURES, graph, name)
         if paper:
             reason = "not done: a bi-encoder, trained"
             rows.append(Row("BERT or RoBERTa", [name], reason, [], paper))
     return rows
 
 
-def score_none(work: GraphWork, encoder: GraphEncoder) -> Figures:
-    """Return the figures without a head, or why there are none."""
-
-    def score() -> Figures:
-        split = encoder.scored_split()
-        results = evaluate(run=encoder.run, head=["none"], split=split, exclude_head=True)
-        return result_figures(results[0])
-
-    return encoder.reason or work.once(("none", str(encoder.run)), score)
-
-
-def score_head(
-    work: GraphWork, encoder: GraphEncoder, head: str, changes: dict[str, str]
-) -> Figures:
-    """Return the figures of a head as averages over seeds, or why there are none."""
-    suffix = "-neighbours" if "neighbours" in changes else ""
-
-    def score() -> Figures:
-        names = [
-            fit_once(
-                run=encoder.run,
-                head=head,
-                seed=seed,
-                set=changes,
-                name=f"{head}{suffix}-seed{seed}",
-                device=work.options.device,
-            )
-            for seed in range(work.seeds)
-        ]
-        results = evaluate(run=encoder.run, head=names, split=encoder.scored_split())
-        return average_figures([result_figures(r) for r in results if r.name in names])
-
-    return encoder.reason or work.once((str(encoder.run), head, suffix), score)
-
-
 def table_4(work: GraphWork) -> list[Section]:
     """Compute table 4 for each graph: time, hit rate and size of caches."""
     sections = []
-    for source in dict.fromkeys(encoder.source for encoder in work.encoders):
-        encoders = [encoder for encoder in work.encoders if encoder.source == source]
-        title = f"time, cache and memory on {encoders[0].graph}"
+    for source, encoders in work.by_graph().items():
+        title = f"time, cache and memory on {work.graphs[source]}"
         workload = Workload.of_graph(read_graph(source))
         sections.append(cost_section(work, "Table 4", title, TABLE_4, workload, encoders))
     return sections
@@ -239,8 +180,17 @@ def about(work: GraphWork) -> list[str]:
     ]
 
 
-NAMES = [head for head, _, _ in HEADS]
-NEIGHBOURS = "fit each head again with neighbours, which the paper does not have"
+def add_options(parser: Options) -> None:
+    """Add the options that only this script has."""
+    add, names = parser.option, [head for head, _, _ in HEADS]
+    add("--data", str, "folders of the graphs", nargs="+", required=True, metavar="FOLDER")
+    add("--epochs", 8, "maximum number of epochs")
+    heads = f"heads, among {', '.join(names)}"
+    add("--heads", names, heads, "all", choices=names, metavar="NAME")
+    neighbours = "fit each head again with neighbours, which the paper does not have"
+    add("--neighbours", False, neighbours)
+
+
 PAPER = Paper(
     name="Hyper-CL on knowledge graphs",
     doc=__doc__,
@@ -248,22 +198,9 @@ PAPER = Paper(
     sections={"2": table_2, "4": table_4},
     about=about,
     work=GraphWork,
-    options={
-        "data": declare(str, "folders of the graphs", nargs="+", required=True, metavar="FOLDER"),
-        "epochs": declare(8, "maximum number of epochs"),
-        "heads": declare(
-            NAMES, f"heads, among {', '.join(NAMES)}", "all", choices=NAMES, metavar="NAME"
-        ),
-        "neighbours": declare(False, NEIGHBOURS),
-    },
+    options=add_options,
     folder="runs/reproduce-graphs",
 )
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script and return its exit code."""
-    return run_paper(PAPER, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_paper(PAPER))

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cache_costs import TABLE_3, Workload, cost_section
@@ -35,11 +35,8 @@ from reproduce import (
     Section,
     Value,
     average_figures,
-    failure_reason,
-    fit_once,
     joint_prompt,
     parse_table,
-    printed_figures,
     read_values,
     result_figures,
     run_paper,
@@ -47,7 +44,7 @@ from reproduce import (
 from reproduce import RatedWork as Work
 
 from llmcond.base.arrays import MatrixLike, as_matrix
-from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.errors import UserError
 from llmcond.commands.score import analyse, evaluate
 from llmcond.evaluation.analyses import frobenius_variance
 from llmcond.features.view import FeatureView
@@ -148,21 +145,16 @@ DIVISOR = 12
 # -- what is fitted ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """A head, and how it is fitted.
-
-    Attributes:
-        key: unique name of the head.
-        head: name of the recipe.
-        changes: settings of the recipe that differ from its defaults.
-    """
+class Spec(NamedTuple):
+    """A head, and how it is fitted: a unique name, the recipe, and changed settings of it."""
 
     key: str
     head: str
     changes: Mapping[str, str]
 
 
+#: Heads that are saved, so that they are fitted once and can be analysed; others are only scored.
+SAVED = ("tri", "g1", "concat", "g2", "low-cl", "released", "full-cl")
 #: Kind of head -> recipe with the contrastive objective and without, and the sizes that it takes.
 HEADS = {
     "tri": ("hadamard", "hadamard", ()),
@@ -224,44 +216,25 @@ def spec_of(work: Work, encoder: Encoder, key: str, rank: int | None = None) -> 
     return Spec(key if rank == rank_of(dim) else f"{key}{rank}", head, changes)
 
 
-def score_by_sweep(work: Work, encoder: Encoder, spec: Spec) -> Figures:
-    """Return the figures of a head that is scored but not saved."""
-    return work.fit(encoder, spec.head, "separate", spec.changes)
-
-
 def fit_saved(work: Work, encoder: Encoder, spec: Spec) -> list[str] | str:
-    """Fit and save a head for analysis, when it is first used.
+    """Return the names of a head's fits, or the reason why there are none."""
 
-    Returns:
-        The names of the saved heads, one for each seed, or the reason why there are none.
-    """
-
-    def fit(seed: int) -> str:
-        return fit_once(
-            run=encoder.run,
-            head=spec.head,
-            prompt="separate",
-            seed=seed,
-            set=dict(spec.changes),
-            name=f"{spec.key}-seed{seed}",
-        )
+    def fit() -> list[str]:
+        return work.fit_heads(encoder, spec.key, spec.head, spec.changes, prompt="separate")
 
     reason = encoder.missing_reason("separate")
-    key = ("names", str(encoder.run), spec.key)
-    return reason or work.once(key, lambda: [fit(seed) for seed in range(work.seeds)])
+    return reason or work.once(("names", str(encoder.run), spec.key), fit)
 
 
-def score_saved(work: Work, encoder: Encoder, spec: Spec) -> Figures:
-    """Return the figures of a saved head."""
+def score(work: Work, encoder: Encoder, spec: Spec) -> Figures:
+    """Return the figures of a head over seeds, or the reason why there are none."""
+    if spec.key not in SAVED:
+        return work.fit(encoder, spec.head, "separate", spec.changes)
     names = fit_saved(work, encoder, spec)
     if isinstance(names, str):
         return names
-
-    def score() -> Mapping[str, Value]:
-        results = evaluate(run=encoder.run, head=names, split=work.split)
-        return average_figures([result_figures(r) for r in results if r.name in names])
-
-    return work.once(("figures", str(encoder.run), spec.key), score)
+    key = ("figures", str(encoder.run), spec.key)
+    return work.once(key, lambda: work.score_heads(encoder, names, split=work.split))
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -303,11 +276,10 @@ def analysed_rows(
         for name, key in analysed_heads(encoder)[first:]:
             spec = spec_of(work, encoder, key)
             names = fit_saved(work, encoder, spec)
-            ours: Figures
-            try:
-                ours = names if isinstance(names, str) else analyse_heads(encoder, key, names)
-            except LlmcondError as error:
-                ours = failure_reason(error)
+            ours: Figures = names if isinstance(names, str) else ""
+            if not isinstance(names, str):
+                analysis = partial(analyse_heads, encoder, key, names)
+                ours = work.once((analyse_heads, str(encoder.run), key), analysis)
             paper = printed(encoder, key)
             notes = [note] if note and not paper[0] else []
             rows.append(head_row(work, encoder, [name], spec, ours, paper, *notes))
@@ -330,8 +302,8 @@ def table_1(work: Work) -> Section:
             ("hyper-cl", "full-cl", []),
         ):
             spec = spec_of(work, encoder, key)
-            printed = printed_figures(TABLE_1, measures, work.paper_name(encoder), key)
-            ours = score_saved(work, encoder, spec)
+            printed = work.printed(TABLE_1, measures, encoder, key)
+            ours = score(work, encoder, spec)
             rows.append(head_row(work, encoder, [name], spec, ours, printed, *notes))
         rows += [trained_row(work, encoder, key) for key in TRAININGS]
         rows.append(frozen_bi_encoder(work, encoder))
@@ -367,7 +339,7 @@ TRAININGS = {
 def trained_row(work: Work, encoder: Encoder, key: str) -> Row:
     """Return the row of a trained encoder, whose figures are read from its run if there is one."""
     name, run_name, options = TRAININGS[key]
-    printed = printed_figures(TABLE_1, (SPEARMAN, PEARSON), work.paper_name(encoder), key)
+    printed = work.printed(TABLE_1, (SPEARMAN, PEARSON), encoder, key)
     sizes = {"dim": encoder.dim, "rank": rank_of(encoder.dim)}
     label = name.format(**sizes) + ", encoder trained"
     folder = encoder.run.with_name(f"{encoder.run.name}-{run_name}")
@@ -432,7 +404,7 @@ def table_5(work: Work) -> Section:
     rows = analysed_rows(
         work,
         by_condition,
-        lambda encoder, key: printed_figures(TABLE_5, measures, work.paper_name(encoder), key),
+        partial(work.printed, TABLE_5, measures),
     )
     about = [
         "The figures are Spearman correlations. A condition is seen if training has exactly the "
@@ -448,19 +420,19 @@ def table_6(work: Work) -> Section:
     """Compute table 6: heads with and without the contrastive objective."""
     rows = []
     for encoder in work.encoders:
-        for name, key, is_saved in (
-            (name_of(encoder), "low-cl", True),
-            (name_of(encoder, contrast=False), "low", False),
-            ("no hypernetwork, as many parameters, -cl", "matched-cl", False),
-            ("no hypernetwork, as many parameters", "matched", False),
-            ("Hadamard product, -cl", "tri-cl", False),
-            ("Hadamard product", "tri", True),
-            ("hyper-cl", "full-cl", True),
-            ("hyper", "full", False),
+        for name, key in (
+            (name_of(encoder), "low-cl"),
+            (name_of(encoder, contrast=False), "low"),
+            ("no hypernetwork, as many parameters, -cl", "matched-cl"),
+            ("no hypernetwork, as many parameters", "matched"),
+            ("Hadamard product, -cl", "tri-cl"),
+            ("Hadamard product", "tri"),
+            ("hyper-cl", "full-cl"),
+            ("hyper", "full"),
         ):
             spec = spec_of(work, encoder, key)
-            printed = printed_figures(TABLE_6, (SPEARMAN,), work.paper_name(encoder), key)
-            ours = (score_saved if is_saved else score_by_sweep)(work, encoder, spec)
+            printed = work.printed(TABLE_6, (SPEARMAN,), encoder, key)
+            ours = score(work, encoder, spec)
             notes = [] if printed[1] else [NOT_PRINTED]
             rows.append(head_row(work, encoder, [name], spec, ours, printed, *notes))
     about = [
@@ -482,9 +454,8 @@ def table_8(work: Work) -> Section:
             rank = rank_of(encoder.dim, divisor)
             key = "full-cl" if divisor == 1 else "low-cl"
             spec = spec_of(work, encoder, key, None if divisor == 1 else rank)
-            printed = printed_figures(TABLE_8, (SPEARMAN,), work.paper_name(encoder), str(divisor))
-            is_saved = divisor in (1, DIVISOR)
-            ours = (score_saved if is_saved else score_by_sweep)(work, encoder, spec)
+            printed = work.printed(TABLE_8, (SPEARMAN,), encoder, str(divisor))
+            ours = score(work, encoder, spec)
             labels = [str(rank) if encoder.dim else "–", f"H / {divisor}"]
             rows.append(head_row(work, encoder, labels, spec, ours, printed))
     about = [
@@ -657,18 +628,13 @@ def about(work: Work) -> list[str]:
     ]
 
 
-def prompts(instructs: bool) -> list[str]:
-    """Return the prompts to extract for an encoder."""
-    return ["separate", joint_prompt(instructs)]
-
-
 PAPER = Paper(
     name="Hyper-CL on C-STS",
     doc=__doc__,
     script="reproduce_hypercl.py",
     names=NAMES,
     poolings=dict.fromkeys(NAMES, "cls"),
-    prompts=prompts,
+    prompts=lambda instructs: ["separate", joint_prompt(instructs)],
     sections={
         "1": table_1,
         "3": table_3,
@@ -683,11 +649,5 @@ PAPER = Paper(
     about=about,
 )
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_paper(PAPER, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_paper(PAPER))

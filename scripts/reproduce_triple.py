@@ -12,13 +12,14 @@ causal language model gives the candidates of table 3, as in the paper.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import Options
 from reproduce import (
     Encoder,
     Figures,
@@ -29,23 +30,21 @@ from reproduce import (
     Value,
     Work,
     average_figures,
-    declare,
-    failure_reason,
-    fit_once,
+    draw_rows,
+    figure_path,
+    result_figures,
     run_paper,
     slug,
     to_value,
 )
 
-from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.files import check_figure
 from llmcond.base.metrics import METRICS
-from llmcond.base.output import log
-from llmcond.commands.encode import extract
-from llmcond.commands.score import analyse, evaluate
+from llmcond.commands.score import analyse
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading import load_config, load_tokenizer
 from llmcond.encoders.tokenizing import InputTokenizer
+from llmcond.evaluation.results import Result
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import UtteranceInputs, read_dialogues
 from llmcond.kinds.dialogue.examples import (
@@ -57,9 +56,7 @@ from llmcond.kinds.dialogue.examples import (
     stack_queries,
     subset_masks,
 )
-from llmcond.kinds.dialogue.task import DialogueTask
-from llmcond.report.figures import Point, plot_curve
-from llmcond.runs import Run, open_any_run
+from llmcond.runs import open_any_run
 from llmcond.runs.examples import result_without_metrics, score_ranks
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -133,94 +130,6 @@ FIGURE_8 = {
 # -- encoders and heads ------------------------------------------------------------------------
 
 
-@dataclass
-class DialogueEncoder(Encoder):
-    """An encoder with the heads in its run and their figures.
-
-    Attributes:
-        work: the command.
-    """
-
-    work: Any = None
-
-    @cached_property
-    def opened(self) -> Run:
-        """The run, whose features are extracted first.
-
-        Raises:
-            LlmcondError: The encoder or the data cannot be used.
-        """
-        options = self.work.options
-        extract(
-            task="dialogue",
-            model=self.name,
-            data=options.data,
-            dtype=options.dtype,
-            device=options.device,
-            run=self.run,
-        )
-        run = open_any_run(self.run)
-        if not isinstance(run.kind, DialogueTask):
-            raise UserError(f"{self.run} is a run of another task. Use another --folder.")
-        return run
-
-    def fit(self, key: str) -> list[str]:
-        """Return the names of a head for all seeds, and fit those that the run lacks.
-
-        Raises:
-            LlmcondError: A fit failed.
-        """
-        recipe_name, changes, start = HEADS[key]
-        if self.work.options.quick:
-            changes = {**changes, "epochs": "1"}
-        seeds = range(self.work.seeds)
-        starts = self.fit(start) if start else [None] * len(seeds)
-        return [
-            fit_once(
-                run=self.run,
-                head=recipe_name,
-                start=start_name,
-                set=changes,
-                seed=seed,
-                name=f"{key}-{seed}",
-                device=self.work.options.device,
-            )
-            for seed, start_name in zip(seeds, starts, strict=True)
-        ]
-
-    def figures(self, key: str, score: str) -> Figures:
-        """Return the figures of a head over seeds: all histories, and each history by its number.
-
-        The intervals cover the error of dialogues and of seeds.
-        """
-
-        def compute() -> Figures:
-            names = ["none"] if key == "none" else self.fit(key)
-            results: list[Any] = list(
-                evaluate(run=self.run, head=names, score=[score], device=self.work.options.device)
-            )
-            figures = []
-            for result in results:
-                if (result.head == "none") == (key == "none"):
-                    histories = result.subsets["by_history"].items()
-                    ranks = {name: part.metrics["average_rank"] for name, part in histories}
-                    estimates = {**result.metrics, **ranks}
-                    figures.append({name: to_value(value) for name, value in estimates.items()})
-            return figures[0] if key == "none" else average_figures(figures)
-
-        figures: Figures = self.work.once((str(self.run), key, score), compute)
-        return figures
-
-    def set_up(self, key: str) -> list[str]:
-        """Return what differs from the paper in a row, in words."""
-        notes = ["frozen encoder, linear maps of roles" if key != "none" else "frozen encoder"]
-        if self.label.rpartition("/")[2] != "gte-base":
-            notes.append("other encoder")
-        if key == "none":
-            notes.append("not in the paper")
-        return notes
-
-
 class DialogueWork(Work):
     """The command on dialogues."""
 
@@ -229,21 +138,51 @@ class DialogueWork(Work):
     def __init__(self, paper: Paper, options: Any) -> None:
         super().__init__(paper, options)
         if options.out is not None:
-            check_figure(_figure_path(options.out, "figure"))
+            check_figure(figure_path(options.out, "figure"))
         read_dialogues(options.data)  # reports invalid data before any other work
         for name in dict.fromkeys(options.encoders):
-            encoder = DialogueEncoder(name, Path(options.folder, slug(name)), work=self)
-            self.encoders.append(encoder)
-            try:
-                _ = encoder.opened
-            except LlmcondError as error:
-                log.info(f"{encoder.name}: {error}")
-                encoder.reason = failure_reason(error)
+            encoder = Encoder(name, Path(options.folder, slug(name)))
+            self.add_encoder(encoder, task="dialogue", data=options.data)
+
+    def fit(self, encoder: Encoder, key: str) -> list[str]:
+        """Return the names of a head for all seeds, and fit those that the run lacks."""
+        if key == "none":
+            return ["none"]
+        recipe, changes, start = HEADS[key]
+        if self.options.quick:
+            changes = {**changes, "epochs": "1"}
+        starts = self.fit(encoder, start) if start else ()
+        return self.fit_heads(encoder, key, recipe, changes, starts)
+
+    def score(self, encoder: Encoder, key: str, score: str, **options: Any) -> Figures:
+        """Return the figures of a head over seeds: all histories, and each history by its number.
+
+        The intervals cover the error of dialogues and of seeds. ``options`` are those of
+        ``evaluate`` for short-term planning.
+        """
+
+        def compute() -> Figures:
+            names = self.fit(encoder, key)
+            figures = planning_figures if options else figures_by_history
+            return self.score_heads(encoder, names, figures, score=[score], **options)
+
+        return self.once((str(encoder.run), key, score, str(options)), compute)
+
+    def analyse(self, encoder: Encoder, key: str, score: str, what: Any, figures: Any) -> Figures:
+        """Return the figures of an analysis over seeds, as a function reads them from its rows."""
+
+        def compute() -> Figures:
+            names = self.fit(encoder, key)
+            rows = analyse(run=encoder.run, head=names, what=[what])[what]
+            rows = [row for row in rows if row["name"] in names and row["score"] == score]
+            return average_figures([figures(row) for row in rows])
+
+        return self.once((str(encoder.run), key, score, what), compute)
 
     def rows(
         self,
         table: Mapping[Any, Sequence[Any]],
-        figures: Callable[[DialogueEncoder, str, str], Figures] = DialogueEncoder.figures,
+        figures: Callable[[Encoder, str, str], Figures] | None = None,
         keys: Sequence[str] = (AVERAGE_RANK.key,),
         notes: Sequence[str] = (),
     ) -> list[Row]:
@@ -251,26 +190,29 @@ class DialogueWork(Work):
 
         Args:
             table: label, or several, -> head, score and the printed figures, if there are any.
-            figures: function from an encoder, a head and a score to figures.
+            figures: function from an encoder, a head and a score to figures; None for ``score``.
             keys: keys of the printed figures.
             notes: what else differs from the paper.
         """
         rows = []
         for encoder in self.encoders:
             for label, (key, score, *printed) in table.items():
-                ours = encoder.reason or figures(encoder, key, score)
-                set_up = [*encoder.set_up(key), *notes]
+                ours = encoder.reason or (figures or self.score)(encoder, key, score)
+                head = ["frozen encoder" + ", linear maps of roles" * (key != "none")]
+                other = [] if encoder.label.endswith("gte-base") else ["other encoder"]
+                missing = ["not in the paper"] if key == "none" else []
+                set_up = [*head, *other, *missing, *notes]
                 labels = [label] if isinstance(label, str) else list(label)
                 texts = [text for text in printed if text]
                 paper = dict(zip(keys, texts, strict=True)) if texts else {}
                 rows.append(Row(encoder.label, labels, ours, set_up, paper))
         return rows
 
-    def describe(self, encoder: DialogueEncoder) -> list[str]:
+    def describe(self, encoder: Encoder) -> list[str]:
         """Return an encoder's row in the table of encoders."""
         if encoder.reason:
             return [encoder.label, "–", encoder.reason]
-        run = encoder.opened
+        run = open_any_run(encoder.run)
         sizes = run.manifest["data"]["rows"].items()
         counts = ", ".join(f"{n:,} {split}" for split, n in sizes)
         data = f"{counts} dialogues, scored on {run.default_split()}"
@@ -282,11 +224,23 @@ class DialogueWork(Work):
         for encoder in self.encoders:
             about: dict[str, Any] = {"name": encoder.label, "reason": encoder.reason or None}
             if not encoder.reason:
-                data = encoder.opened.manifest["data"]
-                about["identity"] = encoder.opened.identity.to_json()
+                run = open_any_run(encoder.run)
+                data, about["identity"] = run.manifest["data"], run.identity.to_json()
                 about["data"] = {key: data[key] for key in ("digest", "rows", "utterances")}
             encoders.append(about)
         return {"encoders": encoders}
+
+
+def planning_figures(result: Result) -> dict[str, Value]:
+    """Return the figures of a result with a goal."""
+    return result_figures(result) if result.about.get("goal") else {}
+
+
+def figures_by_history(result: Result) -> dict[str, Value]:
+    """Return the figures of a result, and its average rank after each number of turns."""
+    histories = result.subsets.get("by_history", {}).items()
+    ranks = {name: part.metrics["average_rank"] for name, part in histories}
+    return {name: to_value(value) for name, value in {**result.metrics, **ranks}.items()}
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -305,26 +259,23 @@ def table_2(work: DialogueWork) -> Section:
 
 def table_3(work: DialogueWork) -> Section:
     """Compute table 3: short-term planning."""
-    options = work.options
-    generated = options.generate
+    history, generated = work.options.plan_history, work.options.generate
     name = f"samples of {Path(generated).name if generated else 'DialoGPT'}"
-    keys = [measure.key for measure in HITS]
 
-    def plan(**changes: Any) -> Callable[[DialogueEncoder, str, str], Figures]:
-        return partial(_plan, changes=changes)
-
-    def unplanned(encoder: DialogueEncoder, key: str, score: str) -> Figures:
-        return "not done: it needs a language model (--generate)"
+    def plan(encoder: Encoder, key: str, score: str, **options: Any) -> Figures:
+        if not options:
+            return "not done: it needs a language model (--generate)"
+        return work.score(encoder, key, score, history=history, **options)
 
     systems = {(label, name): (*fits, *printed) for label, (*fits, printed) in TABLE_3.items()}
-    rows = work.rows(
-        systems, plan(generate=generated, samples=100) if generated else unplanned, keys
-    )
+    options = {"generate": generated, "samples": 100} if generated else {}
+    rows = work.rows(systems, partial(plan, **options), [measure.key for measure in HITS])
     for pool in ("retrieved", "same-depth"):
         systems = {(label, pool): fits[:2] for label, fits in TABLE_3.items()}
-        rows += work.rows(systems, plan(plan=pool), notes=["other candidates than the paper's"])
+        notes = ["other candidates than the paper's"]
+        rows += work.rows(systems, partial(plan, plan=pool), notes=notes)
     about = [
-        f"Histories of {options.plan_history} turns and goals 1 to 4 turns later. The answer is "
+        f"Histories of {history} turns and goals 1 to 4 turns later. The answer is "
         "ranked among 100 other candidates, and candidates with its text do not count as wrong.",
         "Triple encoders are scored by equation 4, and bi-encoders by the candidate alone.",
         "Pools without a language model are not comparable with the paper's. `retrieved` has the "
@@ -332,28 +283,6 @@ def table_3(work: DialogueWork) -> Section:
         "`same-depth` has turns of other dialogues with the same number of turns before them.",
     ]
     return Section("Table 3", "short-term planning", about, ["system", "candidates"], HITS, rows)
-
-
-def _plan(encoder: DialogueEncoder, key: str, score: str, changes: Mapping[str, Any]) -> Figures:
-    """Return the figures of planning towards a goal."""
-    options = encoder.work.options
-    try:
-        results: list[Any] = list(
-            evaluate(
-                run=encoder.run,
-                head=encoder.fit(key),
-                score=[score],
-                history=options.plan_history,
-                device=options.device,
-                **changes,
-            )
-        )
-    except LlmcondError as error:
-        return failure_reason(error)
-    plans = [result for result in results if result.about.get("goal") and result.head != "none"]
-    return average_figures(
-        [{name: to_value(value) for name, value in row.metrics.items()} for row in plans]
-    )
 
 
 def table_4(work: DialogueWork) -> Section:
@@ -381,7 +310,7 @@ def table_6(work: DialogueWork) -> Section:
     keys = ("random", "correct", "difference")
     measures = [Measure(key, key, 1, 4) for key in keys]
     table = {labels: (*fits, *printed) for labels, (*fits, printed) in TABLE_6.items()}
-    rows = work.rows(table, partial(_analyses, what="similarity", figures=_similarities), keys)
+    rows = work.rows(table, partial(work.analyse, what="similarity", figures=_similarities), keys)
     about = [
         "Mean cosines over all queries of histories of 2 to 10 turns. The random utterances are "
         "all other candidates with another text; the paper samples them.",
@@ -395,23 +324,6 @@ def _similarities(row: Mapping[str, Any]) -> dict[str, Value]:
         "correct": Value(row["correct"]),
         "difference": Value(row["difference"], *row["difference_ci"]),
     }
-
-
-def _analyses(
-    encoder: DialogueEncoder,
-    key: str,
-    score: str,
-    what: Any,
-    figures: Callable[[Mapping[str, Any]], dict[str, Value]],
-) -> Figures:
-    """Return the figures of an analysis of a head over seeds."""
-    try:
-        names = encoder.fit(key)
-        result = analyse(run=encoder.run, head=names, what=[what])
-    except LlmcondError as error:
-        return failure_reason(error)
-    rows = [row for row in result[what] if row["name"] in names and row["score"] == score]
-    return average_figures([figures(row) for row in rows])
 
 
 def table_7(work: DialogueWork) -> Section:
@@ -429,11 +341,11 @@ def table_7(work: DialogueWork) -> Section:
         "all turns as one text, no head (ConveRT: O(n), O(|C|))": ("none", "joined", ""),
     }
 
-    def figures(encoder: DialogueEncoder, key: str, score: str) -> Figures:
-        ranks = encoder.figures(key, score)
+    def figures(encoder: Encoder, key: str, score: str) -> Figures:
+        ranks = work.score(encoder, key, score)
         if isinstance(ranks, str):
             return ranks
-        newest, all_turns = encoder_tokens(encoder)
+        newest, all_turns = encoder_tokens(work, encoder)
         tokens = all_turns if score == "joined" else newest
         return {
             "texts": Value(1.0),
@@ -453,9 +365,9 @@ def table_7(work: DialogueWork) -> Section:
     return Section("Table 7", "cost per step", about, ["system"], measures, rows)
 
 
-def encoder_tokens(encoder: DialogueEncoder) -> tuple[float, float]:
+def encoder_tokens(work: DialogueWork, encoder: Encoder) -> tuple[float, float]:
     """Return the mean number of tokens of the newest turn and of all turns of the queries."""
-    run, options = encoder.opened, encoder.work.options
+    run, options = open_any_run(encoder.run), work.options
     queries = next_queries(run.data, run.default_split())
     joined, new_texts = join_turns(queries, run.data.texts)
     texts = [*run.data.texts, *new_texts]
@@ -487,12 +399,9 @@ def figure_6(work: DialogueWork) -> Section:
         "ConveRT, which encodes all turns, is not available. The last row encodes all turns as one "
         "text with the same encoder, without training.",
     ]
-    section = Section(
-        "Figure 6", "average rank by history length", about, ["system"], measures, rows
-    )
-    return _draw(
-        work, section, list(map(str, HISTORIES)), "number of previous turns", "average rank"
-    )
+    title = "average rank by history length"
+    section = Section("Figure 6", title, about, ["system"], measures, rows)
+    return draw_rows(work, section, "number of previous turns", "average rank")
 
 
 def figure_7(work: DialogueWork) -> Section:
@@ -500,14 +409,12 @@ def figure_7(work: DialogueWork) -> Section:
     window = load_recipe(HEADS["c3l"][0], "dialogue").settings.window
     measures = [AVERAGE_RANK, *(Measure(str(h), f"after {h}", 1, 1) for h in HISTORIES)]
 
-    def figures(encoder: DialogueEncoder, key: str, score: str) -> Figures:
-        turns, _, turn_score = score.partition(" ")
+    def figures(encoder: Encoder, key: str, score: str) -> Figures:
+        turns, _, score = score.partition(" ")
         if turns == "all":
-            return encoder.figures(key, turn_score)
-        try:
-            return _rank_last_turns(encoder, key, turn_score, int(turns))
-        except LlmcondError as error:
-            return failure_reason(error)
+            return work.score(encoder, key, score)
+        rank = partial(rank_last_turns, work, encoder, key, score, int(turns))
+        return work.once((str(encoder.run), key, turns), rank)
 
     table = {
         "all turns": ("c3l", "all last:2", "19.75"),
@@ -518,19 +425,16 @@ def figure_7(work: DialogueWork) -> Section:
         f"The triple encoder with the last two rows, trained on windows of {window} turns. The "
         "paper plots the ranks; with all turns they are 9.58 % lower on average.",
     ]
-    section = Section(
-        "Figure 7", "turns outside the training window", about, ["context"], measures, rows
-    )
-    return _draw(
-        work, section, list(map(str, HISTORIES)), "number of previous turns", "average rank"
-    )
+    title = "turns outside the training window"
+    section = Section("Figure 7", title, about, ["context"], measures, rows)
+    return draw_rows(work, section, "number of previous turns", "average rank")
 
 
-def _rank_last_turns(
-    encoder: DialogueEncoder, key: str, score: str, n_turns: int
+def rank_last_turns(
+    work: DialogueWork, encoder: Encoder, key: str, score: str, n_turns: int
 ) -> Mapping[str, Value]:
     """Rank next turns by the last turns of each context only."""
-    run = encoder.opened
+    run = open_any_run(encoder.run)
     queries = next_queries(run.data, run.default_split())
     shortened: list[NextQueries] = [
         replace(subset, contexts=subset.contexts[:, -n_turns:]) for subset in queries
@@ -538,23 +442,21 @@ def _rank_last_turns(
     examples = DialogueExamples(run)
     used = np.unique(run.data.turns_of(run.default_split()).utterances)
     figures = []
-    for name in encoder.fit(key):
+    for name in work.fit(encoder, key):
         roles = examples.roles(run.load_head(name), used).with_score(score)
         ranks = rank_next(shortened, roles.scores).resolve_ties()
         result = result_without_metrics(run.load_head(name), run.default_split())
         masks = {"by_history": subset_masks(queries)}
         metrics = [METRICS["average_rank"]]
         (result,) = score_ranks([result], [ranks], stack_queries(queries), metrics, masks)
-        estimates = {AVERAGE_RANK.key: result.main}
-        estimates |= {key: part.main for key, part in result.subsets["by_history"].items()}
-        figures.append({name: to_value(estimate) for name, estimate in estimates.items()})
+        figures.append(figures_by_history(result))
     return average_figures(figures)
 
 
 def figure_8(work: DialogueWork) -> Section:
     """Compute figure 8: how much each turn of a context contributes."""
     turns = [str(turn) for turn in range(1, 9)]
-    rows = work.rows(FIGURE_8, partial(_analyses, what="turns", figures=_differences))
+    rows = work.rows(FIGURE_8, partial(work.analyse, what="turns", figures=_differences))
     about = [
         "Contexts of 8 turns: the cosine of a turn with the answer minus its mean cosine with all "
         "other candidates of another text. In pairs, it is the mean over the pairs of the turn.",
@@ -562,9 +464,8 @@ def figure_8(work: DialogueWork) -> Section:
     ]
     measures = [Measure(turn, f"turn {turn}", 1, 3) for turn in turns]
     section = Section("Figure 8", "contribution by turn", about, ["system"], measures, rows)
-    return _draw(
-        work, section, turns, "turn of the context", "cosine with the answer minus other turns"
-    )
+    ylabel = "cosine with the answer minus other turns"
+    return draw_rows(work, section, "turn of the context", ylabel)
 
 
 def _differences(row: Mapping[str, Any]) -> dict[str, Value]:
@@ -572,35 +473,6 @@ def _differences(row: Mapping[str, Any]) -> dict[str, Value]:
         str(turn["turn"]): Value(turn["difference"], *turn["difference_ci"])
         for turn in row["turns"]
     }
-
-
-def _draw(
-    work: DialogueWork, section: Section, keys: Iterable[str], xlabel: str, ylabel: str
-) -> Section:
-    """Return a section with a picture of its rows, which is drawn next to the page."""
-    if work.options.out is None:
-        return section
-    series: dict[str, list[Point]] = {}
-    keys = list(keys)
-    for row in section.rows:
-        if isinstance(row.ours, str):
-            continue
-        label = ", ".join([*([row.encoder] if len(work.encoders) > 1 else []), *row.labels])
-        series[label] = [_point(key, row.ours[key]) for key in keys if key in row.ours]
-    path = _figure_path(work.options.out, section.table)
-    if series:
-        plot_curve(series, path, xlabel, ylabel, band="with 95 % intervals")
-    return replace(section, figure=path.name) if series else section
-
-
-def _point(key: str, value: Value) -> Point:
-    figures = (value.value, value.low, value.high)
-    middle, low, high = (np.nan if figure is None else figure for figure in figures)
-    return int(key), middle, low, high
-
-
-def _figure_path(out: Path, table: str) -> Path:
-    return out.with_name(f"{out.stem}-{table.lower().replace(' ', '-')}.svg")
 
 
 # -- the command -------------------------------------------------------------------------------
@@ -623,8 +495,15 @@ def about(work: DialogueWork) -> list[str]:
     ]
 
 
-GENERATE = "causal language model that generates the candidates of table 3, such as "
-GENERATE += "microsoft/DialoGPT-large"
+def add_options(parser: Options) -> None:
+    """Add the options that only this script has."""
+    add = parser.option
+    add("--data", str, "file or folder of dialogues", "the bundled sample", metavar="SRC")
+    generate = "causal language model that generates the candidates of table 3, such as "
+    add("--generate", str, generate + "microsoft/DialoGPT-large", metavar="MODEL")
+    add("--plan-history", "2,5,10", "history lengths of table 3", metavar="N,N")
+
+
 PAPER = Paper(
     name="Triple-Encoders on dialogues",
     doc=__doc__,
@@ -642,19 +521,9 @@ PAPER = Paper(
     },
     about=about,
     work=DialogueWork,
-    options={
-        "data": declare(str, "file or folder of dialogues", "the bundled sample", metavar="SRC"),
-        "generate": declare(str, GENERATE, metavar="MODEL"),
-        "plan-history": declare("2,5,10", "history lengths of table 3", metavar="N,N"),
-    },
+    options=add_options,
     folder="runs/reproduce-triple",
 )
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script and return its exit code."""
-    return run_paper(PAPER, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_paper(PAPER))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_script_prints_every_table_and_resumes(
         options = [*options, "--kgc-data", str(graph), "--kgc-share", "2"]
     encoder, out = str(tiny_checkpoint(hidden=64)), tmp_path / "page.md"
     arguments = ["--encoders", encoder, "--data", str(data), "--folder", str(tmp_path / "runs")]
-    main = import_module(name).main
+    main = partial(reproduce.run_paper, import_module(name).PAPER)
     assert main([*arguments, *QUICK, *options, "--out", str(out)]) == 0
     record = json.loads(out.with_suffix(".json").read_text())
     assert [section["table"].split()[1] for section in record["sections"]] == numbers
