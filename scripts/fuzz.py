@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -39,11 +38,11 @@ from fuzz_changes import (
     TEXTS,
     VALUES,
     Base,
-    Command,
     Input,
     change_below,
     change_bytes,
     change_file,
+    command,
     succeed,
 )
 from fuzz_texts import TEXT_INPUTS
@@ -68,6 +67,8 @@ ROWS: Final = [
 def make_base(folder: Path) -> None:
     """Write a tiny checkpoint, and a run of it with heads, a sweep and a comparison."""
     import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
     from transformers import BertConfig, BertModel
 
     from llmcond.benchmark.shapes import make_tokenizer
@@ -75,18 +76,10 @@ def make_base(folder: Path) -> None:
     torch.manual_seed(0)
     size: Any = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     config = BertConfig(vocab_size=8_000, num_hidden_layers=2, max_position_embeddings=64, **size)
-    BertModel(config, add_pooling_layer=False).save_pretrained(folder / "model")
-    make_tokenizer(folder / "model")
-    (folder / "model" / "1_Pooling").mkdir()
-    (folder / "model" / "1_Pooling" / "config.json").write_text(
-        '{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}'
-    )
-    module_kinds = (("", "Transformer"), ("1_Pooling", "Pooling"))
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(module_kinds)
-    ]
-    (folder / "model" / "modules.json").write_text(json.dumps(modules))
+    BertModel(config, add_pooling_layer=False).save_pretrained(folder / "bert")
+    make_tokenizer(folder / "bert")
+    parts = [modules.Transformer(str(folder / "bert")), modules.Pooling(32)]
+    SentenceTransformer(modules=parts).save(str(folder / "model"), create_model_card=False)
     write_csv(folder / "rows.csv", [HEADER, *ROWS])
     for name in ("linear", "hypernet", "pca"):
         text = (bundled_folder("heads") / f"{name}.toml").read_text("utf-8")
@@ -224,15 +217,14 @@ FILES: Final[dict[str, Callable[[Random, Base, Path], list[str]]]] = {
 }
 
 
-def file_input(kind: str, chance: Random, base: Base, work: Path) -> Command:
-    """Return an input that is a command on a changed file."""
-    return Command(FILES[kind](chance, base, work))
+def make_input(kind: str, chance: Random, base: Base, work: Path) -> Input:
+    """Return an input of a kind."""
+    if kind in TEXT_INPUTS:
+        return TEXT_INPUTS[kind](chance, base, work)
+    return command(FILES[kind](chance, base, work))
 
 
-KINDS: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {
-    **{kind: partial(file_input, kind) for kind in FILES},
-    **TEXT_INPUTS,
-}
+KINDS: Final = (*FILES, *TEXT_INPUTS)
 
 
 # -- running them ------------------------------------------------------------------------------
@@ -244,7 +236,7 @@ def try_input(kind: str, seed: int, base: Base) -> str:
     with tempfile.TemporaryDirectory(dir=base.folder) as work:
         os.chdir(work)
         try:
-            return KINDS[kind](Random(f"{kind} {seed}"), base, Path(work)).failure()
+            return make_input(kind, Random(f"{kind} {seed}"), base, Path(work)).failure()
         finally:
             os.chdir(before)
 

@@ -9,9 +9,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 VALUES: Final[Sequence[Any]] = (
     None, True, False, 0, -1, 1, 3, 10**9, 10**30, -0.5, 1e308, float("nan"), "", "x", "3", ".",
@@ -148,49 +149,49 @@ class Base:
         return target
 
 
-class Input(Protocol):
-    """An input that can be tried."""
-
-    def failure(self) -> str:
-        """Try the input; return what is wrong with the outcome, empty if nothing is."""
-
-
 @dataclass(frozen=True)
-class Command:
-    """A command as an input.
+class Input:
+    """A command, or a call of a function, that can be tried.
 
     Attributes:
-        arguments: arguments of the command line.
+        name: what is tried, for messages.
+        run: function that does it and returns the exit code.
         check: function from the exit code and standard output to what contradicts the input.
     """
 
-    arguments: list[str]
+    name: str
+    run: Callable[[], int]
     check: Callable[[int, str], str] = lambda code, printed: ""
 
     def failure(self) -> str:
-        """Run the command in this process; return what is wrong with how it ended."""
-        from llmcond.cli import run
-
+        """Try the input in this process; return what is wrong with how it ended."""
         out, err = io.StringIO(), io.StringIO()
-        name = " ".join(self.arguments[:2])
         try:
             with redirect_stdout(out), redirect_stderr(err):
-                code = run(self.arguments)
+                code = self.run()
         except BaseException as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}:{frame.lineno}"
-            return f"{name}: {type(error).__name__}: {error} ({where})"
+            return f"{self.name}: {type(error).__name__}: {error} ({where})"
         errors = err.getvalue()
         if code not in (0, 1, 2):
-            return f"{name}: exit code {code}"
+            return f"{self.name}: exit code {code}"
         if "Traceback" in errors or (code and errors.count("llmcond: error: ") != 1):
-            return f"{name}: {errors[-300:]}"
+            return f"{self.name}: {errors[-300:]}"
         wrong = self.check(code, out.getvalue())
-        return wrong and f"{name}: {wrong} {errors[-300:]}"
+        return wrong and f"{self.name}: {wrong} {errors[-300:]}"
+
+
+def command(arguments: Sequence[str], check: Callable[[int, str], str] | None = None) -> Input:
+    """Return a command of llmcond as an input."""
+    from llmcond import cli
+
+    run = partial(cli.run, arguments)
+    return Input(" ".join(arguments[:2]), run, *([check] if check else []))
 
 
 def succeed(*arguments: object) -> None:
     """Run a command that prepares inputs; end the process if it fails."""
-    command = Command([*map(str, arguments)], lambda code, _: f"exit code {code}" if code else "")
-    if failure := command.failure():
+    words = [*map(str, arguments)]
+    if failure := command(words, lambda code, _: f"exit code {code}" if code else "").failure():
         raise SystemExit(f"fuzz: no input was tried, because a preparation failed: {failure}")

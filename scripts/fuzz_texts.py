@@ -18,15 +18,19 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 from unittest.mock import patch
 
-from fuzz_changes import Base, Command, Input
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fuzz_changes import Base, Input, command
 
 CONDITION: Final = "the place"
 #: Cells that are texts, whatever they look like.
@@ -110,6 +114,16 @@ class Texts:
     skip_empty: bool
 
     @property
+    def names(self) -> tuple[str, str]:
+        """The names of the columns."""
+        return self.extra_name, self.name
+
+    @property
+    def lines(self) -> list[tuple[Any, Any]]:
+        """The names of the columns, and the rows."""
+        return [self.names, *zip(self.extra, self.texts, strict=True)]
+
+    @property
     def is_valid(self) -> bool:
         """Whether all texts that are not left out can be used."""
         cells = [text for text in self.texts if not (self.skip_empty and is_empty(text))]
@@ -151,132 +165,55 @@ def draw_texts(chance: Random, more: Sequence[str | None] = ()) -> Texts:
 
 # -- files -------------------------------------------------------------------------------------
 
+#: What is replaced in the texts of a file, because its format cannot contain it.
+UNWRITABLE: Final[Mapping[str, Sequence[str]]] = {
+    "csv": ("half",),
+    "tsv": ("half", "\t", "\n"),
+    "txt": ("half", "\n"),
+    "json": (),
+    "parquet": ("half",),
+    "xlsx": ("half", "nul"),
+}
+FORMATS: Final = tuple(UNWRITABLE)
+
 
 @dataclass(frozen=True)
 class TextFile:
-    """A written file with the options that read it.
-
-    Attributes:
-        path: the file.
-        rows: the rows in it.
-        options: options of the command line without the column of texts.
-        has_columns: whether the file has named columns.
-        strips: whether spaces around a text do not belong to it.
-    """
+    """A written file with the rows in it, and the options of the command line that read it."""
 
     path: Path
     rows: Texts
     options: Sequence[str] = ()
-    has_columns: bool = True
-    strips: bool = False
 
 
-def write_csv_file(chance: Random, rows: Texts, work: Path) -> TextFile:
-    """Write rows as .csv, with any delimiter, quoting, line end, encoding and compression."""
-    delimiter, end = chance.choice(DELIMITERS), chance.choice(ENDINGS)
-    if chance.random() < 0.3:
-        texts = [*rows.texts[:-1], chance.choice(BREAKING_TEXTS)]
-        rows = replace(rows, texts=texts)
-    rows = _without(rows, "half")
-    quoting: Any = chance.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC))
-    stream = io.StringIO()
-    writer = csv.writer(stream, delimiter=delimiter, quoting=quoting, lineterminator="\r\n")
-    writer.writerow([rows.extra_name, rows.name])
-    writer.writerows(zip(rows.extra, rows.texts, strict=True))
-    # The line ends within quoted fields belong to the texts.
-    text = stream.getvalue().replace("\r\n", end)
-    options = ["--delimiter", delimiter] if chance.random() < 0.5 else []
-    return _write_text(chance, rows, work / "texts.csv", text, options)
+def write_file(chance: Random, form: str, rows: Texts, work: Path) -> TextFile:
+    """Write rows in a format, with any delimiter, quoting, line end, encoding and compression."""
+    rows, path = _without(rows, *UNWRITABLE[form]), work / f"texts.{form}"
+    if form == "parquet":
+        rows = _with_typed_values(chance, rows)
+        pq.write_table(_arrow_table(chance, rows), path)
+        return TextFile(path, rows)
+    if form in ("tsv", "xlsx"):
+        # A field of .tsv loses quotes around all of it, and one of .xlsx may be a formula.
+        special = re.compile('"(?:[^"]|"")*"' if form == "tsv" else "=.*")
+        texts = ["x" if special.fullmatch(text or "") else text for text in rows.texts]
+        extra = ["x" if special.fullmatch(value) else value for value in rows.extra]
+        rows = replace(rows, texts=texts, extra=extra)
+    if form == "xlsx":
+        from openpyxl import Workbook
 
-
-def write_tsv_file(chance: Random, rows: Texts, work: Path) -> TextFile:
-    """Write rows as .tsv, in which every line is a row and quotes are characters."""
-    rows = _without(rows, "half", "\t", "\n")
-    quoted = re.compile('"(?:[^"]|"")*"')
-    # A field that is quoted as a whole loses its quotes, so it is no test of plain fields.
-    texts = ["x" if quoted.fullmatch(text or "") else text for text in rows.texts]
-    extra = ["x" if quoted.fullmatch(value) else value for value in rows.extra]
-    names = [name.strip('"') for name in (rows.extra_name, rows.name)]
-    rows = replace(rows, texts=texts, extra=extra, extra_name=names[0], name=names[1])
-    lines = [
-        "\t".join(names),
-        *("\t".join(map(str, row)) for row in zip(extra, texts, strict=True)),
-    ]
-    end = chance.choice(ENDINGS)
-    return _write_text(chance, rows, work / "texts.tsv", end.join([*lines, ""]), [])
-
-
-def write_txt_file(chance: Random, rows: Texts, work: Path) -> TextFile:
-    """Write texts as .txt, one per line."""
-    rows = _without(rows, "half", "\n")
-    end = chance.choice(ENDINGS)
-    lines = [text or "" for text in rows.texts]
-    text = end.join([*lines, ""] if chance.random() < 0.5 else lines)
-    written = _write_text(chance, rows, work / "texts.txt", text, [])
-    return replace(written, has_columns=False, strips=True)
-
-
-def write_json_file(chance: Random, rows: Texts, work: Path) -> TextFile:
-    """Write rows as .json or .jsonl, either of which may hold a list or a row per line."""
-    records = [
-        {rows.extra_name: extra, rows.name: text}
-        for extra, text in zip(rows.extra, rows.texts, strict=True)
-    ]
-    if chance.random() < 0.3:  # a key that one row lacks is null
-        del records[-1][rows.extra_name]
-        rows = replace(rows, extra=[*rows.extra[:-1], None])
-    plain = chance.random() < 0.5
-    dump = partial(json.dumps, ensure_ascii=plain)
-    if not plain:
-        rows = _without(rows, "half")
-        records = [
-            {**record, rows.name: text} for record, text in zip(records, rows.texts, strict=True)
-        ]
-    end = chance.choice(ENDINGS[:2])
-    text = dump(records) if chance.random() < 0.4 else end.join([*map(dump, records), ""])
-    path = work / chance.choice(("texts.json", "texts.jsonl"))
-    return _write_text(chance, rows, path, text, [])
-
-
-def write_parquet_file(chance: Random, rows: Texts, work: Path) -> TextFile:
-    """Write rows as .parquet, with extra values of any type."""
-    import pyarrow.parquet as pq
-
-    rows = _with_typed_values(chance, _without(rows, "half"))
-    pq.write_table(_arrow_table(chance, rows), work / "texts.parquet")
-    return TextFile(work / "texts.parquet", rows)
-
-
-def write_xlsx_file(chance: Random, rows: Texts, work: Path) -> TextFile:
-    """Write rows as .xlsx."""
-    from openpyxl import Workbook
-
-    rows = _without(rows, "half", "nul")
-    texts = [text if text is None or not text.startswith("=") else "x" for text in rows.texts]
-    extra = ["x" if value.startswith("=") else value for value in rows.extra]
-    rows = replace(rows, texts=texts, extra=extra)
-    workbook = Workbook()
-    workbook.active.append([rows.extra_name, rows.name])
-    for row in zip(extra, texts, strict=True):
-        workbook.active.append(row)
-    workbook.save(work / "texts.xlsx")
-    return TextFile(work / "texts.xlsx", rows)
-
-
-def _without(rows: Texts, *parts: str) -> Texts:
-    """Return rows in which texts that contain one of the parts are replaced."""
-    texts = ["x y" if text and any(part in text for part in parts) else text for text in rows.texts]
-    return replace(rows, texts=texts)
-
-
-def _write_text(
-    chance: Random, rows: Texts, path: Path, text: str, options: Sequence[str]
-) -> TextFile:
-    """Write a file in an encoding that has all of its characters, sometimes compressed."""
+        workbook = Workbook()
+        for line in rows.lines:
+            workbook.active.append(line)
+        workbook.save(path)
+        return TextFile(path, rows)
+    rows, text, options = _to_text(chance, form, rows)
+    if form == "json":  # either may hold a list, or a row per line
+        path = path.with_suffix(chance.choice((".json", ".jsonl")))
     encoding, stated = chance.choice(ENCODINGS)
     try:
         content = text.encode(encoding)
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # the encoding lacks a character
         content, stated = text.encode("utf-8"), ""
     if chance.random() < 0.15:
         path, content = path.with_name(f"{path.name}.gz"), gzip.compress(content)
@@ -284,14 +221,40 @@ def _write_text(
     return TextFile(path, rows, [*options, *(["--encoding", stated] if stated else [])])
 
 
-FORMATS: Final[Mapping[str, Callable[[Random, Texts, Path], TextFile]]] = {
-    "csv": write_csv_file,
-    "tsv": write_tsv_file,
-    "txt": write_txt_file,
-    "json": write_json_file,
-    "parquet": write_parquet_file,
-    "xlsx": write_xlsx_file,
-}
+def _to_text(chance: Random, form: str, rows: Texts) -> tuple[Texts, str, list[str]]:
+    """Return the rows of a file, its text, and the options that read it."""
+    end = chance.choice(ENDINGS)
+    if form == "csv":
+        if chance.random() < 0.3:
+            rows = replace(rows, texts=[*rows.texts[:-1], chance.choice(BREAKING_TEXTS)])
+        delimiter, stream = chance.choice(DELIMITERS), io.StringIO()
+        quoting: Any = chance.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC))
+        csv.writer(stream, delimiter=delimiter, quoting=quoting).writerows(rows.lines)
+        # The line ends within quoted fields belong to the texts.
+        text = stream.getvalue().replace("\r\n", end)
+        return rows, text, ["--delimiter", delimiter] if chance.random() < 0.5 else []
+    if form == "tsv":
+        names = [name.strip('"') for name in rows.names]
+        rows = replace(rows, extra_name=names[0], name=names[1])
+        return rows, "".join("\t".join(map(str, line)) + end for line in rows.lines), []
+    if form == "txt":
+        text = end.join(text or "" for text in rows.texts)
+        return rows, text + chance.choice((end, "")), []
+    if not (escapes := chance.random() < 0.5):
+        rows = _without(rows, "half")
+    records = [dict(zip(rows.names, line, strict=True)) for line in rows.lines[1:]]
+    if chance.random() < 0.3:  # a key that one row lacks is null
+        del records[-1][rows.extra_name]
+        rows = replace(rows, extra=[*rows.extra[:-1], None])
+    dump, end = partial(json.dumps, ensure_ascii=escapes), chance.choice(ENDINGS[:2])
+    text = dump(records) if chance.random() < 0.4 else end.join([*map(dump, records), ""])
+    return rows, text, []
+
+
+def _without(rows: Texts, *parts: str) -> Texts:
+    """Return rows in which texts that contain one of the parts are replaced."""
+    texts = ["x y" if text and any(part in text for part in parts) else text for text in rows.texts]
+    return replace(rows, texts=texts)
 
 
 # -- objects -----------------------------------------------------------------------------------
@@ -320,142 +283,65 @@ def _with_typed_values(chance: Random, rows: Texts) -> Texts:
 
 def _arrow_table(chance: Random, rows: Texts) -> Any:
     """Return rows as an Arrow table whose texts have one of Arrow's types of text."""
-    import pyarrow as pa
-
     types = (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()))
     texts = pa.array(rows.texts, pa.string()).cast(chance.choice(types))
     return pa.table({rows.extra_name: pa.array(rows.extra), rows.name: texts})
 
 
-def _pandas_table(chance: Random, rows: Texts) -> Any:
-    import pandas as pd
-
-    table = pd.DataFrame({rows.extra_name: rows.extra, rows.name: rows.texts})
-    kind = chance.choice(("object", "string", "category", "string[pyarrow]", ""))
-    if kind:
-        table[rows.name] = table[rows.name].astype(kind)
+def _pandas_table(chance: Random, table: Any) -> Any:
+    frame = table.to_pandas()
+    if kind := chance.choice(("object", "string", "category", "string[pyarrow]", "")):
+        frame["text"] = frame["text"].astype(kind)
     if chance.random() < 0.3:
-        table.index = [f"row {i}" for i in range(len(table))]
-    return table
+        frame.index = [f"row {i}" for i in range(len(frame))]
+    return frame
 
 
-def _polars_table(chance: Random, rows: Texts) -> Any:
-    import polars as pl
-
-    table = pl.DataFrame({rows.extra_name: rows.extra, rows.name: rows.texts})
-    kind = chance.choice((pl.String, pl.Categorical))
-    return table.with_columns(pl.col(rows.name).cast(kind))
+def _library(name: str, function: str) -> Callable[[Random, Any], Any]:
+    """Return a form that a function of a library makes of a table or a list."""
+    return lambda chance, values: attrgetter(function)(import_module(name))(values)
 
 
-def _hugging_face_table(chance: Random, rows: Texts) -> Any:
-    import datasets
-
-    table = datasets.Dataset.from_dict({rows.extra_name: rows.extra, rows.name: rows.texts})
-    if chance.random() < 0.3:  # rows that are selected and not copied
-        return table.select(range(len(table)))
-    return table
-
-
-#: Objects that have the columns of the rows.
-TABLES: Final[Mapping[str, Callable[[Random, Texts], Any]]] = {
+#: Objects that have the columns of an Arrow table, and objects that are lists of texts.
+TABLES: Final[Mapping[str, Callable[[Random, Any], Any]]] = {
     "pandas": _pandas_table,
-    "polars": _polars_table,
-    "Hugging Face": _hugging_face_table,
-    "Arrow": _arrow_table,
-    "Arrow batch": lambda chance, rows: _arrow_table(chance, rows).combine_chunks().to_batches()[0],
-    "columns": lambda chance, rows: {
-        rows.extra_name: list(rows.extra),
-        rows.name: list(rows.texts),
-    },
-    "records": lambda chance, rows: [
-        {rows.extra_name: extra, rows.name: text}
-        for extra, text in zip(rows.extra, rows.texts, strict=True)
-    ],
+    "polars": _library("polars", "from_arrow"),
+    "Hugging Face": _library("datasets", "Dataset"),
+    "Arrow": lambda chance, table: table,
+    "Arrow batch": lambda chance, table: table.combine_chunks().to_batches()[0],
+    "columns": lambda chance, table: table.to_pydict(),
+    "records": lambda chance, table: table.to_pylist(),
 }
-
-
-def _numpy_texts(chance: Random, texts: Sequence[Any]) -> Any:
-    import numpy as np
-
-    # NumPy's type of text drops NUL at the end of a text.
-    return np.array(texts, dtype=object if None in texts or chance.random() < 0.5 else str)
-
-
-def _series(library: str, texts: Sequence[Any]) -> Any:
-    module = __import__(library)
-    return module.Series(list(texts))
-
-
-def _arrow_texts(texts: Sequence[Any], *, chunked: bool) -> Any:
-    import pyarrow as pa
-
-    array = pa.array(texts, pa.string())
-    return pa.chunked_array([array[:1], array[1:]]) if chunked else array
-
-
-#: Objects that are lists of texts.
-LISTS: Final[Mapping[str, Callable[[Random, Sequence[Any]], Any]]] = {
+LISTS: Final[Mapping[str, Callable[[Random, Any], Any]]] = {
     "list": lambda chance, texts: list(texts),
     "tuple": lambda chance, texts: tuple(texts),
-    "NumPy": _numpy_texts,
-    "pandas series": lambda chance, texts: _series("pandas", texts),
-    "polars series": lambda chance, texts: _series("polars", texts),
-    "Arrow array": lambda chance, texts: _arrow_texts(texts, chunked=False),
-    "Arrow chunks": lambda chance, texts: _arrow_texts(texts, chunked=True),
+    # NumPy's type of text drops NUL at the end of a text.
+    "NumPy": lambda chance, texts: np.array(
+        texts, dtype=object if None in texts or chance.random() < 0.5 else str
+    ),
+    "pandas series": _library("pandas", "Series"),
+    "polars series": _library("polars", "Series"),
+    "Arrow array": _library("pyarrow", "array"),
+    "Arrow chunks": lambda chance, texts: pa.chunked_array([texts[:1], texts[1:]], pa.string()),
 }
 
 
 # -- commands and functions --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a function of llmcond on an object, whose outcome is checked.
-
-    Attributes:
-        name: the function and the object, for messages.
-        call: calls the function, and returns what contradicts the rows; empty if nothing does.
-        valid: whether the call must succeed.
-        outputs: files that must not exist after a failure.
-    """
-
-    name: str
-    call: Callable[[], str]
-    valid: bool
-    outputs: Sequence[Path] = field(default_factory=list)
-
-    def failure(self) -> str:
-        """Call the function; return what is wrong with the outcome, empty if nothing is."""
-        from llmcond.base.errors import UserError
-
-        out, err = io.StringIO(), io.StringIO()
-        try:
-            with redirect_stdout(out), redirect_stderr(err):
-                wrong = self.call()
-        except UserError as error:
-            left = [path.name for path in self.outputs if path.exists()]
-            if left:
-                return f"{self.name}: left {left} after {error}"
-            return f"{self.name}: refused: {error}" if self.valid else ""
-        except BaseException as error:
-            return f"{self.name}: {type(error).__name__}: {error}"
-        if not self.valid and not wrong:
-            return f"{self.name}: succeeded with rows that cannot be used"
-        return wrong and f"{self.name}: {wrong}"
-
-
-def _find_difference(
-    written: TextFile, texts: Sequence[Any], extra: Sequence[Any] | None = None
+def find_difference(
+    rows: Texts, texts: Sequence[Any], extra: Sequence[Any] | None = None, strips: bool = False
 ) -> str:
-    """Return how rows that came out differ from those that went in; empty if they do not."""
-    expected = written.rows.expected
-    went_in = [text.strip() if written.strips else text for text, _ in expected]
+    """Return how rows that came out differ from those that went in; empty if they do not.
+
+    With ``strips``, spaces around a text do not belong to it.
+    """
+    went_in = [text.strip() if strips else text for text, _ in rows.expected]
     if list(texts) != went_in:
         return f"the texts are {list(texts)!r:.300}, not {went_in!r:.300}"
-    if extra is not None:
-        values = [_plain(value) for value in extra]
-        if values != [_plain(value) for _, value in expected]:
-            return f"the extra values are {values!r:.300}, not {[v for _, v in expected]!r:.300}"
+    values = [value for _, value in rows.expected]
+    if extra is not None and [*map(_plain, extra)] != [*map(_plain, values)]:
+        return f"the extra values are {list(extra)!r:.300}, not {values!r:.300}"
     return ""
 
 
@@ -475,88 +361,78 @@ def _read_output(path: Path) -> Mapping[str, Sequence[Any]]:
         with path.open(newline="", encoding="utf-8") as stream:
             rows = list(csv.reader(stream))
         return {name: [row[i] for row in rows[1:]] for i, name in enumerate(rows[0])}
-    import pyarrow.parquet as pq
-
     return dict(pq.read_table(path).to_pydict())
 
 
 COMMANDS: Final = ("embed", "cluster", "index", "check-condition")
 
 
-def file_input(chance: Random, base: Base, work: Path, form: str = "", command: str = "") -> Input:
+def file_input(chance: Random, base: Base, work: Path, form: str = "", name: str = "") -> Input:
     """Return a command that reads a file of texts."""
-    form, command = form or chance.choice(list(FORMATS)), command or chance.choice(COMMANDS)
-    written = FORMATS[form](chance, draw_texts(chance), work)
+    form, name = form or chance.choice(FORMATS), name or chance.choice(COMMANDS)
+    written, has_columns = write_file(chance, form, draw_texts(chance), work), form != "txt"
     rows, path = written.rows, written.path
-    keeps = written.has_columns and command != "check-condition" and chance.random() < 0.5
+    keeps = has_columns and name != "check-condition" and chance.random() < 0.5
     reads_stdin = path.suffix == ".txt" and chance.random() < 0.4
     out = work / chance.choice(("out.parquet", "out.csv", "OUT.CSV"))
-    arguments = [command, "-" if reads_stdin else str(path), *written.options]
+    arguments = [name, "-" if reads_stdin else str(path), *written.options]
     arguments += ["--run", str(base.folder / "run"), "--condition", CONDITION]
     arguments += ["--skip-empty"] if rows.skip_empty else []
-    arguments += [f"--text={rows.name}"] if written.has_columns else []
+    arguments += [f"--text={rows.name}"] if has_columns else []
     arguments += [f"--keep={rows.extra_name}"] if keeps else []
     arguments += {
         "embed": ["--out", str(out)],
         "cluster": ["--out", str(out), "--clusters", "2", "--no-check"],
         "index": ["--out", str(work / "index"), "--json"],
         "check-condition": [],
-    }[command]
+    }[name]
     # Some names of columns cannot be written, because they are reserved or the format lacks them.
-    may_refuse = keeps and (
-        command == "cluster" or not re.fullmatch(r"[^\W_][\w ]*", rows.extra_name)
-    )
-    may_refuse |= keeps and command == "index" and rows.extra_name == "id"
+    may_refuse = keeps and (name == "cluster" or not re.fullmatch(r"[^\W_][\w ]*", rows.extra_name))
+    may_refuse |= keeps and name == "index" and rows.extra_name == "id"
 
-    def check(code: int, printed: str) -> str:
-        left = [entry.name for entry in work.iterdir() if entry != path]
+    def check(printed: str) -> str:
+        if name == "check-condition":
+            return ""
+        if name == "index":
+            added, n = json.loads(printed)["added"], len(rows.expected)
+            return "" if added == n else f"{added} rows of {n}"
+        columns = _read_output(out)
+        texts = columns["sentence" if name == "embed" else rows.name if has_columns else "text"]
+        extra = columns[rows.extra_name] if keeps else None
+        return find_difference(rows, texts, extra, strips=not has_columns)
+
+    tried = command(arguments, _outcome(rows, work, path, check, may_refuse))
+    if not reads_stdin:
+        return tried
+
+    def run() -> int:
+        with patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes()))):
+            return tried.run()
+
+    return replace(tried, run=run)
+
+
+def _outcome(
+    rows: Texts, work: Path, path: Path | None, check: Callable[[str], str], may_refuse: bool
+) -> Callable[[int, str], str]:
+    """Return a check that rows come out if they can be used, and that errors leave no output.
+
+    Args:
+        rows: the rows that went in.
+        work: folder of the outputs, and of ``path``.
+        path: the file that was read, if there is one.
+        check: function from standard output to what contradicts the rows.
+        may_refuse: whether rows that can be used may be refused.
+    """
+
+    def outcome(code: int, printed: str) -> str:
         if code:
+            left = [entry.name for entry in work.iterdir() if entry != path]
             refused = "refused" if rows.is_valid and not may_refuse else ""
             return f"left {left} after an error" if left else refused
-        if not rows.is_valid:
-            return "succeeded with rows that cannot be used"
-        return _find_problem(command, written, out, printed, keeps=keeps)
+        return check(printed) if rows.is_valid else "succeeded with rows that cannot be used"
 
-    result = Command(arguments, check)
-    return _WithStdin(result, path.read_bytes()) if reads_stdin else result
-
-
-def _find_problem(command: str, written: TextFile, out: Path, printed: str, *, keeps: bool) -> str:
-    """Return how the output of a command contradicts the rows; empty if it does not."""
-    rows = written.rows
-    if command == "check-condition":
-        return ""
-    if command == "index":
-        added, n = json.loads(printed)["added"], len(rows.expected)
-        return "" if added == n else f"{added} rows of {n}"
-    columns = _read_output(out)
-    name = rows.name if command == "cluster" and written.has_columns else "text"
-    texts = columns["sentence" if command == "embed" else name]
-    return _find_difference(written, texts, columns[rows.extra_name] if keeps else None)
-
-
-@dataclass(frozen=True)
-class _WithStdin:
-    """An input whose command reads standard input."""
-
-    command: Input
-    content: bytes
-
-    def failure(self) -> str:
-        """Try the input; return what is wrong with the outcome, empty if nothing is."""
-        with patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(self.content))):
-            return self.command.failure()
-
-
-def _make_object(chance: Random, form: str) -> tuple[Texts, Any]:
-    """Return rows, and an object of a form in ``TABLES`` or ``LISTS`` that holds them."""
-    rows = replace(draw_texts(chance, more=[None]), name="text", extra_name="my id")
-    if form not in ("columns", "records", "list", "tuple"):
-        rows = _without(rows, "half", "nul")
-    if form in LISTS:
-        return rows, LISTS[form](chance, rows.texts)
-    rows = _with_typed_values(chance, rows)
-    return rows, TABLES[form](chance, rows)
+    return outcome
 
 
 FUNCTIONS: Final = ("embed", "cluster", "check_condition", "encode", "Index.build")
@@ -567,51 +443,55 @@ def object_input(
 ) -> Input:
     """Return a call of a function on an object in memory."""
     import llmcond
+    from llmcond.base.errors import UserError
 
     form = form or chance.choice([*TABLES, *LISTS])
     function = function or chance.choice(FUNCTIONS)
-    rows, table = _make_object(chance, form)
+    rows = replace(draw_texts(chance, more=[None]), name="text", extra_name="my id")
+    if form not in ("list", "tuple"):
+        rows = _without(rows, "half", *([] if form in ("columns", "records") else ["nul"]))
+    values: Any = rows.texts
+    if form in TABLES:
+        rows = _with_typed_values(chance, rows)
+        values = _arrow_table(chance, rows)
+    table = {**TABLES, **LISTS}[form](chance, values)
     out = work / chance.choice(("out.parquet", "out.csv"))
     keep = () if form in LISTS else (rows.extra_name,)
-    options: dict[str, Any] = {"skip_empty": rows.skip_empty, "run": str(base.folder / "run")}
+    run = str(base.folder / "run")
     if function in ("encode", "Index.build"):  # they take lists of texts, and leave nothing out
         rows = replace(rows, skip_empty=False)
         if form == "records":
             table = [row["text"] for row in table]
         elif form in TABLES:
             table = table["text"]
+    options: dict[str, Any] = {"skip_empty": rows.skip_empty, "run": run, "condition": CONDITION}
+    written = {**options, "texts": table, "out": out, "keep": keep}
+    calls: dict[str, Callable[[], Any]] = {
+        "embed": lambda: llmcond.embed(**written),
+        "cluster": lambda: llmcond.cluster(clusters=2, check=False, **written),
+        "check_condition": lambda: llmcond.check_condition(texts=table, **options),
+        "encode": lambda: len(llmcond.load_embedder(run).encode(table, CONDITION)),
+        "Index.build": lambda: len(llmcond.Index.build(work / "index", table, run=run)),
+    }
 
-    def write() -> str:
-        if function == "embed":
-            llmcond.embed(texts=table, out=out, condition=CONDITION, keep=keep, **options)
-        else:
-            llmcond.cluster(
-                texts=table,
-                out=out,
-                condition=CONDITION,
-                keep=keep,
-                clusters=2,
-                check=False,
-                **options,
-            )
-        columns = _read_output(out)
-        texts = columns["sentence" if function == "embed" else "text"]
-        return _find_difference(TextFile(work, rows), texts, columns[keep[0]] if keep else None)
+    def call() -> int:
+        try:
+            result = calls[function]()
+        except UserError as error:
+            print(f"llmcond: error: {error}", file=sys.stderr)
+            return error.exit_code
+        print("\n", result if isinstance(result, int) else "", sep="", end="")
+        return 0
 
-    def check() -> str:
-        llmcond.check_condition(texts=table, condition=CONDITION, **options)
-        return ""
+    def check(printed: str) -> str:
+        if function in ("embed", "cluster"):
+            columns = _read_output(out)
+            texts = columns["sentence" if function == "embed" else "text"]
+            return find_difference(rows, texts, columns[keep[0]] if keep else None)
+        n = printed.rpartition("\n")[2] or len(rows.texts)
+        return "" if int(n) == len(rows.texts) else f"{n} rows of {len(rows.texts)}"
 
-    def count() -> str:
-        run = options["run"]
-        if function == "encode":
-            n = len(llmcond.load_embedder(run).encode(table, CONDITION))
-        else:
-            n = len(llmcond.Index.build(work / "index", table, run=run))
-        return "" if n == len(rows.texts) else f"{n} rows of {len(rows.texts)}"
-
-    call = {"embed": write, "cluster": write, "check_condition": check}.get(function, count)
-    return Call(f"{function} of {form}", call, rows.is_valid, [out, work / "index"])
+    return Input(f"{function} of {form}", call, _outcome(rows, work, None, check, may_refuse=False))
 
 
 TEXT_INPUTS: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {

@@ -27,7 +27,7 @@ def test_exceptions_tracebacks_and_silent_errors_are_failures(
     names = {"sys": __import__("sys")}
     exec(f"def run(command):\n    {body}\n    return 0", names)
     monkeypatch.setattr("llmcond.cli.run", names["run"])
-    monkeypatch.setitem(fuzz.KINDS, "none", lambda *_: fuzz.Command(["evaluate"]))
+    monkeypatch.setitem(fuzz.FILES, "none", lambda *_: ["evaluate"])
     failure = fuzz.try_input("none", 0, fuzz.Base(tmp_path))
     assert failure
     assert expected in failure
