@@ -9,7 +9,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from common import Options
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
+from transformers import AutoConfig
 
 from llmcond.benchmark.shapes import make_tokenizer
 from llmcond.benchmark.speeds import product_peak
@@ -149,9 +150,20 @@ def measure(
     return turns
 
 
-def median_of(turns: Iterable[Mapping[str, float]], key: str) -> float:
-    """Return the median of a figure over turns."""
-    return float(statistics.median(turn[key] for turn in turns))
+def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
+    """Return the medians of each way's figures over turns.
+
+    ``ratio`` is the median over rounds of the first way's seconds to those of a way.
+    """
+    first = next(iter(turns.values()))
+    return [
+        {
+            "way": name,
+            **{key: statistics.median(turn[key] for turn in of_way) for key in of_way[0]},
+            "ratio": median_ratio(first, of_way, "seconds"),
+        }
+        for name, of_way in turns.items()
+    ]
 
 
 def median_ratio(
@@ -163,9 +175,6 @@ def median_ratio(
 
 # -- inputs and checkpoints --------------------------------------------------------------------
 
-#: Maximum size of a shard of a checkpoint, in bytes.
-SHARD = 2 * 2**30
-
 
 def random_checkpoint(known: KnownModel, parent: Path, sizes: Mapping[str, int]) -> Path:
     """Return a checkpoint of an architecture with random weights; create it if it is missing.
@@ -176,43 +185,26 @@ def random_checkpoint(known: KnownModel, parent: Path, sizes: Mapping[str, int])
         sizes: settings of the architecture to change, such as ``num_hidden_layers``.
     """
     names = [known.repo.replace("/", "--"), *(f"{key}-{value}" for key, value in sizes.items())]
-    folder = parent / "-".join(names)
-    if not (folder / "model.safetensors.index.json").is_file():
-        _make_checkpoint(known, folder, sizes)
-    return folder
-
-
-def _make_checkpoint(known: KnownModel, folder: Path, sizes: Mapping[str, int]) -> None:
+    target = parent / "-".join(names)
+    if target.is_dir():
+        return target
+    folder = target.with_name(f"{target.name}.part")
     folder.mkdir(parents=True, exist_ok=True)
     architecture = json.loads(json.dumps(dict(known.architecture)))
     (architecture.get("text_config") or architecture).update(sizes)
     if architecture["model_type"] in ARCHITECTURES:
         # OpenVINO reads config.json directly, so the defaults of transformers have to be in it.
-        from transformers import AutoConfig
-
         architecture = AutoConfig.for_model(**architecture).to_dict()
     (folder / "config.json").write_text(json.dumps(architecture))
     make_tokenizer(folder)
     checkpoint = resolve(str(folder), EncoderOptions(like=known.repo), identify=False).checkpoint
-    names = build_on_meta(load_config(checkpoint)).state_dict()
-    generator = torch.Generator().manual_seed(0)
-    index, total = {}, sum(value.numel() * 2 for value in names.values())
-    written = size = 0
-    current: dict[str, torch.Tensor] = {}
-    for name, value in names.items():
-        n_bytes = value.numel() * 2
-        if current and size + n_bytes > SHARD:
-            save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
-            written, size, current = written + 1, 0, {}
+    generator, weights = torch.Generator().manual_seed(0), {}
+    for name, value in build_on_meta(load_config(checkpoint)).state_dict().items():
         # Weights of norms are near one; all others are as transformers initialises them.
-        random = torch.randn(value.shape, generator=generator) * 0.02
         scales = "norm" in name.lower() and name.endswith("weight") and value.dim() == 1
-        current[name] = (random + 1 if scales else random).bfloat16()
-        index[name] = f"model-{written:05d}.safetensors"
-        size += n_bytes
-    save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
-    listing = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+        weights[name] = (torch.randn(value.shape, generator=generator) * 0.02 + scales).bfloat16()
+    save_torch_state_dict(weights, folder, max_shard_size="2GB")
+    return folder.rename(target)
 
 
 def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None]:

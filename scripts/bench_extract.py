@@ -30,9 +30,9 @@ from bench import (
     find_checkpoint,
     machine_peak,
     measure,
-    median_of,
     median_ratio,
     set_threads,
+    summarize,
     timed,
 )
 from common import format_table, print_json
@@ -202,7 +202,7 @@ def compare(
         "torch": torch.__version__,
         "threads": task["threads"],
         "dtype": options.dtype,
-        "rows": [summarize(name, turns, vectors, useful) for name in tasks],
+        "rows": [add_ratios(row, turns, vectors, useful) for row in summarize(turns)],
     }
     print(
         f"\n{options.model}, {options.dtype}, {label}: {len(inputs):,} inputs of {useful:,} "
@@ -213,39 +213,29 @@ def compare(
     return result
 
 
-def summarize(
-    name: str,
+def add_ratios(
+    row: dict[str, Any],
     turns: dict[str, list[dict[str, Any]]],
     vectors: dict[str, Vectors],
     useful: int,
 ) -> dict[str, Any]:
-    """Return the figures of one way; ratios are medians over rounds.
+    """Return the figures of one way, with its ratios to all others.
 
     Args:
-        name: the way.
+        row: the medians of the way.
         turns: the figures of each turn, by way.
         vectors: the vectors of each way.
         useful: number of tokens of the inputs, without padding.
     """
-    mine, first = turns[name], next(iter(turns))
-    by_wall, by_processor = (
-        {other: median_ratio(theirs, mine, key) for other, theirs in turns.items()}
-        for key in ("seconds", "processor")
-    )
-    seconds = median_of(mine, "seconds")
+    name, first = row["way"], next(iter(turns))
     return {
-        "way": name,
-        "tokens_per_second": useful / seconds,
-        "seconds": seconds,
-        "processor_seconds": median_of(mine, "processor"),
-        "ratio_to_first": by_wall[first],
-        "ratios": by_wall,
-        "ratios_by_processor": by_processor,
-        "useful_share": useful / median_of(mine, "computed"),
-        "peak_share": median_of(mine, "share"),
-        "peak_gflops": median_of(mine, "peak") / 1e9,
-        "memory_gib": median_of(mine, "memory"),
-        "first_seconds": median_of(mine, "first"),
+        **row,
+        "tokens_per_second": useful / row["seconds"],
+        "ratios": {k: median_ratio(v, turns[name], "seconds") for k, v in turns.items()},
+        "ratios_by_processor": {
+            k: median_ratio(v, turns[name], "processor") for k, v in turns.items()
+        },
+        "useful_share": useful / row["computed"],
         "largest_difference": float(np.abs(vectors[name] - vectors[first]).max()),
         "least_cosine": float((vectors[name] * vectors[first]).sum(axis=1).min()),
     }
@@ -255,12 +245,12 @@ COLUMNS = {
     "way": "way",
     "tokens/s": "tokens_per_second:,.0f",
     "wall s": "seconds:.2f",
-    "processor s": "processor_seconds:.2f",
-    "against the first": "ratio_to_first:.2f",
+    "processor s": "processor:.2f",
+    "against the first": "ratio:.2f",
     "useful of computed tokens": "useful_share:.0%",
-    "of the product's peak": "peak_share:.0%",
-    "peak memory GiB": "memory_gib:.2f",
-    "first batches s": "first_seconds:.1f",
+    "of the product's peak": "share:.0%",
+    "peak memory GiB": "memory:.2f",
+    "first batches s": "first:.1f",
     "largest difference": "largest_difference:.1e",
     "least cosine": "least_cosine:.5f",
 }

@@ -22,14 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench import (
-    BenchOptions,
-    find_checkpoint,
-    machine_peak,
-    measure,
-    median_of,
-    median_ratio,
-)
+from bench import BenchOptions, find_checkpoint, machine_peak, measure, summarize
 from common import format_table, print_json
 
 from llmcond.base.system import choose_device
@@ -98,11 +91,15 @@ class Training:
             rows = order[start : start + self.batch]
             self.optimiser.zero_grad()
             with self.accelerator.autocast():
-                loss = self._loop(rows) if self.kind == "loop" else self._ours(rows, step)
+                loss = (
+                    self._loop(rows)
+                    if self.kind == "loop"
+                    else self.model(self.inputs, rows, [0, step])
+                )
             self.accelerator.backward(loss)
             self.accelerator.clip_grad_norm_(self.weights, 1.0)
             self.optimiser.step()
-            lengths = self._lengths(rows)
+            lengths = [len(self.inputs.texts.tokens[i].ids) for i in self._columns(rows)]
             useful += sum(lengths)
             distinct_inputs = self.inputs.distinct_inputs(rows)
             packed = sum(len(self.inputs.texts.tokens[i].ids) for i in distinct_inputs)
@@ -113,12 +110,6 @@ class Training:
     def _columns(self, rows: Any) -> list[int]:
         columns = self.inputs.columns.values()
         return [int(i) for column in columns for i in column[rows]]
-
-    def _lengths(self, rows: Any) -> list[int]:
-        return [len(self.inputs.texts.tokens[i].ids) for i in self._columns(rows)]
-
-    def _ours(self, rows: Any, step: int) -> Any:
-        return self.model(self.inputs, rows, [0, step])
 
     def _loop(self, rows: Any) -> Any:
         texts = [self.inputs.texts.tokens[i] for i in self._columns(rows)]
@@ -202,20 +193,15 @@ def main() -> None:
         if not (options.skip_peer and kind == "loop")
     }
     results = measure(tasks, options.rounds, load_loop)
-    first = next(iter(results.values()))
-    rows = []
-    for name, turns in results.items():
-        medians = {key: median_of(turns, key) for key in turns[0]}
-        rows.append(
-            {
-                "way": name,
-                **medians,
-                "ratio": median_ratio(first, turns, "seconds"),
-                "rows_per_second": options.batch_size / medians["seconds"],
-                "tokens_per_second": medians["useful"] / medians["seconds"],
-                "padding": medians["computed"] / medians["useful"],
-            }
-        )
+    rows = [
+        {
+            **row,
+            "rows_per_second": options.batch_size / row["seconds"],
+            "tokens_per_second": row["useful"] / row["seconds"],
+            "padding": row["computed"] / row["useful"],
+        }
+        for row in summarize(results)
+    ]
     print(format_table(rows, COLUMNS))
     print_json(options, {"model": options.model, "rows": rows, "torch": torch.__version__})
 
