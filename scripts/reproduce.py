@@ -535,9 +535,9 @@ class Work:
         device = self.options.device
         results: Any = evaluate(run=encoder.run, head=list(names), device=device, **options)
         # A name may end with what it was scored by.
-        chosen = [row for row in results if row.name.startswith(tuple(names))]
-        chosen = [row for row in results if row.head == "none"] if zero_shot else chosen
-        rows = [row for row in map(figures, chosen) if row]
+        matching = [row for row in results if row.name.startswith(tuple(names))]
+        matching = [row for row in results if row.head == "none"] if zero_shot else matching
+        rows = [row for row in map(figures, matching) if row]
         return rows[0] if zero_shot else average_figures(rows)
 
     def paper_name(self, encoder: Encoder) -> str:

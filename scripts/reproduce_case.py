@@ -637,9 +637,9 @@ def histogram_section(work: Work, number: int) -> Section:
             ours = isotropy_of(work, encoder, prompt, subtract)
             labels = [setting_label(prompt, subtract)]
             rows.append(work.row(encoder, labels, ours, stand_in_note(prompt)))
-        drawn = encoder.run / "analyses" / "isotropy.svg"
-        if drawn.is_file() and encoder.instructs == (number == 5):
-            notes += save_figure(work, number, encoder, partial(copy_figure, drawn))
+        picture = encoder.run / "analyses" / "isotropy.svg"
+        if picture.is_file() and encoder.instructs == (number == 5):
+            notes += save_figure(work, number, encoder, partial(copy_figure, picture))
     about = [
         "The paper plots the distributions of the cosines to the mean vector and prints no numbers "
         "but those of table 4. Cosines without subtraction lie higher and closer together.",

@@ -462,8 +462,8 @@ def figure_4(work: Work) -> Section:
     section = Section("Figure 4", title, about, ["layers"], measures, rows)
     points = [Measure(str(layers), str(layers)) for layers in work.options.layers]
     chart = replace(section, measures=points, rows=curves)
-    drawn = draw_rows(work, chart, "layers with a router", "Spearman x 100")
-    return replace(section, figure=drawn.figure)
+    picture = draw_rows(work, chart, "layers with a router", "Spearman x 100")
+    return replace(section, figure=picture.figure)
 
 
 def score_layers(work: Work, encoder: Encoder, layers: int | None) -> tuple[Figures, list[str]]:
