@@ -25,10 +25,9 @@ from llmcond.base.package import __version__
 from llmcond.base.text import Condition, condition_json, condition_key, condition_text, shorten
 from llmcond.data.datasets import is_missing
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING
-from llmcond.report.content import with_minus_signs
 from llmcond.report.figures import MapPanel, plot_maps
 from llmcond.report.page import write_html
-from llmcond.report.tables import INTERVAL_NOTE, estimate_text, factors_text, head_text, range_text
+from llmcond.report.tables import INTERVAL_NOTE, factors_text, head_text, interval_text
 from llmcond.runs.similarity import count_foreign_texts, read_frequent_words
 
 Vectors = NDArray[np.float32]
@@ -884,25 +883,20 @@ def _score_table(scored: Sequence[tuple[str, LabelAgreement]], starts: str) -> T
     intervals = INTERVAL_NOTE.format(groups="texts").replace(
         " and, with several fits, over seeds", ""
     )
-    figures = zip(*(agreement_texts(scores) for _, scores in scored), strict=True)
+    base = scored[0][1].base_name
+    headings = [text for metric in METRICS for text in (metric.heading, base, "difference")]
+    figures = zip(*(agreement_figures(scores) for _, scores in scored), strict=True)
     columns = [
         Column("condition", [name for name, _ in scored]),
         Column("labels", [scores.column for _, scores in scored]),
         Column("texts", [f"{scores.n:,}" for _, scores in scored], "figures"),
         *(
-            Column(heading, cells, "figures")
-            for heading, cells in zip(
-                agreement_headings(scored[0][1].base_name), figures, strict=True
-            )
+            Column(heading, [" ".join(cell).rstrip() for cell in cells], "figures")
+            for heading, cells in zip(headings, figures, strict=True)
         ),
     ]
     note = f"Agreement with known labels. {factors_text(METRICS)}{intervals}{starts}"
     return Table(columns, note)
-
-
-def agreement_headings(base_name: str) -> list[str]:
-    """Return the headings of the columns of ``agreement_texts``, for base vectors of this name."""
-    return [text for metric in METRICS for text in (metric.heading, base_name, "difference")]
 
 
 def quality_text(clustering: Clustering, method: str) -> str:
@@ -925,18 +919,18 @@ def starts_text(result: ClusterResult) -> str:
     return f" K-means: best of {STARTS} starts, seed {result.seed}; other seeds change the results."
 
 
-def agreement_texts(scores: LabelAgreement) -> list[str]:
-    """Return each metric of the clusters, of the base's clusters, and the difference."""
-    texts = []
+def agreement_figures(scores: LabelAgreement) -> list[tuple[str, str]]:
+    """Return each metric of the clusters, of the base's clusters, and the difference.
+
+    Each is a text, and its interval as a text.
+    """
+    figures = []
     for metric in METRICS:
         difference = scores.difference[metric.name]
-        interval = range_text(metric, difference.low, difference.high, signed=True)
-        texts += [
-            estimate_text(metric, scores.own[metric.name]),
-            estimate_text(metric, scores.base[metric.name]),
-            metric.format(difference.value, signed=True) + (f" ({interval})" if interval else ""),
-        ]
-    return texts
+        for figure in (scores.own[metric.name], scores.base[metric.name], difference):
+            text = metric.format(figure.value, signed=figure is difference)
+            figures.append((text, interval_text(metric, figure)))
+    return figures
 
 
 _FOLDER = Path(__file__).parent / "report"
@@ -1035,7 +1029,7 @@ def write_cluster_page(
         "qualities": [quality_text(c, result.method) for c in drawing.clusterings],
         "verdicts": verdicts,
         "method": _METHODS[result.method],
-        "scores": [(title, scores, _agreement_figures(scores)) for title, scores in scored],
+        "scores": [(title, scores, agreement_figures(scores)) for title, scores in scored],
         "metrics": METRICS,
         "base": scored[0][1].base_name if scored else "",
         "starts": starts_text(result),
@@ -1047,22 +1041,6 @@ def write_cluster_page(
         (_FOLDER / f"clusters.{suffix}").read_text("utf-8") for suffix in ("js", "css")
     )
     write_html(path, _FOLDER / "clusters.html.j2", [script], style, drawing.page_data(), **values)
-
-
-def _agreement_figures(scores: LabelAgreement) -> list[tuple[str, str]]:
-    """Return each metric of the clusters, of the base's clusters, and the difference.
-
-    Each is a text, and its interval as a text.
-    """
-    figures = []
-    for metric in METRICS:
-        difference = scores.difference[metric.name]
-        for figure in (scores.own[metric.name], scores.base[metric.name], difference):
-            signed = figure is difference
-            text = metric.format(figure.value, signed)
-            interval = range_text(metric, figure.low, figure.high, signed)
-            figures.append((with_minus_signs(text), with_minus_signs(interval)))
-    return figures
 
 
 def _cross_table(first: Clustering, second: Clustering) -> tuple[Clustering, Clustering, list[Any]]:

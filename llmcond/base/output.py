@@ -332,12 +332,9 @@ _DOCUMENTS = {"markdown": "github", "latex": "latex_booktabs"}
 _PROSE_WIDTH = 100
 #: The minimum width of a table that no terminal limits, in characters.
 _MIN_PIPED_WIDTH = 160
-#: The minimum width of a column of prose, the same where figures need the space, and the length up
-#: to which a word is never cut.
-_MIN_PROSE_COLUMN, _NARROW, _LONG_WORD = 24, 12, 40
+#: The minimum width of a column of text whose lines are longer, in characters.
+_MIN_PROSE_COLUMN = 20
 _NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?|nan|–")
-#: A unit that is not cut. CJK characters count singly, because such texts have no spaces.
-_WORD = re.compile(r"[^\s\u2e80-\uffef]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,18 +360,16 @@ class Column:
         """The cells as texts that cannot control a terminal."""
         return [escape_control_characters(str(cell)) for cell in self.cells]
 
-    def width(self, longest_word: int | None = None, min_prose: int = 24) -> tuple[int, int]:
-        """Return the minimum and the maximum useful width, in characters."""
+    @property
+    def least_width(self) -> int:
+        """The smallest useful width, in characters; only columns of text are wrapped."""
         from rich.cells import cell_len
 
         lines = [line for text in self.texts for line in text.splitlines()]
-        heading = max(map(cell_len, self.heading.split()), default=0)
-        maximum = max(map(cell_len, (self.heading, *lines)))
-        if self.kind != "text":
-            return max(heading, *map(cell_len, lines), 0), maximum
-        words = (cell_len(word) for line in lines for word in _WORD.findall(line))
-        minimum = min(max(words, default=0), longest_word or sys.maxsize)
-        return max(heading, minimum, min(min_prose, maximum)), maximum
+        longest = max(map(cell_len, lines), default=0)
+        if self.kind == "text":
+            longest = min(longest, _MIN_PROSE_COLUMN)
+        return max(longest, *map(cell_len, self.heading.split()), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,12 +379,10 @@ class Table:
     Attributes:
         columns: the columns.
         note: the text above the table.
-        baselines: the indices of the rows that others are compared with, for pages.
     """
 
     columns: Sequence[Column]
     note: str = ""
-    baselines: frozenset[int] = frozenset()
 
     @classmethod
     def of_rows(cls, rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> Table:
@@ -439,9 +432,8 @@ class Table:
     def terminal(self, room: int | None = None) -> tuple[RichTable, list[str]]:
         """Return the table for lines of ``room`` characters, and the headings that do not fit.
 
-        Cells are wrapped between words. If that is not enough, words of more than ``_LONG_WORD``
-        characters, such as URLs, are cut, then columns of prose become narrow if the table has
-        figures, and then columns are left out from the right, except the first one.
+        Cells are wrapped between words. If that is not enough, columns are left out from the right,
+        except the first one.
         """
         from rich import box
         from rich.table import Table as RichTable
@@ -449,40 +441,21 @@ class Table:
 
         title = Text(escape_control_characters(self.note)) if self.note else None
         table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        widths = self._fit(room) if room else [None] * len(self.columns)
-        for column, width in zip(self.columns, widths, strict=False):
+        shown = list(self.columns)
+        # Each column has a space on both sides and a separator before it; the last has one after.
+        while room and len(shown) > 1 and sum(c.least_width + 3 for c in shown) + 1 > room:
+            shown.pop()
+        for column in shown:
             table.add_column(
                 Text(escape_control_characters(column.heading)),
                 justify="right" if column.kind == "figures" else "left",
                 overflow="fold",
-                no_wrap=width is None and column.kind != "text",
-                width=width,
+                no_wrap=not room and column.kind != "text",
+                width=column.least_width if room and column.kind != "text" else None,
             )
-        for row in zip(*(column.texts for column in self.columns[: len(widths)]), strict=True):
+        for row in zip(*(column.texts for column in shown), strict=True):
             table.add_row(*map(Text, row))
-        return table, [column.heading for column in self.columns[len(widths) :]]
-
-    def _fit(self, room: int) -> list[int | None]:
-        """Return the widths of the columns that fit into lines of ``room`` characters."""
-        # Each column has a space on both sides and a separator before it; the last has one after.
-        room -= 1 + 3 * len(self.columns)
-        has_figures = any(column.kind == "figures" for column in self.columns)
-        for limits in ((), (_LONG_WORD,), *([(_LONG_WORD, _NARROW)] if has_figures else [])):
-            sizes = [column.width(*limits) for column in self.columns]
-            if sum(minimum for minimum, _ in sizes) <= room:
-                break
-        while len(sizes) > 1 and sum(minimum for minimum, _ in sizes) > room:
-            sizes.pop()
-            room += 3
-        widths: list[int | None] = [min(minimum, max(room, 1)) for minimum, _ in sizes]
-        spare = room - sum(minimum for minimum, _ in sizes)
-        by_demand = sorted(range(len(sizes)), key=lambda i: sizes[i][1] - sizes[i][0])
-        for rank, i in enumerate(by_demand):
-            minimum, maximum = sizes[i]
-            added = max(min(maximum - minimum, spare // (len(sizes) - rank)), 0)
-            widths[i] = max(min(minimum + added, room), 1)
-            spare -= added
-        return widths
+        return table, [column.heading for column in self.columns[len(shown) :]]
 
     def document(self, form: str) -> str:
         """Return the table as Markdown, LaTeX or HTML, with its note above it."""

@@ -111,12 +111,13 @@ class Compare(CompareSystemsOptions, Command):
     def show(self, result: SystemComparison, form: str) -> None:
         """Print a summary in words, then a table, and a table of subsets."""
         from llmcond.base.output import print_sentences
-        from llmcond.report.tables import subset_differences_table, systems_summary, systems_table
+        from llmcond.report.tables import results_table, subset_differences_table, summary
 
-        print_sentences(systems_summary(result.results, result.baseline), form)
-        systems_table(result.results, result.baseline).print(form)
-        if result.results[0].subsets["subsets"]:
-            subset_differences_table(result.results, result.baseline).print(form)
+        print_sentences(summary(result.results, result.baseline), form)
+        results_table(result.results).print(form)
+        subsets = subset_differences_table(result.results)
+        if subsets is not None:
+            subsets.print(form)
 
 
 compare = as_function(Compare)
@@ -214,11 +215,11 @@ class ComparePrompts(ComparePromptsOptions, Command):
     def show(self, result: Comparison, form: str) -> None:
         """Print a summary in words, then a table."""
         from llmcond.base.output import print_sentences
-        from llmcond.report.tables import comparison_table, summary
+        from llmcond.report.tables import results_table, summary
 
         print_sentences(summary(result.results, result.baseline), form)
         bars = form == "table"  # In other formats the characters of bars do not line up.
-        comparison_table(result.results, result.baseline, self.run, bars=bars).print(form)
+        results_table(result.results, self.run, bars=bars).print(form)
 
 
 compare_prompts = as_function(ComparePrompts)

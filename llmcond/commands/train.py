@@ -119,9 +119,9 @@ class Sweep(SweepOptions, Command):
     def show(self, result: SweepResult, form: str) -> None:
         """Print a table, and the held-out score of the choice of the best row."""
         from llmcond.base.output import print_sentences
-        from llmcond.report.tables import choice_sentence, sweep_table
+        from llmcond.report.tables import choice_sentence, results_table
 
-        sweep_table(result.results, self.run).print(form)
+        results_table(result.results, self.run).print(form)
         if result.choice is not None:
             print_sentences([choice_sentence(result.choice)], form)
 
@@ -221,9 +221,9 @@ class SweepLora(SweepLoraOptions, Command):
 
     def show(self, result: LoraSweepResult, form: str) -> None:
         """Print a table."""
-        from llmcond.report.tables import sweep_table
+        from llmcond.report.tables import results_table
 
-        sweep_table(result.results, self.run).print(form)
+        results_table(result.results, self.run).print(form)
 
 
 sweep_lora = as_function(SweepLora)

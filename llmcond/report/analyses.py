@@ -15,7 +15,7 @@ from llmcond.base.package import __version__
 from llmcond.base.text import condition_titles
 from llmcond.report.figures import ShadedToken, TokenRow, plot_tokens
 from llmcond.report.page import write_html
-from llmcond.report.tables import estimate_text, factors_text
+from llmcond.report.tables import estimate_text, factors_text, isotropy_table
 from llmcond.runs.similarity import SUBTRACTED, ConditionExplanation, Explanation, Values
 
 JsonRows = Sequence[Mapping[str, Any]]
@@ -32,8 +32,7 @@ def analysis_tables(result: Mapping[str, Any], run: object) -> list[Table]:
     tables = []
     if "isotropy" in result:
         note = f"Isotropy of the embeddings of {scope} (CASE, appendix B)"
-        keys = ("mean_cosine", "std_cosine", "partition_ratio", "n_zero")
-        tables.append(_table(note, result["isotropy"], keys))
+        tables.append(isotropy_table(result["isotropy"], note))
     if "clusters" in result:
         tables.append(_clusters_table(result["clusters"], scope))
     if "conditions" in result:

@@ -17,7 +17,7 @@ from llmcond.base.output import Column, Table
 from llmcond.data.readers import hub_dataset
 from llmcond.encoders import find_model
 from llmcond.prompts import Prompt
-from llmcond.report.tables import estimate_text, factors_text, range_text
+from llmcond.report.tables import estimate_text, factors_text, interval_text
 from llmcond.runs import Run, dev_score
 from llmcond.runs.run import is_selected_on_dev
 from llmcond.tasks import find_kind
@@ -202,7 +202,7 @@ def _scores_table(
         columns.append(Column(metric.heading, [metric.format(s[metric.name]) for s in scores]))
         if not metric.secondary:
             estimates = [Estimate.from_json(s[metric.name], s[f"{metric.name}_ci"]) for s in scores]
-            cells = [range_text(metric, e.low, e.high) or "–" for e in estimates]
+            cells = [interval_text(metric, e) or "–" for e in estimates]
             columns.append(Column("95 % interval", cells))
     return Table(columns)
 

@@ -26,8 +26,14 @@ from llmcond.evaluation.analyses import (
 )
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.heads.numpy_heads import DEV_SCORE_KEY
-from llmcond.report.content import Page, interval_ends, with_minus_signs
-from llmcond.report.tables import p_value_text, range_text
+from llmcond.report.content import Page
+from llmcond.report.tables import (
+    axis_label,
+    estimate_text,
+    interval_text,
+    p_value_text,
+    with_minus_signs,
+)
 
 #: The colours of the series, repeated cyclically. There is one mark fewer than colours, so that
 #: a pair of colour and mark repeats late.
@@ -293,8 +299,7 @@ def page_data(page: Page) -> dict[str, Any]:
     epochs = [epoch for curve in curves for seed in curve["seeds"] for epoch in seed]
     metric = get_metric(page.dev_metric)
     data["dev"] = f"{metric.heading} on dev"
-    scale = "" if metric.factor == 1 else f" × {metric.factor:g}"
-    for column, name, title in ((1, "loss", "loss"), (2, "dev", f"{data['dev']}{scale}")):
+    for column, name, title in ((1, "loss", "loss"), (2, "dev", axis_label(metric, " on dev"))):
         if any(epoch[column] is not None for epoch in epochs):
             data["charts"][name] = curve_chart(name, title)
     return data
@@ -381,10 +386,8 @@ def _number_texts(column: Sequence[str], texts: dict[str, int]) -> list[int]:
 def _format_score(page: Page, name: str) -> str:
     """Format a system's primary metric with its interval."""
     result = next(result for result in page.results if result.name == name)
-    metric, estimate = result.primary, result.main
-    bounds = with_minus_signs(range_text(metric, estimate.low, estimate.high))
-    score = f"{metric.heading} {with_minus_signs(metric.format(estimate.value))}"
-    return f"{score} ({bounds})" if bounds else score
+    text = estimate_text(result.primary, result.main)
+    return f"{result.primary.heading} {with_minus_signs(text)}"
 
 
 def _rated_system(page: Page, rows: Rows, name: str, error: Floats) -> dict[str, Any]:
@@ -502,16 +505,17 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
     description = (
         f"{metric.heading} of each system with its 95 % confidence interval, by template and head."
     )
-    title = metric.heading + ("" if metric.factor == 1 else f" × {metric.factor:g}")
-    return interval_chart(rows, heads, title, description, reference), _make_legend(heads)
+    chart = interval_chart(rows, heads, axis_label(metric), description, reference)
+    return chart, _make_legend(heads)
 
 
 def score_rows(page: Page) -> list[dict[str, Any]]:
     """Return a row of ``interval_chart`` for each result whose primary metric is defined."""
     metric, systems, rows = page.results[0].primary, _system_labels(page), []
-    for i, result in enumerate(page.results):
-        details = [("no subtraction", "minus c")[result.subtract]] if page.subtracts else []
-        details += [page.variants[1][i]] if page.variants else []
+    subtracts = not page.ranked or any(result.subtract for result in page.results)
+    for result in page.results:
+        details = [("no subtraction", "minus c")[result.subtract]] if subtracts else []
+        details += [result.variant[1]]
         details += ["control"] if result.about.get("control") else []
         details += ["baseline"] if result.name in page.baselines else []
         named = systems.get(result.name) or f"{result.prompt or result.name}\n"
@@ -531,31 +535,29 @@ def difference_rows(page: Page) -> list[dict[str, Any]]:
             named = systems.get(result.name) or f"{result.prompt}\n{minus}"
             label = f"{named}, {difference.verdict}"
             about = {"label": label, "series": "difference" if systems else result.head}
-            row = _interval_row(metric, difference, "difference", about, signed=True)
+            row = _interval_row(metric, difference, "difference", about)
             rows += [{**r, "p, corrected": p_value_text(difference.p_holm)} for r in row]
     return rows
 
 
 def _interval_row(
-    metric: Metric,
-    figure: Estimate | PairedDifference,
-    heading: str,
-    about: Mapping[str, str],
-    signed: bool = False,
+    metric: Metric, figure: Estimate | PairedDifference, heading: str, about: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Return the row of a figure with its interval; none if the figure is undefined."""
     if finite_or_none(figure.value) is None:
         return []
-    low, high = interval_ends(figure.low, figure.high)
-    interval = with_minus_signs(range_text(metric, figure.low, figure.high, signed))
+    interval = interval_text(metric, figure)
+    ends = (figure.low, figure.high) if interval else (None, None)
+    low, high = map(metric.in_display_unit, ends)
+    signed = isinstance(figure, PairedDifference)
     return [
         {
             **about,
             "value": metric.in_display_unit(figure.value),
-            "low": metric.in_display_unit(low),
-            "high": metric.in_display_unit(high),
+            "low": low,
+            "high": high,
             heading: with_minus_signs(metric.format(figure.value, signed)),
-            "95 % interval": interval or "undefined",
+            "95 % interval": with_minus_signs(interval) or "undefined",
         }
     ]
 
@@ -580,9 +582,8 @@ def difference_chart(page: Page) -> dict[str, Any] | None:
     metric, rows = page.results[0].primary, difference_rows(page)
     if not rows or not _system_labels(page):
         return None
-    scale = "" if metric.factor == 1 else f" × {metric.factor:g}"
-    title = f"difference in {metric.heading}{scale}"
-    description = f"Difference of each system to {page.baseline} in {metric.heading}."
+    title = f"difference in {axis_label(metric)}"
+    description = f"Difference of each system to the baseline in {metric.heading}."
     return interval_chart(rows, ["difference"], title, description, reference=0.0)
 
 

@@ -19,15 +19,22 @@ from llmcond.base.output import log
 from llmcond.data.rows import Rows
 from llmcond.evaluation.results import Result
 from llmcond.report.content import (
+    SUBSET_TITLES,
     Page,
-    compared_subsets_table,
     difference_table,
-    isotropy_table,
-    main_table,
     subsets_table,
 )
 from llmcond.report.figures import plot_intervals, plot_isotropy, plot_predictions, plot_steps
-from llmcond.report.tables import MINUS, axis_label, factors_text, interval_notes, sentences_text
+from llmcond.report.tables import (
+    MINUS,
+    axis_label,
+    factors_text,
+    interval_notes,
+    isotropy_table,
+    results_table,
+    sentences_text,
+    subset_differences_table,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -67,7 +74,7 @@ def write_page(page: Page, path: Path) -> None:
         data["charts"]["differences"] = forest
     if isotropy:
         data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
-    counts = (f"{r.split}: {r.counts.text}. {sentences_text(r)}" for r in page.results)
+    first = page.results[0]
     write_html(
         path,
         _FOLDER / "page.html.j2",
@@ -75,19 +82,21 @@ def write_page(page: Page, path: Path) -> None:
         "",
         data,
         page=page,
-        counts=dict.fromkeys(counts),
-        primary=page.results[0].primary,
-        factors=factors_text([get_metric(name) for name in page.results[0].metrics]),
+        counts=f"{first.split}: {first.counts.text}. {sentences_text(first)}",
+        primary=first.primary,
+        factors=factors_text([get_metric(name) for name in first.metrics]),
         notes=interval_notes(page.results),
         intervals=_find_intervals(page.results),
-        results=main_table(page),
-        differences=difference_table(page.results if page.baselines else ()),
+        results=results_table(page.results),
+        differences=difference_table(page.results),
         parts={
-            kind: subsets_table(kind, page.results, parts) for kind, parts in page.subsets.items()
+            title: subsets_table(kind, page.results)
+            for kind, title in SUBSET_TITLES.items()
+            if kind in first.subsets
         },
         heads=heads and heads[1],
         forest=forest is not None,
-        compared_subsets=compared_subsets_table(page.results),
+        compared_subsets=subset_differences_table(page.results),
         isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
     )
 

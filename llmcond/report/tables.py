@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llmcond.base.errors import escape_control_characters, format_count
@@ -18,7 +19,7 @@ from llmcond.base.metrics import (
 )
 from llmcond.base.output import Column, Table, line_limit, print_sentences
 from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
-from llmcond.evaluation.results import CrossValidatedGain, Result, SettingsChoice, Subset
+from llmcond.evaluation.results import CrossValidatedGain, Result, SettingsChoice
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -39,6 +40,14 @@ FEW_PAIRS = 30
 _MAX_NAMED = 3
 #: The width of an interval's bar in characters.
 _BAR_WIDTH = 21
+#: The subsets of rated rows that have columns.
+_PARTS = (
+    ("sentences", "unseen_sentences", "on rows that share no sentence with the training data"),
+    ("sentences", "shared_sentences", "on rows that share a sentence with the training data"),
+    ("conditions", "seen", "on rows whose condition occurs in the training data"),
+    ("conditions", "unseen", "on rows whose condition does not occur in the training data"),
+)
+_CORRECTED = "after Holm's correction for the number of systems compared"
 #: Pairs of query subsets that share a column; ``--json`` has all subsets.
 _SUBSET_PAIRS = (("forward", "backward"), ("reversible", "rest"))
 #: The number of conditions in the table of an agreement; ``--json`` has all.
@@ -53,25 +62,24 @@ def head_text(name: str) -> str:
     return "no head" if name.partition("@")[0] == "none" else name
 
 
-def estimate_text(metric: Metric, estimate: Estimate) -> str:
+def estimate_text(metric: Metric, figure: Estimate | PairedDifference) -> str:
     """Format a figure with its interval, if it has one: ``58.7 [55.5, 61.9]``."""
-    if finite_or_none(estimate.value) is None:
+    if finite_or_none(figure.value) is None:
         return "undefined"
-    if finite_or_none(estimate.low) is None:
-        return metric.format(estimate.value)
-    return _interval_text(metric, estimate)
-
-
-def _interval_text(metric: Metric, figure: Estimate | PairedDifference) -> str:
     value = metric.format(figure.value, signed=isinstance(figure, PairedDifference))
-    return f"{value} [{metric.format(figure.low)}, {metric.format(figure.high)}]"
+    return f"{value} {interval_text(metric, figure)}".rstrip()
 
 
-def range_text(metric: Metric, low: float, high: float, signed: bool = False) -> str:
-    """Format an interval as ``55.5 to 61.9``; empty if it is undefined."""
-    if finite_or_none(low) is None or finite_or_none(high) is None:
+def interval_text(metric: Metric, figure: Estimate | PairedDifference) -> str:
+    """Format an interval as ``[55.5, 61.9]``; empty if it is undefined."""
+    if finite_or_none(figure.low) is None or finite_or_none(figure.high) is None:
         return ""
-    return f"{metric.format(low, signed)} to {metric.format(high, signed)}"
+    return f"[{metric.format(figure.low)}, {metric.format(figure.high)}]"
+
+
+def with_minus_signs(text: str) -> str:
+    """Replace hyphens by minus signs."""
+    return text.replace("-", MINUS)
 
 
 def p_value_text(p: float) -> str:
@@ -91,9 +99,7 @@ def dev_gain_text(cross_validated: CrossValidatedGain) -> str:
         f"{cross_validated.folds} folds of dev, each predicted by a fit on the other folds "
         f"({gain.n:,} rows): {metric.heading} {estimate_text(metric, gain.trained)}; without dev "
         f"{estimate_text(metric, gain.without)}; difference "
-        f"{metric.format(gain.difference.value, signed=True)} "
-        f"({range_text(metric, gain.difference.low, gain.difference.high, signed=True)})"
-        f"{''.join(parts)}"
+        f"{estimate_text(metric, gain.difference)}{''.join(parts)}"
     )
 
 
@@ -104,7 +110,7 @@ def highest_or_lowest(metric: Metric) -> str:
 
 def axis_label(metric: Metric, suffix: str = "") -> str:
     """Return the label of an axis with a metric in its display unit."""
-    factor = "" if metric.factor == 1 else f" x {metric.factor:g}"
+    factor = "" if metric.factor == 1 else f" × {metric.factor:g}"
     return f"{metric.heading}{suffix}{factor}"
 
 
@@ -150,11 +156,6 @@ def sentences_text(result: Result) -> str:
     return f"{n - n_new:,} rows share a sentence with training, {n_new:,} do not. "
 
 
-def new_sentences_heading(result: Result) -> str:
-    """Return the heading of the score on rows that share no sentence with the training data."""
-    return f"{result.primary.heading}, unseen sentences"
-
-
 def factors_text(metrics: Sequence[Metric]) -> str:
     """Return the sentence of a title that says by what the figures are multiplied."""
     factors = {metric.factor for metric in metrics} - {1.0}
@@ -167,123 +168,260 @@ def factors_text(metrics: Sequence[Metric]) -> str:
     return f"{', '.join(parts)}. "
 
 
-# -- one row for each result -------------------------------------------------------------------
+# -- the table of results ----------------------------------------------------------------------
 
 
-def results_table(results: Sequence[Result], run: object) -> Table:
-    """Return the table of an evaluation of any kind, with a row for each result.
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The bar of an interval, in positions from 0 to 100 on the axis that a column's rows share.
 
-    The note says what all results have in common: the rows scored, dropped and tied.
+    Attributes:
+        value: the position of the figure.
+        low, high: the positions of the ends of its interval; None if there is none.
+        reference: the position of the baseline's figure, or of 0 for differences; None if there is
+            none.
     """
-    first, primary = results[0], results[0].primary
-    if "ties" in first.about:
-        return _rankings_table(results, run)
-    metrics = [get_metric(name) for name in first.metrics]
-    columns = _identity_columns(results, [result.title for result in results])
-    columns += _estimate_columns(metrics, results)
-    if any(result.held_out for result in results):
-        columns.append(Column(f"{primary.heading}, held-out", _held_out(results), "figures"))
-    if any("conditions" in result.subsets for result in results):
-        scores = [
-            " / ".join(
-                primary.format(part.main.value)
-                for part in result.subsets.get("conditions", {}).values()
-            )
-            for result in results
-        ]
-        heading = f"{primary.heading} by condition: seen / unseen"
-        columns.append(Column(heading, scores, "figures"))
-    columns += _new_sentences_columns(results)
-    if "sentences" in first.subsets:
-        shared = [
-            estimate_text(primary, part.main)
-            if (part := result.part("sentences", "shared_sentences"))
-            else ""
-            for result in results
-        ]
-        columns.append(Column("shared sentences", shared, "figures"))
-    return Table(
-        columns,
-        f"{run}, {first.split}: {first.counts.details}. {sentences_text(first)}"
-        f"{factors_text(metrics)}{interval_notes(results)}",
-    )
 
+    value: float
+    low: float | None
+    high: float | None
+    reference: float | None
 
-def _rankings_table(results: Sequence[Result], run: object) -> Table:
-    first, primary = results[0], results[0].primary
-    description, further = _describe_ranking(first)
-    subtracts = "neighbours" in first.about
-    metrics = _main_metrics(first)
-    # The results of one system have a common prefix; the variant column distinguishes them.
-    names = [r.name if subtracts else r.name.partition(" ")[0] for r in results]
-    titles = [replace(r, name=name).title for r, name in zip(results, names, strict=True)]
-    columns = [
-        *_identity_columns(results, titles)[: 2 + subtracts],
-        Column(first.variant[0], [result.variant[1] for result in results]),
-        *_estimate_columns([primary], results),
-        *_value_columns(metrics[1:], results),
-        *(
-            Column(heading, [format_cell(result) for result in results], "figures")
-            for heading, format_cell in further.items()
-        ),
-    ]
-    note = f"{run}, {first.split}: {first.counts.text}{description} {factors_text(metrics)}"
-    return Table(columns, f"{note}{interval_notes(results)}")
-
-
-def _describe_ranking(first: Result) -> tuple[str, Mapping[str, Callable[[Any], str]]]:
-    """Return how the queries were ranked, for the note, and the columns after the metrics."""
-    primary = first.primary
-
-    def join_scores(parts: Mapping[str, Subset], names: Sequence[str]) -> str:
-        return " / ".join(primary.format(parts[name].metrics[primary.name].value) for name in names)
-
-    about, ties = first.about, f"tied ranks: {first.about['ties']}."
-    if "by_history" in first.subsets:
-        histories = list(first.subsets["by_history"])
-        ends = list(dict.fromkeys((histories[0], histories[-1])))
-        return f" after {' to '.join(ends)} turns, candidates: {about['candidates']}, {ties}", {
-            "median rank": lambda result: f"{result.about['median_rank']:.0f}",
-            f"{primary.heading} after {' / '.join(ends)}": lambda result: join_scores(
-                result.subsets["by_history"], ends
-            ),
-        }
-    if "cells" in first.subsets:
-        n_cells = len(first.subsets["cells"])
-        cells = f"Means over {n_cells} pairs of turns before + turns to the goal."
-        return f", candidates: {about['plan']}, {ties} {cells}", {}
-    subsets = first.subsets.get("parts", {})
-    return f", filtered, {ties}", {
-        f"{primary.heading}: {' / '.join(pair)}": lambda result, pair=pair: join_scores(
-            result.subsets["parts"], pair
+    def __str__(self) -> str:
+        """Return the bar as a line of characters."""
+        low, value, high = (
+            round((_BAR_WIDTH - 1) * (self.value if position is None else position) / 100)
+            for position in (self.low, self.value, self.high)
         )
-        for pair in _SUBSET_PAIRS
-        if all(name in subsets for name in pair)
-    }
+        return f"{' ' * low}{'─' * (value - low)}●{'─' * (high - value)}"
 
 
-def sweep_table(results: Sequence[Result], run: object) -> Table:
-    """Return a table of a sweep's results, with one row per combination of settings."""
-    first, primary = results[0], results[0].primary
-    metrics = _main_metrics(first)
-    has_held_out = any(result.held_out for result in results)
-    main = [result.main for result in results]
-    columns = [
-        *_identity_columns(results, [result.head for result in results]),
-        Column("settings", [settings_text(result.settings) for result in results]),
-        Column("dim", [result.dim for result in results], "figures"),
-        Column("seeds", [len(result.seeds) for result in results], "figures"),
-        *_value_columns([primary], results),
-        Column("sd", [primary.format(r.seed_sd[primary.name]) for r in results], "figures"),
-        Column("interval", [range_text(primary, e.low, e.high) or "–" for e in main], "figures"),
-        *([Column("held-out", _held_out(results), "figures")] if has_held_out else []),
-        *_value_columns(metrics[1:], results),
-    ]
-    return Table(
-        columns,
-        f"{run}, {first.split}: {first.counts.text}. {factors_text(metrics)}Mean over seeds, "
-        f"with the standard deviation over seeds (sd). {interval_notes(results)}",
-    )
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table. Terminals and documents show its texts in one line, without the bar.
+
+    Attributes:
+        text: the text.
+        sort: the sort key; None comes last in either direction.
+        detail: a smaller text below.
+        tags: texts in small boxes next to the text.
+        verdict: the verdict on a difference; empty if there is none.
+        bar: the bar of the figure's interval.
+    """
+
+    text: str
+    sort: float | str | None = None
+    detail: str = ""
+    tags: tuple[str, ...] = ()
+    verdict: str = ""
+    bar: Bar | None = None
+
+    def __str__(self) -> str:
+        """Return the cell's texts in one line."""
+        tags = (f"({tag})" for tag in self.tags)
+        return " ".join(filter(None, (self.text, self.detail, *tags, self.verdict)))
+
+
+def text_column(heading: str, texts: Sequence[str], hint: str = "") -> Column:
+    """Return a column of texts, which are sorted alphabetically."""
+    return Column(heading, [Cell(text, text) for text in texts], hint=hint)
+
+
+def number_column(
+    heading: str,
+    values: Sequence[float | None],
+    form: Callable[[Any], str] = "{:,}".format,
+    hint: str = "",
+) -> Column:
+    """Return a column of numbers, with dashes for those that are missing."""
+    cells = [Cell("–" if v is None else form(v), finite_or_none(v)) for v in values]
+    return Column(heading, cells, "figures", hint)
+
+
+def interval_column(
+    heading: str,
+    metric: Metric,
+    figures: Sequence[Estimate | PairedDifference | None],
+    references: Sequence[float | None] = (),
+    hint: str = "",
+) -> Column:
+    """Return figures with their intervals, whose bars are on a common axis.
+
+    Args:
+        heading: the heading.
+        metric: the metric of the figures.
+        figures: the figures; None shows a dash. The axis of differences includes 0.
+        references: the figures of the baselines, for the bars of figures that are no differences.
+        hint: an explanation of the heading.
+    """
+    differ = any(isinstance(figure, PairedDifference) for figure in figures)
+    references = references or [0.0 if differ else None] * len(figures)
+    ends = [end for f in figures if f for end in (f.value, f.low, f.high)] + [0.0] * differ
+    defined = [end for end in ends if finite_or_none(end) is not None] or [0.0, 1.0]
+    room = 0.04 * (max(defined) - min(defined))
+    least, most = min(defined) - room, max(defined) + room
+
+    def position_of(value: float | None) -> float | None:
+        if value is None or finite_or_none(value) is None:
+            return None
+        return round(100 * (value - least) / (most - least), 2) if most > least else 50.0
+
+    cells = []
+    for figure, reference in zip(figures, references, strict=True):
+        position = position_of(figure.value if figure else None)
+        if figure is None or position is None:
+            cells.append(Cell("undefined" if figure else "–"))
+            continue
+        interval = interval_text(metric, figure)
+        low, high = (position_of(end) if interval else None for end in (figure.low, figure.high))
+        verdict = figure.verdict if isinstance(figure, PairedDifference) else ""
+        text, bar = (
+            metric.format(figure.value, differ),
+            Bar(position, low, high, position_of(reference)),
+        )
+        cells.append(Cell(text, figure.value, interval, verdict=verdict, bar=bar))
+    return Column(heading, cells, "figures", hint)
+
+
+def find_baselines(results: Sequence[Result]) -> dict[str, Result]:
+    """Return the results that others are compared with, by name, first that of the best result."""
+    against = {result.against for result in results if result.against}
+    names = (r.against or r.name for r in results if r.against or r.name in against)
+    by_name = {result.name: result for result in results}
+    return {name: by_name[name] for name in names if name in by_name}
+
+
+def results_table(results: Sequence[Result], run: object = "", *, bars: bool = False) -> Table:
+    """Return the table of results of any kind, one row each, with the columns that any of them has.
+
+    The note says what all results have in common.
+
+    Args:
+        results: the results.
+        run: the name of the run, for the note.
+        bars: whether to add a column that shows the intervals of the first metric.
+    """
+    first, baselines = results[0], find_baselines(results)
+    columns = [_system_column(results, baselines)]
+    columns.append(text_column("prompt", [result.prompt or "–" for result in results]))
+    if "ties" not in first.about or any(result.subtract for result in results):
+        cells = ["yes" if result.subtract else "no" for result in results]
+        hint = "whether the unconditional vector is subtracted"
+        columns.append(text_column("minus c", cells, hint))
+    for heading, texts in (
+        ("encoder", [result.about.get("encoder", "") for result in results]),
+        (first.variant[0], [result.variant[1] for result in results]),
+        ("settings", [settings_text(result.settings) for result in results]),
+    ):
+        if any(texts):
+            columns.append(text_column(heading, [text or "–" for text in texts]))
+    columns += _metric_columns(results, baselines, bars=bars)
+    columns += _subset_columns(results)
+    for heading, counts, hint in (
+        ("seeds", [len(result.seeds) or None for result in results], "number of fits averaged"),
+        ("dim", [result.dim for result in results], "dimensions of an embedding"),
+    ):
+        if any(counts):
+            columns.append(number_column(heading, counts, hint=hint))
+    return Table(columns, _describe_results(results, run, baselines))
+
+
+def _system_column(results: Sequence[Result], baselines: Mapping[str, Result]) -> Column:
+    cells = []
+    for result in results:
+        # The column of the variants already shows the variant, with which a name ends.
+        name = result.name.partition(" ")[0] if result.variant[1] else result.name
+        title, control = replace(result, name=name).title, result.about.get("control")
+        tags = ["baseline"] if result.name in baselines else []
+        tags += [f"control: {control}"] if control else []
+        recipe = "" if result.head == title else f"({result.head})"
+        cells.append(Cell(title, title, recipe, tuple(tags)))
+    hint = "the head that compares the features; none: zero-shot, without a head"
+    return Column("system" if "heads" in results[0].about else "head", cells, hint=hint)
+
+
+def _metric_columns(
+    results: Sequence[Result], baselines: Mapping[str, Result], *, bars: bool
+) -> list[Column]:
+    """Return the columns of the metrics and their differences, secondary metrics last."""
+    primary, columns = results[0].primary, []
+    for metric in sorted(map(get_metric, results[0].metrics), key=lambda metric: metric.secondary):
+        estimates = [result.metrics[metric.name] for result in results]
+        heading, hint = metric.heading, metric.description
+        if metric.secondary:
+            values = [estimate.value for estimate in estimates]
+            columns.append(number_column(heading, values, metric.format, hint))
+            continue
+        of_baselines = [baselines.get(result.against or "") for result in results]
+        references = [base.metrics[metric.name].value if base else None for base in of_baselines]
+        columns.append(interval_column(heading, metric, estimates, references, hint))
+        if bars and metric is primary:
+            columns.append(Column("", [cell.bar or "" for cell in columns[-1].cells], "word"))
+        if baselines:
+            differences = [(result.difference or {}).get(metric.name) for result in results]
+            columns.append(interval_column("difference", metric, differences))
+            if metric is primary:
+                p_values = [d.p_holm if d else None for d in differences]
+                columns.append(number_column("p", p_values, p_value_text, _CORRECTED))
+    return columns
+
+
+def _subset_columns(results: Sequence[Result]) -> list[Column]:
+    """Return the columns of the primary metric on parts of the rows, and over seeds."""
+    first, primary, columns = results[0], results[0].primary, []
+    if any(result.held_out for result in results):
+        heading, held_out = f"{primary.heading}, held-out", [r.held_out for r in results]
+        hint = "on tenths of dev, each predicted by the epoch that the rest of dev chooses"
+        columns.append(interval_column(heading, primary, held_out, hint=hint))
+    for kind, name, hint in _PARTS:
+        parts = [result.part(kind, name) for result in results]
+        if any(parts):
+            heading = f"{primary.heading}, {name.removesuffix('_sentences')} {kind}"
+            scores = [part.main if part else None for part in parts]
+            columns.append(interval_column(heading, primary, scores, hint=hint))
+    if "median_rank" in first.about:
+        ranks = [result.about["median_rank"] for result in results]
+        columns.append(number_column("median rank", ranks, "{:.0f}".format))
+    histories = list(first.subsets.get("by_history", ()))
+    for kind, names in (
+        ("by_history", tuple(dict.fromkeys((*histories[:1], *histories[-1:])))),
+        *(("parts", names) for names in _SUBSET_PAIRS),
+    ):
+        parts_of_results = [[result.part(kind, name) for name in names] for result in results]
+        if names and all(map(all, parts_of_results)):
+            heading = f"{primary.heading}: {' / '.join(names)}"
+            texts = [
+                " / ".join(primary.format(part.main.value) for part in parts if part)
+                for parts in parts_of_results
+            ]
+            columns.append(Column(heading, list(map(Cell, texts)), "figures"))
+    deviations = [result.seed_sd.get(primary.name) for result in results]
+    if any(sd is not None for sd in deviations):
+        hint = f"standard deviation of {primary.heading} over seeds"
+        columns.append(number_column("sd over seeds", deviations, primary.format, hint))
+    return columns
+
+
+def _describe_results(
+    results: Sequence[Result], run: object, baselines: Mapping[str, Result]
+) -> str:
+    """Return the note of a table: the rows, the candidates, the intervals and the differences."""
+    first = results[0]
+    about, scope = first.about, f"{run}, {first.split}" if run else first.split
+    text = f"{scope}: {first.counts.details}"
+    if "ties" in about:
+        histories = list(first.subsets.get("by_history", ()))
+        text += f" after {histories[0]} to {histories[-1]} turns" if histories else ""
+        pool = about.get("candidates", about.get("plan"))
+        text += f", {f'candidates: {pool}' if pool else 'filtered'}, tied ranks: {about['ties']}"
+    factors = factors_text([get_metric(name) for name in first.metrics])
+    text += f". {sentences_text(first)}{factors}{interval_notes(results)}"
+    if "cells" in first.subsets:
+        text += f" Means over {len(first.subsets['cells'])} pairs of turns before + turns to goal."
+    if baselines:
+        base = next(iter(baselines)) if len(baselines) == 1 else "the baseline with the same head"
+        text += f" Differences are from {base}. {CORRECTION_NOTE}"
+    return text
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -300,222 +438,93 @@ def choice_sentence(choice: SettingsChoice) -> str:
     )
 
 
-def comparison_table(
-    results: Sequence[Result], baseline: str, run: object, *, bars: bool = True
-) -> Table:
-    """Return the table of a comparison, with one row per prompt, head and subtraction.
+def subset_differences_table(results: Sequence[Result]) -> Table | None:
+    """Return the differences on subsets of the rows, one row per subset and system.
 
-    Args:
-        results: the compared results, best first.
-        baseline: the name of the baseline prompt.
-        run: the name of the run, for the note.
-        bars: whether to add a column that shows the intervals as bars.
+    The table is None if the results have no subsets.
     """
-    first, primary = results[0], results[0].primary
-    metrics = _main_metrics(first)
-    remarks = [" (control)" if result.about.get("control") else "" for result in results]
-    columns = [
-        *_identity_columns(results, [result.head for result in results], remarks),
-        *_estimate_columns([primary], results),
-        _deviation_column(results),
-        *([_bar_column(results)] if bars else []),
-        *_difference_columns(results, [result.prompt == baseline for result in results]),
-        *_estimate_columns(metrics[1:], results),
-        *_new_sentences_columns(results),
-    ]
+    systems = [result for result in results if result.subsets.get("subsets")]
+    if not systems:
+        return None
+    metric = systems[0].primary
+    names = [(name, system) for name in systems[0].subsets["subsets"] for system in systems]
+    parts = [system.subsets["subsets"][name] for name, system in names]
+    differences = [part.difference for part in parts]
+    column = interval_column("difference", metric, differences)
+    p_values = [d.p if d else None for d in differences]
     return Table(
-        columns,
-        f"{run}, {first.split}: {first.counts.text}. {sentences_text(first)}{factors_text(metrics)}"
-        f"{interval_notes(results)} "
-        f"Differences are from {baseline} with the same head. {CORRECTION_NOTE}",
-    )
-
-
-def systems_table(results: Sequence[Result], baseline: str) -> Table:
-    """Return the table of a comparison of systems, with one row per system, best first."""
-    first, primary = results[0], results[0].primary
-    metrics = _main_metrics(first)
-    prompts = [result.prompt + (" minus c" if result.subtract else "") for result in results]
-    columns = [
-        Column("system", [result.name for result in results]),
-        Column("encoder", [result.about["encoder"] for result in results]),
-        Column("prompt", prompts),
-        Column("seeds", [len(result.seeds) or "–" for result in results], "figures"),
-        *_estimate_columns([primary], results),
-        _deviation_column(results),
-        *_difference_columns(results, [result.name == baseline for result in results]),
-    ]
-    for metric in metrics[1:]:
-        differences = [(result.difference or {}).get(metric.name) for result in results]
-        cells = ["" if d is None else _interval_text(metric, d) for d in differences]
-        columns += [*_estimate_columns([metric], results), Column("difference", cells, "figures")]
-    correction = f". {CORRECTION_NOTE}" if len(results) > 2 else "."
-    return Table(
-        columns,
-        f"{first.split}: {first.counts.text}. {factors_text(metrics)}{interval_notes(results)} "
-        f"Differences are from {baseline}{correction}",
-    )
-
-
-def subset_differences_table(results: Sequence[Result], baseline: str) -> Table:
-    """Return the differences on subsets of the rows, one row per subset and system."""
-    primary = results[0].primary
-    (reference,) = (result for result in results if result.name == baseline)
-    compared = [
-        (name, result.name, part, difference)
-        for name in reference.subsets["subsets"]
-        for result in results
-        if (difference := (part := result.subsets["subsets"][name]).difference) is not None
-    ]
-    base = [primary.format(reference.subsets["subsets"][name].main.value) for name, *_ in compared]
-    columns = [
-        Column("rows", [name for name, *_ in compared]),
-        Column("system", [system for _, system, *_ in compared]),
-        Column("n", [f"{part.n:,}" for *_, part, _ in compared], "figures"),
-        Column(
-            primary.heading,
-            [estimate_text(primary, part.main) for *_, part, _ in compared],
-            "figures",
-        ),
-        Column("baseline", base, "figures"),
-        Column("difference", [_interval_text(primary, d) for *_, d in compared], "figures"),
-        Column("p", [p_value_text(difference.p) for *_, difference in compared], "figures"),
-    ]
-    return Table(
-        columns,
-        f"{primary.heading} on subsets. p is not corrected, so that these are hints for further "
+        [
+            text_column("rows", [name for name, _ in names]),
+            text_column("system", [system.name for _, system in names]),
+            number_column("n", [part.n for part in parts]),
+            interval_column(metric.heading, metric, [part.main for part in parts]),
+            # A verdict would need a correction for the number of subsets.
+            replace(column, cells=[replace(cell, verdict="") for cell in column.cells]),
+            number_column("p", p_values, p_value_text, "not corrected"),
+        ],
+        f"{metric.heading} on subsets. p is not corrected, so that these are hints for further "
         "experiments.",
     )
 
 
-def _main_metrics(result: Result) -> list[Metric]:
-    """Return the metrics of a result, the primary one first, without secondary ones."""
-    return [metric for name in result.metrics if not (metric := get_metric(name)).secondary]
-
-
-def _identity_columns(
-    results: Sequence[Result], heads: Sequence[str], remarks: Sequence[str] = ()
-) -> list[Column]:
-    """Return the columns that identify a result: head, prompt, and whether c is subtracted."""
-    remarks = remarks or [""] * len(results)
-    return [
-        Column("head", heads),
-        Column("prompt", [r.prompt + remark for r, remark in zip(results, remarks, strict=True)]),
-        Column("minus c", ["yes" if result.subtract else "no" for result in results], "word"),
-    ]
-
-
-def _estimate_columns(metrics: Sequence[Metric], results: Sequence[Result]) -> list[Column]:
-    """Return the column of each metric with its interval."""
-    return [
-        Column(
-            m.heading, [estimate_text(m, result.metrics[m.name]) for result in results], "figures"
-        )
-        for m in metrics
-    ]
-
-
-def _value_columns(metrics: Sequence[Metric], results: Sequence[Result]) -> list[Column]:
-    """Return the column of each metric without its interval."""
-    return [
-        Column(m.heading, [m.format(result.metrics[m.name].value) for result in results], "figures")
-        for m in metrics
-    ]
-
-
-def _held_out(results: Sequence[Result]) -> list[str]:
-    """Return the held-out scores on dev; a dash where there is none."""
-    return ["–" if r.held_out is None else estimate_text(r.primary, r.held_out) for r in results]
-
-
-def _new_sentences_columns(results: Sequence[Result]) -> list[Column]:
-    """Return the column of the score on new sentences, if there is one."""
-    if "sentences" not in results[0].subsets:
-        return []
-    cells = [
-        estimate_text(result.primary, part.main)
-        if (part := result.part("sentences", "unseen_sentences"))
-        else ""
-        for result in results
-    ]
-    return [Column(new_sentences_heading(results[0]), cells, "figures")]
-
-
-def _deviation_column(results: Sequence[Result]) -> Column:
-    primary = results[0].primary
-    cells = [primary.format(result.seed_sd.get(primary.name)) for result in results]
-    return Column("seeds ±", cells, "figures")
-
-
-def _difference_columns(results: Sequence[Result], are_baselines: Sequence[bool]) -> list[Column]:
-    """Return the columns of the difference from the baseline: difference, p-value, verdict."""
-    differences = [_main_difference(result) for result in results]
-    metric = results[0].primary
-    verdicts = [
-        d.verdict if d else "baseline" if is_baseline else "–"
-        for d, is_baseline in zip(differences, are_baselines, strict=True)
-    ]
-    figures = [_interval_text(metric, d) if d else "" for d in differences]
-    return [
-        Column("difference", figures, "figures"),
-        Column("p", [p_value_text(d.p_holm) if d else "" for d in differences], "figures"),
-        Column("verdict", verdicts, "word"),
-    ]
-
-
-def _bar_column(results: Sequence[Result]) -> Column:
-    """Return the intervals as lines of characters on a common axis, with the values on them."""
-    ends_of_all = [end for r in results for end in (r.main.value, r.main.low, r.main.high)]
-    known = [end for end in ends_of_all if finite_or_none(end) is not None] or [0.0, 1.0]
-    least, most = min(known), max(known)
-
-    def position_of(figure: float) -> int:
-        share = (figure - least) / (most - least) if most > least else 0.5
-        return min(_BAR_WIDTH - 1, max(0, round(share * (_BAR_WIDTH - 1))))
-
-    def draw(estimate: Estimate) -> str:
-        if finite_or_none(estimate.value) is None:
-            return ""
-        cells = [" "] * _BAR_WIDTH
-        if finite_or_none(estimate.low) is not None and finite_or_none(estimate.high) is not None:
-            for position in range(position_of(estimate.low), position_of(estimate.high) + 1):
-                cells[position] = "─"
-        cells[position_of(estimate.value)] = "●"
-        return "".join(cells).rstrip()
-
-    heading = " to ".join(f"{results[0].primary.factor * end:.0f}" for end in (least, most))
-    return Column(heading, [draw(result.main) for result in results], "word")
+def isotropy_table(rows: Sequence[Mapping[str, Any]], note: str = "") -> Table:
+    """Return the table of the isotropy of each system's vectors."""
+    names = [row["name"] for row in rows]
+    columns = [text_column("system", names)]
+    for key in ("mean_cosine", "std_cosine", "partition_ratio"):
+        values, form = [row[key] for row in rows], partial(format_number, decimals=3)
+        columns.append(number_column(key.replace("_", " "), values, form))
+    zero = [row.get("n_zero", 0) for row in rows]
+    if any(zero):
+        columns.append(number_column("zero vectors", zero))
+    return Table(columns, note)
 
 
 # -- comparisons in sentences ------------------------------------------------------------------
 
 
 def summary(results: Sequence[Result], baseline: str) -> list[str]:
-    """Summarise a comparison in sentences, the verdict first.
+    """Summarise a comparison of prompts or systems in sentences, the verdict first.
 
     Args:
         results: the compared results, best first.
-        baseline: the name of the baseline prompt.
+        baseline: the name of the baseline, a prompt or a system.
     """
-    prompts = {result.prompt for result in results}
-    heads = sorted({result.head for result in results} - {"none"})
-    with_heads = f" and with {_join_names(heads)}" if heads else ""
-    sentences = _summarise_best(
-        [result for result in results if not result.about.get("control")], baseline
-    )
-    for head in ["none", *heads]:
-        sentences += _summarise_verdicts([r for r in results if r.head == head], head, baseline)
-    return [
-        *sentences,
-        *_warn_of_few_pairs(results[0]),
-        *_summarise_controls(results),
-        f"{format_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on "
-        f"{results[0].counts.text} of {results[0].split}.",
-    ]
+    first, groups = results[0], {"": results}
+    has_systems = "heads" in first.about
+    if has_systems:
+        compared = f"{len(results):,} systems"
+    else:
+        heads = sorted({result.head for result in results} - {"none"})
+        groups = {
+            f"With {head}" if head != "none" else "Zero-shot": [
+                r for r in results if r.head == head
+            ]
+            for head in ["none", *heads]
+        }
+        n_prompts = len({result.prompt for result in results})
+        with_heads = f" and with {_join_names(heads)}" if heads else ""
+        compared = f"{format_count(n_prompts, 'prompt')}, zero-shot{with_heads}"
+    sentences = _summarise_best([r for r in results if not r.about.get("control")], baseline)
+    for start, group in groups.items():
+        sentences += _summarise_verdicts(group, start, baseline)
+    if first.counts.n_pairs < FEW_PAIRS:
+        sentences.append(
+            f"{first.counts.n_pairs:,} {first.counts.groups} are few: only large differences can "
+            "be distinguished from chance."
+        )
+    single = [result.name for result in results if has_systems and len(result.seeds) == 1]
+    if single:
+        sentences.append(
+            f"{_join_names(single)}: one fit, so that the result holds for this seed only. Fit "
+            "several seeds to include their variance."
+        )
+    sentences += _summarise_controls(results)
+    return [*sentences, f"{compared}, on {first.counts.text} of {first.split}."]
 
 
 def _summarise_best(results: Sequence[Result], baseline: str) -> list[str]:
-    """Name the best score, and say whether any prompt is significantly better than the baseline."""
+    """Name the best score, and say whether anything is significantly better than the baseline."""
     if not results or finite_or_none(results[0].main.value) is None:
         return []
     first, metric = results[0], results[0].primary
@@ -526,11 +535,12 @@ def _summarise_best(results: Sequence[Result], baseline: str) -> list[str]:
     if not any(differences):
         return [f"{top}."]
     if not any(difference.verdict == "better" for difference in differences if difference):
-        return [f"No prompt is shown to be better than {baseline}. {top}."]
+        noun = "system" if "heads" in first.about else "prompt"
+        return [f"No {noun} is shown to be better than {baseline}. {top}."]
     if margin is None:
-        return [f"{top}, the baseline." if first.prompt == baseline else f"{top}."]
+        return [f"{top}, the baseline." if baseline in (first.prompt, first.name) else f"{top}."]
     if margin.verdict == "better":
-        return [f"{top}, better than {baseline} by {_interval_text(metric, margin)}."]
+        return [f"{top}, better than {baseline} by {estimate_text(metric, margin)}."]
     return [f"{top}, not shown to be better than {baseline}."]
 
 
@@ -538,8 +548,8 @@ def _main_difference(result: Result) -> PairedDifference | None:
     return (result.difference or {}).get(result.primary.name)
 
 
-def _summarise_verdicts(results: Sequence[Result], head: str, baseline: str) -> list[str]:
-    """Say how the prompts compare with the baseline under one head."""
+def _summarise_verdicts(results: Sequence[Result], start: str, baseline: str) -> list[str]:
+    """Say how systems, or the prompts under one head, compare with the baseline."""
     compared = [
         (_name_prompt(result), difference)
         for result in results
@@ -550,7 +560,7 @@ def _summarise_verdicts(results: Sequence[Result], head: str, baseline: str) -> 
     metric, parts = results[0].primary, []
     for verdict in ("better", "worse"):
         named = [
-            f"{name} by {_interval_text(metric, difference)}"
+            f"{name} by {estimate_text(metric, difference)}"
             for name, difference in compared
             if difference.verdict == verdict
         ]
@@ -565,8 +575,8 @@ def _summarise_verdicts(results: Sequence[Result], head: str, baseline: str) -> 
         few = len(uncertain) <= _MAX_NAMED
         names = _join_names([n for n, _ in uncertain]) if few else f"the other {len(uncertain)}"
         parts.append(f"no evidence of a difference from {baseline} for {names}{detectable}")
-    start = "Zero-shot" if head == "none" else f"With {head}"
-    return [f"{start}: {'; '.join(parts)}."]
+    text = "; ".join(parts)
+    return [f"{start}: {text}." if start else f"{text[0].upper()}{text[1:]}."]
 
 
 def _summarise_controls(results: Sequence[Result]) -> list[str]:
@@ -598,60 +608,20 @@ def _summarise_controls(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def _warn_of_few_pairs(first: Result) -> list[str]:
-    if first.counts.n_pairs >= FEW_PAIRS:
-        return []
-    return [
-        f"{first.counts.n_pairs:,} {first.counts.groups} are few: only large differences can be "
-        "distinguished from chance."
-    ]
-
-
 def _name_system(result: Result) -> str:
+    if "heads" in result.about:
+        return result.name
     return f"{'zero-shot' if result.head == 'none' else result.head} on {_name_prompt(result)}"
 
 
 def _name_prompt(result: Result) -> str:
+    if "heads" in result.about:
+        return result.name
     return result.prompt + ("" if result.subtract else " (no subtraction)")
 
 
 def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def systems_summary(results: Sequence[Result], baseline: str) -> list[str]:
-    """Summarise a comparison of systems in sentences, the verdicts first.
-
-    Args:
-        results: the results, best first.
-        baseline: the name of the baseline.
-    """
-    first, sentences = results[0], []
-    metric = first.primary
-    for result in results:
-        difference = _main_difference(result)
-        if difference is None:
-            continue
-        figure = (
-            f"{metric.heading} {_interval_text(metric, difference)}, "
-            f"p = {p_value_text(difference.p_holm)}".replace("p = <", "p <")
-        )
-        if difference.verdict != "no evidence":
-            sentences.append(f"{result.name} is {difference.verdict} than {baseline}: {figure}.")
-            continue
-        minimum = finite_or_none(difference.minimum)
-        detectable = f" These rows can detect {metric.format(minimum)} or more." if minimum else ""
-        sentences.append(
-            f"There is no evidence that {result.name} and {baseline} differ: {figure}.{detectable}"
-        )
-    single = [result.name for result in results if len(result.seeds) == 1]
-    if single:
-        sentences.append(
-            f"{_join_names(single)}: one fit, so that the result holds for this seed only. Fit "
-            "several seeds to include their variance."
-        )
-    systems = f"{len(results):,} systems, on {first.counts.text} of {first.split}."
-    return [*sentences, *_warn_of_few_pairs(first), systems]
 
 
 # -- agreement of raters -----------------------------------------------------------------------

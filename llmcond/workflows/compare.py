@@ -47,7 +47,7 @@ from llmcond.options.scoring import CompareOptions, ComparePromptsOptions, Compa
 from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.report.content import Page, make_page
 from llmcond.report.page import check_figures, check_page, write_figures, write_page
-from llmcond.report.tables import FEW_PAIRS, summary, systems_summary
+from llmcond.report.tables import FEW_PAIRS, summary
 from llmcond.runs import Run, open_any_run, run_exists
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import choose_head
@@ -340,10 +340,7 @@ def _build_page(
     similarity: Mapping[str, NDArray[np.float32]],
     settings: Mapping[str, Any],
 ) -> Page:
-    best = comparison.results[0]
-    key = (comparison.baseline, best.head, best.subtract)
-    names = (r.name for r in comparison.results if (r.prompt, r.head, r.subtract) == key)
-    page = make_page(
+    return make_page(
         run,
         rows,
         comparison.results,
@@ -353,12 +350,11 @@ def _build_page(
         settings={
             **settings,
             "baseline": comparison.baseline,
-            "split": best.split,
+            "split": comparison.results[0].split,
             "left_out": comparison.left_out,
             "failures": comparison.failures,
         },
     )
-    return replace(page, baseline=next(names, None))
 
 
 Predictor: TypeAlias = AnyPredictor | CrossEncoder
@@ -832,12 +828,11 @@ def _make_page(
     }
     return Page(
         title=f"{len(comparison.results)} systems compared on {split}",
-        summary=systems_summary(comparison.results, comparison.baseline),
+        summary=summary(comparison.results, comparison.baseline),
         results=comparison.results,
         rows=examples.rows(split),
         scale=examples.run.rating_range,
         similarity=similarity,
         provenance={"settings": settings, "runs": described, **provenance()},
-        baseline=comparison.baseline,
         dev_metric=examples.run.dev_metric,
     )

@@ -21,9 +21,9 @@ from llmcond.data.rows import Rows
 from llmcond.evaluation.analyses import rank_error
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import ComparedSystem, Result, compare_with_baseline
-from llmcond.report.content import Page, with_minus_signs
+from llmcond.report.content import Page
 from llmcond.report.page import write_page
-from llmcond.report.tables import range_text
+from llmcond.report.tables import estimate_text, with_minus_signs
 
 TEMPLATES = ("pair-cond", "concat-sent-cond")
 CONDITIONS = ("The number of people.", "the activity", "mood")
@@ -63,7 +63,6 @@ def build_page(n=300):
             "model": {"name": "minilm", "revision": "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"},
             "settings": {"seeds": [0, 1, 2], "learning_rate": 1e-3, "steps": [{"a": 1}, {"b": []}]},
         },
-        baseline=f"mlp@{TEMPLATES[1]}",
     )
 
 
@@ -71,7 +70,7 @@ def make_hostile(page):
     """Return the page with texts in all fields that are special in HTML, JavaScript or Jinja."""
     evil, n = HOSTILE[0], len(page.rows)
     cycled = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
-    old, new = page.baseline, f"mlp@{evil}"
+    old, new = next(iter(page.baselines)), f"mlp@{evil}"
     renamed = [
         replace(row, name=new, prompts=(evil,), about={"control": evil})
         if row.name == old
@@ -89,7 +88,6 @@ def make_hostile(page):
         similarity={new if name == old else name: v for name, v in page.similarity.items()},
         isotropy=[{**row, "prompt": row["prompt"] + evil} for row in page.isotropy],
         provenance={evil: {"text": HOSTILE[1], "list": [HOSTILE[0], 1]}, "long": HOSTILE[6]},
-        baseline=new,
     )
 
 
@@ -144,7 +142,7 @@ def test_every_section_exists_and_is_linked(page, parsed):
     assert not parsed.open
     # The verdict and the chart precede the other sentences.
     chart = "Spearman by template and head, with 95 % confidence intervals"
-    order = [page.summary[0], chart, *page.summary[1:], "head template minus c"]
+    order = [page.summary[0], chart, *page.summary[1:], "head prompt minus c"]
     positions = [parsed.visible_text.index(text) for text in order]
     assert positions == sorted(positions)
     assert "seeds 0, 1, 2 learning rate 0.001 steps a 1 b –" in parsed.visible_text
@@ -167,15 +165,9 @@ def test_main_table_has_figures_intervals_and_verdicts(page, parsed):
     text = parsed.visible_text
     best, spearman = page.results[0], METRICS["spearman"]
     main, difference = best.main, best.difference["spearman"]
-    figures = [
-        spearman.format(main.value),
-        range_text(spearman, main.low, main.high),
-        "better",
-        with_minus_signs(spearman.format(difference.value, signed=True)),
-        with_minus_signs(range_text(spearman, difference.low, difference.high, signed=True)),
-    ]
-    assert "head template minus c Spearman Spearman against the baseline accuracy" in text
-    assert f"mlp pair-cond yes {' '.join(figures)} " in text
+    figures = f"{estimate_text(spearman, main)} better {estimate_text(spearman, difference)}"
+    assert "head prompt minus c Spearman difference p accuracy difference Pearson" in text
+    assert f"mlp pair-cond yes {with_minus_signs(figures)} " in text
     assert "control: shuffled c" in text
     assert "compared with the baseline template, concat-sent-cond , under the same head" in text
     assert text.count(" baseline concat-sent-cond ") == 4
@@ -229,14 +221,13 @@ def test_page_without_defined_figures_is_written(page, tmp_path):
 
 def test_page_of_single_result_has_no_comparison(page, tmp_path):
     best = replace(page.results[0], difference=None, against=None, fits=())
+    best = replace(best, variant=("score", "maxsim"))
     one = replace(
         page,
         summary=["a-1 is worse: -5.0 [-7.0, -3.0], p < 0.001, in 95 % intervals."],
         results=[best],
         similarity={best.name: page.similarity[best.name]},
         isotropy=(),
-        baseline=None,
-        variants=("score", ["maxsim"]),
     )
     source = write_and_parse(one, tmp_path)
     assert get_sections(source) == ["summary", "results", "systems", "made"]
@@ -273,7 +264,7 @@ def test_reader_can_select_systems_conditions_and_theme(browser, page, tmp_path)
         verdicts = tab.locator(".card > .detail").all_inner_texts()
         assert set(verdicts) == {"B is closer to the rating"}
         table = tab.locator("#results table").first
-        table.locator("thead button", has_text="template").click()
+        table.locator("thead button", has_text="prompt").click()
         first = table.locator("tbody tr").first.locator("td").first.inner_text()
         assert first == "concat-sent-cond"
 

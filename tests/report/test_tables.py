@@ -11,8 +11,7 @@ from helpers.terminal import render_text
 from llmcond.base.metrics import METRICS, Estimate
 from llmcond.base.output import Table
 from llmcond.evaluation.results import Result, RowCounts
-from llmcond.report.content import with_minus_signs
-from llmcond.report.tables import p_value_text, range_text, results_table
+from llmcond.report.tables import interval_text, p_value_text, results_table
 
 RESULT = Result(
     name="mlp@concat-sent-cond",
@@ -33,7 +32,7 @@ def test_result_shows_figures_times_100_with_intervals_and_counts():
     text = " ".join(render_text(results_table([RESULT], "runs/[/x]")).split())
     assert "1,830 rows of 985 sentence pairs, 154 unrated dropped" in text
     assert "736 comparisons, 110 tied left out" in text
-    assert "mlp concat-sent-cond yes 58.7 [55.5, 61.9] undefined 82.1 [79.5, 84.6]" in text
+    assert "mlp concat-sent-cond yes 58.7 [55.5, 61.9] 82.1 [79.5, 84.6] –" in text
     assert "runs/[/x]" in text  # markup is shown literally
     named = results_table([replace(RESULT, name="mlp@home")], "runs/x")
     narrow = render_text(named, width=90)
@@ -43,8 +42,8 @@ def test_result_shows_figures_times_100_with_intervals_and_counts():
 
 def test_figures_are_formatted_for_readers():
     metric = METRICS["spearman"]
-    assert range_text(metric, 0.1, nan) == ""
-    assert with_minus_signs(range_text(metric, -0.1, 0.2, signed=True)) == "−10.0 to +20.0"
+    assert interval_text(metric, Estimate(0.1, 0.1, nan)) == ""
+    assert interval_text(metric, Estimate(0.1, -0.1, 0.2)) == "[-10.0, 20.0]"
     assert [p_value_text(p) for p in (0.0004, 0.0312, nan)] == ["< 0.001", "0.031", "–"]
     for values, cells in (
         ([0.778, 0.7749, -0.06146], ["0.7780", "0.7749", "-0.0615"]),
