@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -28,7 +27,7 @@ from llmcond.base.records import RECORD, fields_as_json, read_record
 from llmcond.base.text import Condition, condition_json
 from llmcond.data.rows import Rows
 from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
-from llmcond.evaluation.results import Subset
+from llmcond.evaluation.results import Subset, score_subset
 
 #: The number of random directions of the partition ratio: k of CASE, appendix B.
 DIRECTIONS = 1_000
@@ -433,10 +432,8 @@ def calibration(similarity: NDArray[np.floating], rating: Floats) -> list[Level]
 
 def seen_unseen(
     train_condition: Iterable[str],
-    condition: Sequence[str],
-    rating: Floats,
+    rows: Rows,
     similarity: NDArray[np.floating],
-    pair: NDArray[np.int64],
     metric: Metric,
     resamples: int = RESAMPLES,
 ) -> dict[str, Subset]:
@@ -448,10 +445,8 @@ def seen_unseen(
     Args:
         train_condition: The conditions of the rows that a head was fitted on, with or without
             repeats.
-        condition: (n,) the conditions of the scored rows.
-        rating: (n,) ratings on any scale, without NaN.
+        rows: The n rated rows to score.
         similarity: (n,) predictions.
-        pair: (n,) number of each row's sentence pair, which the intervals resample.
         metric: The metric of the score.
         resamples: The number of bootstrap samples; with 0 the intervals are NaN.
 
@@ -463,21 +458,12 @@ def seen_unseen(
     """
     _check_finite(similarity, "predictions")
     known = frozenset(train_condition)
-    is_seen = np.array([text in known for text in condition], dtype=np.bool_)
-    parts = {"overall": np.ones_like(is_seen), "seen": is_seen, "unseen": ~is_seen}
+    is_seen = np.array([text in known for text in rows.condition], dtype=np.bool_)
     subsets = {}
-    for name, rows in parts.items():
-        score = Estimate(math.nan)
-        if rows.any():
-            predicted = similarity[None, rows]
-            resampled = bootstrap_metrics(
-                [predicted], rating[rows], pair[rows], [metric], resamples
-            )
-            score = resampled.estimates(0)[metric.name]
-        distinct = {text for text, is_in_part in zip(condition, rows, strict=True) if is_in_part}
-        subsets[name] = Subset(
-            int(rows.sum()), {metric.name: score}, {"n_conditions": len(distinct)}
-        )
+    for name, mask in {"overall": is_seen | True, "seen": is_seen, "unseen": ~is_seen}.items():
+        (subset,) = score_subset([similarity[None]], rows, [metric], mask, resamples)
+        n_conditions = len(set(rows.take(mask).condition))
+        subsets[name] = replace(subset, about={"n_conditions": n_conditions})
     return subsets
 
 

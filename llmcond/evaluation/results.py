@@ -553,12 +553,12 @@ def score_results(
     if not rows.rated.any():
         nothing = {metric.name: Estimate(math.nan) for metric in metrics}
         return [replace(result, counts=RowCounts.of(rows), metrics=nothing) for result in results]
-    return add_metrics(
-        results, bootstrap_results(results, similarity, rows, metrics, resamples), rows
+    return _add_metrics(
+        results, _bootstrap_results(results, similarity, rows, metrics, resamples), rows
     )
 
 
-def bootstrap_results(
+def _bootstrap_results(
     results: Sequence[Result],
     similarity: Sequence[NDArray[np.floating]],
     rows: Scored,
@@ -581,14 +581,45 @@ def bootstrap_results(
         bad = int((~np.isfinite(system)).any(axis=0).sum())
         if bad:
             raise UserError(f"{result.name} predicts NaN or infinity for {bad:,} rated rows.")
+    return _bootstrap(systems, take_scored(rows, rated), metrics, resamples)
+
+
+def _bootstrap(
+    systems: Sequence[NDArray[np.floating]],
+    rows: Scored,
+    metrics: Sequence[Metric],
+    resamples: int,
+) -> BootstrapMetrics:
     crossed = rows.crossed if isinstance(rows, RankedQueries) else ()
-    return bootstrap_metrics(
-        systems, rows.rating[rated], rows.pair[rated], metrics, resamples, crossed=crossed
-    )
+    return bootstrap_metrics(systems, rows.rating, rows.pair, metrics, resamples, crossed=crossed)
 
 
-def add_metrics(results: Sequence[Result], draws: BootstrapMetrics, rows: Scored) -> list[Result]:
-    """Add the figures that ``bootstrap_results`` computed on rows to results."""
+def score_subset(
+    systems: Sequence[NDArray[np.floating]],
+    rows: Scored,
+    metrics: Sequence[Metric],
+    mask: NDArray[np.bool_] | None = None,
+    resamples: int = RESAMPLES,
+) -> list[Subset]:
+    """Compute the figures of each system on a subset of rows, on the same bootstrap samples.
+
+    Args:
+        systems: (seeds, n) the predictions, or the ranks, of each system.
+        rows: The n rows or queries.
+        metrics: The metrics.
+        mask: (n,) mask of the rows to use, of which only rated ones count; None: all.
+        resamples: The number of bootstrap samples; with 0 there are no intervals.
+    """
+    selected = rows.rated if mask is None else rows.rated & mask
+    if not selected.any():
+        return [Subset(0, {metric.name: Estimate(math.nan) for metric in metrics}) for _ in systems]
+    values = [system[:, selected] for system in systems]
+    draws = _bootstrap(values, take_scored(rows, selected), metrics, resamples)
+    return [Subset(int(selected.sum()), draws.estimates(i)) for i in range(len(systems))]
+
+
+def _add_metrics(results: Sequence[Result], draws: BootstrapMetrics, rows: Scored) -> list[Result]:
+    """Add the figures that ``_bootstrap_results`` computed on rows to results."""
     counts = RowCounts.of(rows)
     return [
         replace(result, counts=counts, metrics=draws.estimates(i), seed_sd=draws.deviations(i))
@@ -598,10 +629,10 @@ def add_metrics(results: Sequence[Result], draws: BootstrapMetrics, rows: Scored
 
 @dataclass(frozen=True, slots=True)
 class ComparedSystem:
-    """A prompt under one head, to be compared with the baseline prompt under the same head.
+    """A system that is compared with the baseline of its group.
 
     Attributes:
-        group: The key that it shares with the prompts that it is compared with.
+        group: The key that it shares with the systems that it is compared with, such as its head.
         result: Its result without figures.
         similarity: (seeds, n) predictions of all rows.
     """
@@ -619,14 +650,16 @@ def compare_with_baseline(
 ) -> Results:
     """Compute the figures of each system and its difference to the baseline, best first.
 
-    Holm's correction covers the differences of all groups. Controls form another family.
+    ``baseline`` is the name of a system, or of the prompt of a system in each group. Holm's
+    correction covers the differences of all groups. Controls form another family.
     """
     results = [system.result for system in systems]
-    draws = bootstrap_results(results, [system.similarity for system in systems], rows, metrics)
+    draws = _bootstrap_results(results, [system.similarity for system in systems], rows, metrics)
     groups: dict[int, list[int]] = {}
     for group in dict.fromkeys(system.group for system in systems):
         members = [i for i, system in enumerate(systems) if system.group == group]
-        base = next((i for i in members if results[i].prompt == baseline), None)
+        names = ((i, (results[i].name, results[i].prompt)) for i in members)
+        base = next((i for i, names_of in names if baseline in names_of), None)
         if base is not None:
             groups[base] = [i for i in members if i != base]
     tested = [metric for metric in metrics if not metric.secondary]
@@ -635,103 +668,56 @@ def compare_with_baseline(
     against = {i: results[base].name for base, others in groups.items() for i in others}
     return best_first(
         replace(result, difference=compared.get(i), against=against.get(i))
-        for i, result in enumerate(add_metrics(results, draws, rows))
+        for i, result in enumerate(_add_metrics(results, draws, rows))
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DevGain:
-    """The scores of rows without and with training on dev.
+def cross_validated_gain(
+    folds: int,
+    without: NDArray[np.floating],
+    trained: NDArray[np.floating],
+    dev: Rows,
+    train: Rows,
+    metric: Metric,
+) -> dict[str, Any]:
+    """Compare scores without and with training on dev, measured by folds of dev.
 
-    Attributes:
-        n: The number of rated rows.
-        n_pairs: The number of their sentence pairs.
+    Args:
+        folds: The number of folds. All rows of a sentence pair are in one fold.
+        without: (n,) predictions without training on dev.
+        trained: (n,) predictions, each with training on all folds except the row's own.
+        dev: The n rated rows of dev.
+        train: The rows of the train split, which determine the seen conditions.
         metric: The metric of the scores.
-        without: The score without training on dev.
-        trained: The score with training on all folds except the row's own, over all folds.
-        difference: ``trained`` minus ``without``, on the same rows.
+
+    Returns:
+        The JSON value in records: ``folds``; ``n`` and ``n_pairs``; the scores ``without``,
+        ``trained``, and their ``difference``, with intervals; its ``p``; and ``by_condition`` the
+        same for rows whose condition occurs in train (``seen``), and for the others (``unseen``),
+        if there are any.
     """
 
-    n: int
-    n_pairs: int
-    metric: Metric
-    without: Estimate
-    trained: Estimate
-    difference: PairedDifference
-
-    @classmethod
-    def of(
-        cls,
-        without: NDArray[np.floating],
-        trained: NDArray[np.floating],
-        rows: Rows,
-        metric: Metric,
-    ) -> DevGain:
-        """Compare two predictions, (n,) each, of rated rows by a metric."""
-        resampled = bootstrap_metrics(
-            [without[None], trained[None]], rows.rating, rows.pair, [metric]
-        )
-        before, after = (resampled.estimates(i)[metric.name] for i in (0, 1))
+    def compare(selected: NDArray[np.bool_]) -> dict[str, Any]:
+        rows = dev.take(selected)
+        predicted = [without[None, selected], trained[None, selected]]
+        resampled = bootstrap_metrics(predicted, rows.rating, rows.pair, [metric])
         difference = paired_differences(resampled, {0: [1]})[1][metric.name]
-        return cls(len(rows), len(rows.pair_keys()), metric, before, after, difference)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON value in records and in the output."""
-        difference = Estimate(self.difference.value, self.difference.low, self.difference.high)
-        scores = {"without": self.without, "trained": self.trained, "difference": difference}
-        figures = {
-            name: estimates_json({self.metric.name: estimate}) for name, estimate in scores.items()
-        }
+        gain = Estimate(difference.value, difference.low, difference.high)
         return {
-            "n": self.n,
-            "n_pairs": self.n_pairs,
-            **figures,
-            "p": finite_or_none(self.difference.p),
+            "n": len(rows),
+            "n_pairs": len(rows.pair_keys()),
+            "without": estimates_json(resampled.estimates(0)),
+            "trained": estimates_json(resampled.estimates(1)),
+            "difference": estimates_json({metric.name: gain}),
+            "p": finite_or_none(difference.p),
         }
 
-
-@dataclass(frozen=True, slots=True)
-class CrossValidatedGain:
-    """The gain from dev, measured on each fold of dev with a model trained on the other folds.
-
-    Attributes:
-        folds: The number of folds of similar size. All rows of a sentence pair are in one fold.
-        gain: The gain on all rated rows.
-        by_condition: The gain on rows whose condition occurs in train (``seen``), and on the others
-            (``unseen``). Only groups with rows are present.
-    """
-
-    folds: int
-    gain: DevGain
-    by_condition: Mapping[str, DevGain]
-
-    @classmethod
-    def of(
-        cls,
-        folds: int,
-        without: NDArray[np.floating],
-        trained: NDArray[np.floating],
-        dev: Rows,
-        train: Rows,
-        metric: Metric,
-    ) -> CrossValidatedGain:
-        """Compare two predictions, (n,) each, of dev's rated rows by a metric.
-
-        ``train`` are the rows of the train split, which determine the seen conditions.
-        """
-        known = set(train.condition)
-        seen = np.array([text in known for text in dev.condition], dtype=np.bool_)
-        parts = {
-            name: DevGain.of(without[rows], trained[rows], dev.take(rows), metric)
-            for name, rows in (("seen", seen), ("unseen", ~seen))
-            if rows.any()
-        }
-        return cls(folds, DevGain.of(without, trained, dev, metric), parts)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON value in records and in the output."""
-        parts = {name: gain.to_json() for name, gain in self.by_condition.items()}
-        return {"folds": self.folds, **self.gain.to_json(), "by_condition": parts}
+    known = set(train.condition)
+    seen = np.array([text in known for text in dev.condition], dtype=np.bool_)
+    parts = {
+        name: compare(rows) for name, rows in (("seen", seen), ("unseen", ~seen)) if rows.any()
+    }
+    return {"folds": folds, **compare(np.ones_like(seen)), "by_condition": parts}
 
 
 def check_fold_count(dev: Rows, count: int) -> None:
@@ -1070,6 +1056,3 @@ def _check_finite(vectors: Array, rows: Positions, what: str) -> None:
             f"vectors contain NaN or infinity: {len(bad):,} in total, the first of {what} "
             f"{bad[0]:,}. Fit the head again with a lower learning rate, or extract in float32."
         )
-
-
-# -- figures -----------------------------------------------------------------------------------

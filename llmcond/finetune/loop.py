@@ -34,7 +34,7 @@ from llmcond.base.run_log import RunLog
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.encoders.tokenizing import OutOfMemoryError
 from llmcond.encoders.torch.engine import is_out_of_memory
-from llmcond.evaluation.results import CrossValidatedGain
+from llmcond.evaluation.results import cross_validated_gain
 from llmcond.finetune.model import DistributedCompute, P, R, RatedModel, TrainedModel
 from llmcond.finetune.settings import (
     StageSettings,
@@ -551,7 +551,7 @@ class LastStage(Generic[P]):
         if stage.folds:
             gain = self._cross_validate()
             log.info(dev_gain_text(gain))
-            fold_record["folds"] = gain.to_json()
+            fold_record["folds"] = gain
         progress = self._train("then", self.dev)
         record = {
             "share": stage.then_share,
@@ -565,7 +565,7 @@ class LastStage(Generic[P]):
         curve = [{key: entry[key] for key in ("step", "epoch", "loss")} for entry in progress.curve]
         return {"then": record}, curve
 
-    def _cross_validate(self) -> CrossValidatedGain:
+    def _cross_validate(self) -> dict[str, Any]:
         """Cross-validate the stage over folds of dev, and compare with the weights before it.
 
         The model must have those weights; afterwards it has the weights of the last fold.
@@ -580,7 +580,7 @@ class LastStage(Generic[P]):
             predictions[held_out] = self.model.predict(
                 self.to_inputs(self.dev.take(held_out)), shared
             )
-        return CrossValidatedGain.of(
+        return cross_validated_gain(
             count, baseline, predictions, self.dev, self.train, self.model.metric
         )
 

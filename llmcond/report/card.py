@@ -12,12 +12,12 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from llmcond.base.errors import UserError, first_line, install_command
-from llmcond.base.metrics import METRICS, Estimate, Metric, get_metric
+from llmcond.base.metrics import METRICS, Metric, get_metric
 from llmcond.base.output import Column, Table
 from llmcond.data.readers import hub_dataset
 from llmcond.encoders import find_model
 from llmcond.prompts import Prompt
-from llmcond.report.tables import estimate_text, factors_text, interval_text
+from llmcond.report.tables import estimate_text, factors_text, interval_text, recorded_estimate
 from llmcond.runs import Run, dev_score
 from llmcond.runs.run import is_selected_on_dev
 from llmcond.tasks import find_kind
@@ -165,17 +165,11 @@ def render_card(
 def _format_folds(folds: Mapping[str, Any]) -> dict[str, Any]:
     """Format the scores of a last stage, estimated by folds of dev, for the card."""
     metric = get_metric(next(iter(folds["trained"])))
-
-    def format_score(scores: Mapping[str, Any]) -> str:
-        interval = scores[f"{metric.name}_ci"]
-        return estimate_text(metric, Estimate.from_json(scores[metric.name], interval))
-
-    return {
-        "n": folds["folds"],
-        "metric": metric.heading,
-        "with_dev": format_score(folds["trained"]),
-        "without": format_score(folds["without"]),
-    }
+    trained, without = (
+        estimate_text(metric, recorded_estimate(folds[key], metric))
+        for key in ("trained", "without")
+    )
+    return {"n": folds["folds"], "metric": metric.heading, "with_dev": trained, "without": without}
 
 
 def _describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,8 +195,8 @@ def _scores_table(
     for metric in metrics:
         columns.append(Column(metric.heading, [metric.format(s[metric.name]) for s in scores]))
         if not metric.secondary:
-            estimates = [Estimate.from_json(s[metric.name], s[f"{metric.name}_ci"]) for s in scores]
-            cells = [interval_text(metric, e) or "–" for e in estimates]
+            intervals = [interval_text(metric, recorded_estimate(s, metric)) for s in scores]
+            cells = [interval or "–" for interval in intervals]
             columns.append(Column("95 % interval", cells))
     return Table(columns)
 

@@ -19,7 +19,7 @@ from llmcond.base.metrics import (
 )
 from llmcond.base.output import Column, Table, line_limit, print_sentences
 from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
-from llmcond.evaluation.results import CrossValidatedGain, Result, SettingsChoice
+from llmcond.evaluation.results import Result, SettingsChoice
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -87,20 +87,28 @@ def p_value_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else format_number(p, 3)
 
 
-def dev_gain_text(cross_validated: CrossValidatedGain) -> str:
-    """Summarise in one line how much training on dev improves the score, estimated by folds."""
-    metric, gain = cross_validated.gain.metric, cross_validated.gain
+def dev_gain_text(record: Mapping[str, Any]) -> str:
+    """Summarise in one line the record of ``cross_validated_gain``."""
+    metric = get_metric(next(iter(record["trained"])))
     parts = [
-        f"; {name} conditions ({gain.n:,} rows) {metric.format(gain.trained.value)}, without dev "
-        f"{metric.format(gain.without.value)}"
-        for name, gain in cross_validated.by_condition.items()
+        f"; {name} conditions ({gain['n']:,} rows) {metric.format(gain['trained'][metric.name])}, "
+        f"without dev {metric.format(gain['without'][metric.name])}"
+        for name, gain in record["by_condition"].items()
     ]
+    difference = recorded_estimate(record["difference"], metric)
+    signed = metric.format(difference.value, signed=True)
     return (
-        f"{cross_validated.folds} folds of dev, each predicted by a fit on the other folds "
-        f"({gain.n:,} rows): {metric.heading} {estimate_text(metric, gain.trained)}; without dev "
-        f"{estimate_text(metric, gain.without)}; difference "
-        f"{estimate_text(metric, gain.difference)}{''.join(parts)}"
+        f"{record['folds']} folds of dev, each predicted by a fit on the other folds "
+        f"({record['n']:,} rows): {metric.heading} "
+        f"{estimate_text(metric, recorded_estimate(record['trained'], metric))}; without dev "
+        f"{estimate_text(metric, recorded_estimate(record['without'], metric))}; difference "
+        f"{signed} {interval_text(metric, difference)}{''.join(parts)}"
     )
+
+
+def recorded_estimate(record: Mapping[str, Any], metric: Metric) -> Estimate:
+    """Return the figure of a metric in the JSON of results."""
+    return Estimate.from_json(record[metric.name], record[f"{metric.name}_ci"])
 
 
 def highest_or_lowest(metric: Metric) -> str:
@@ -469,8 +477,10 @@ def subset_differences_table(results: Sequence[Result]) -> Table | None:
 
 def isotropy_table(rows: Sequence[Mapping[str, Any]], note: str = "") -> Table:
     """Return the table of the isotropy of each system's vectors."""
-    names = [row["name"] for row in rows]
-    columns = [text_column("system", names)]
+    columns = [
+        text_column("name", [row["name"] for row in rows]),
+        text_column("minus c", ["yes" if row["subtract"] else "no" for row in rows]),
+    ]
     for key in ("mean_cosine", "std_cosine", "partition_ratio"):
         values, form = [row[key] for row in rows], partial(format_number, decimals=3)
         columns.append(number_column(key.replace("_", " "), values, form))

@@ -31,9 +31,8 @@ from llmcond.evaluation.results import (
     Result,
     Results,
     Scored,
-    Subset,
     score_results,
-    take_scored,
+    score_subset,
 )
 from llmcond.features.view import FeaturePart, FeatureView, ReadFeatures, recipe_view
 from llmcond.heads import PairArrays
@@ -331,28 +330,21 @@ def score_ranks(
     each subset, (n,), by the kind and the name of the subset. Confidence intervals are by bootstrap
     over the examples of the queries.
     """
-
-    def score(mask: NDArray[np.bool_]) -> list[Result]:
-        selected = [system_ranks[None, mask] for system_ranks in ranks]
-        return score_results(results, selected, take_scored(queries, mask), metrics)
-
+    systems = [system_ranks[None] for system_ranks in ranks]
     parts = {
-        kind: {name: score(mask) for name, mask in masks_of_kind.items()}
-        for kind, masks_of_kind in masks.items()
+        kind: {name: score_subset(systems, queries, metrics, mask) for name, mask in named.items()}
+        for kind, named in masks.items()
     }
     return Results(
         tuple(
             replace(
                 result,
                 subsets={
-                    kind: {
-                        name: Subset(part[i].counts.n, part[i].metrics)
-                        for name, part in parts_of_kind.items()
-                    }
-                    for kind, parts_of_kind in parts.items()
+                    kind: {name: part[i] for name, part in named.items()}
+                    for kind, named in parts.items()
                 },
             )
-            for i, result in enumerate(score(queries.rated))
+            for i, result in enumerate(score_results(results, systems, queries, metrics))
         )
     )
 

@@ -20,12 +20,11 @@ from llmcond.data.rows import Rows, fold_of_pair, join_rows, leaked_pairs, share
 from llmcond.evaluation.analyses import seen_unseen
 from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.evaluation.results import (
-    CrossValidatedGain,
     Result,
     Results,
-    Subset,
     check_fold_count,
-    score_results,
+    cross_validated_gain,
+    score_subset,
 )
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
@@ -258,7 +257,7 @@ class DevFit:
         record = {**head.fit.record, "trained_on": ["train", "dev"], "weight": self.weight}
         return replace(head, fit=replace(head.fit, record=record))
 
-    def folds(self, count: int) -> CrossValidatedGain:
+    def folds(self, count: int) -> dict[str, Any]:
         """Fit ``count`` times, each time without one fold of dev, and once without dev.
 
         All fits run for the same number of epochs.
@@ -277,7 +276,7 @@ class DevFit:
             head = self._fit(dev.take(~is_held_out), on_epoch)
             trained[is_held_out] = self._predict(head, dev.take(is_held_out))
         metric = self.run.task.main_metric
-        return CrossValidatedGain.of(count, without, trained, dev, self.run.rows("train"), metric)
+        return cross_validated_gain(count, without, trained, dev, self.run.rows("train"), metric)
 
     @property
     def _dev(self) -> Rows:
@@ -325,27 +324,21 @@ def add_new_sentences(
     is_new = rows.rated & ~shares_sentence(rows, sentences)
     if is_new.sum() == rows.rated.sum():
         return list(results)
-    new, shared = (
-        score_results(
-            results, [predictions[:, mask] for predictions in similarity], rows.take(mask), metrics
-        )
-        for mask in (is_new, rows.rated & ~is_new)
-    )
+    masks = {"unseen_sentences": is_new, "shared_sentences": rows.rated & ~is_new}
+    parts = {name: score_subset(similarity, rows, metrics, mask) for name, mask in masks.items()}
+    n_pairs = {name: len(rows.take(mask).pair_keys()) for name, mask in masks.items()}
     return [
         replace(
             result,
             subsets={
                 **result.subsets,
                 "sentences": {
-                    name: Subset(part.counts.n, part.metrics, {"n_pairs": part.counts.n_pairs})
-                    for name, part in (
-                        ("unseen_sentences", new_part),
-                        ("shared_sentences", shared_part),
-                    )
+                    name: replace(subsets[i], about={"n_pairs": n_pairs[name]})
+                    for name, subsets in parts.items()
                 },
             },
         )
-        for result, new_part, shared_part in zip(results, new, shared, strict=True)
+        for i, result in enumerate(results)
     ]
 
 
@@ -425,15 +418,14 @@ def _add_condition_scores(
     """Add the scores on rows with seen and with unseen conditions to results."""
     train, rated = run.rows("train"), rows.rated
     known_conditions = {train.condition[i] for i in np.flatnonzero(train.rated).tolist()}
-    condition = [rows.condition[i] for i in np.flatnonzero(rated).tolist()]
+    rated_rows = rows.take(rated)
+    condition = rated_rows.condition
     if not 0 < sum(text in known_conditions for text in condition) < len(condition):
         return results
     new_results = []
     for result, predictor, similarity in zip(results, predictors, predicted, strict=True):
         if predictor.is_fitted:
-            scored = similarity[rated]
-            rating, pair = rows.rating[rated], rows.pair[rated]
-            parts = seen_unseen(known_conditions, condition, rating, scored, pair, metric, 0)
+            parts = seen_unseen(known_conditions, rated_rows, similarity[rated], metric, 0)
             del parts["overall"]
             subsets = {"conditions": parts, **result.subsets}
             new_results.append(replace(result, subsets=subsets))

@@ -23,7 +23,7 @@ from llmcond.base.package import bundled_names, pretrained_folder
 from llmcond.base.system import provenance
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.encoders import ResolvedEncoder, resolve
-from llmcond.evaluation.paired import MIN_PAIRS, paired_differences
+from llmcond.evaluation.paired import MIN_PAIRS
 from llmcond.evaluation.results import (
     ComparedSystem,
     FittedResults,
@@ -32,9 +32,6 @@ from llmcond.evaluation.results import (
     RowCounts,
     Scored,
     Subset,
-    add_metrics,
-    best_first,
-    bootstrap_results,
     compare_with_baseline,
     difference_json,
     take_scored,
@@ -522,24 +519,20 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     log.info(f"comparing {len(systems):,} systems on {RowCounts.of(rows).text} of {split}")
     results = [_describe(system, split, task.name) for system in systems]
     predictions = [_predict(system, examples, orders, split) for system in systems]
-    draws = bootstrap_results(results, predictions, rows, metrics)
-    others = [i for i in range(len(systems)) if i != baseline]
-    tested = [metric for metric in metrics if not metric.secondary]
-    differences = paired_differences(draws, {baseline: others}, tested)
-    subsets = _compare_subsets(
-        results, predictions, rows, first.subsets(split), metrics[0], baseline
-    )
-    name = systems[baseline].name
-    compared = best_first(
+    group, name = ("", True), systems[baseline].name
+    compared_systems = [
+        ComparedSystem(group, result, similarity)
+        for result, similarity in zip(results, predictions, strict=True)
+    ]
+    subsets = _compare_subsets(compared_systems, name, rows, first.subsets(split), metrics[0])
+    compared = [
         replace(
             result,
-            difference=differences.get(i),
-            against=None if i == baseline else name,
-            subsets={"subsets": {subset: parts[i] for subset, parts in subsets.items()}},
+            subsets={"subsets": {key: parts[result.name] for key, parts in subsets.items()}},
         )
-        for i, result in enumerate(add_metrics(results, draws, rows))
-    )
-    comparison = SystemComparison(results=compared, baseline=name)
+        for result in compare_with_baseline(compared_systems, name, rows, metrics)
+    ]
+    comparison = SystemComparison(results=Results(tuple(compared)), baseline=name)
     if options.report is not None:
         similarity = {
             result.name: predicted.mean(axis=0)
@@ -780,32 +773,31 @@ def _predict(
 
 
 def _compare_subsets(
-    results: Sequence[Result],
-    predictions: Sequence[NDArray[np.float32]],
+    systems: Sequence[ComparedSystem],
+    baseline: str,
     rows: Scored,
     masks: Mapping[str, NDArray[np.bool_]],
     metric: Metric,
-    baseline: int,
-) -> dict[str, list[Subset]]:
-    """Return the figures of each subset that has enough, but not all, of the examples."""
-    subsets: dict[str, list[Subset]] = {}
-    others = [i for i in range(len(results)) if i != baseline]
+) -> dict[str, dict[str, Subset]]:
+    """Return the figures of each system, by its name, on each subset of the examples.
+
+    Subsets with too few examples, or with all of them, are left out.
+    """
+    subsets = {}
     for name, mask in masks.items():
         selected = mask & rows.rated
         part = take_scored(rows, selected)
         if len(np.unique(part.pair)) < MIN_PAIRS or selected.sum() == rows.rated.sum():
             continue
-        systems = [predicted[:, selected] for predicted in predictions]
-        draws = bootstrap_results(results, systems, part, [metric])
-        differences = paired_differences(draws, {baseline: others})
-        subsets[name] = [
-            Subset(
+        members = [replace(s, similarity=s.similarity[:, selected]) for s in systems]
+        subsets[name] = {
+            result.name: Subset(
                 len(part.pair),
-                draws.estimates(i),
-                difference=differences[i][metric.name] if i in differences else None,
+                result.metrics,
+                difference=(result.difference or {}).get(metric.name),
             )
-            for i in range(len(results))
-        ]
+            for result in compare_with_baseline(members, baseline, part, [metric])
+        }
     return subsets
 
 

@@ -31,7 +31,6 @@ from llmcond.data.datasets import is_missing, open_collection, read_collection
 from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import IN_MEMORY
 from llmcond.data.rows import QueryRows, Rows
-from llmcond.encoders import EncoderInput
 from llmcond.evaluation.analyses import (
     CALIBRATION,
     MAX_VECTORS,
@@ -49,7 +48,6 @@ from llmcond.evaluation.analyses import (
     seen_unseen,
 )
 from llmcond.evaluation.results import Results, best_first
-from llmcond.features.view import FeatureView
 from llmcond.heads import PairArrays
 from llmcond.options.scoring import (
     AnalyseOptions,
@@ -74,7 +72,7 @@ from llmcond.runs.examples import (
     zero_shot_heads,
 )
 from llmcond.runs.open import LazyEncoder
-from llmcond.runs.similarity import Vectors, report_foreign_texts
+from llmcond.runs.similarity import report_foreign_texts
 
 
 def evaluate(options: EvaluateOptions) -> Results:
@@ -117,7 +115,11 @@ def _write_files(evaluation: Evaluation, run: Run, options: EvaluateOptions) -> 
             (name, [format(value, digits) for value in values])
             for name, values in predictions.items()
         ]
-        _write_table(Path(options.predictions), columns, "rows" if is_rows else "queries")
+        headings, cells = zip(*columns, strict=True)
+        table = list(zip(*cells, strict=True))
+        write_csv(Path(options.predictions), headings, table)
+        unit = "rows" if is_rows else "queries"
+        log.info(f"predictions for {len(table):,} {unit} -> {options.predictions}")
     if options.report is None:
         return
     if isinstance(examples, Rows):
@@ -132,10 +134,12 @@ def _write_files(evaluation: Evaluation, run: Run, options: EvaluateOptions) -> 
     _write_page(Path(options.report), run, examples, results, predictions, source, settings)
 
 
+_KIND_OPTIONS: Sequence[type[TiesOption]] = (RankingOptions, DialogueOptions)
+
+
 def _kind_options(run: Run) -> list[type[TiesOption]]:
     """Return the classes of options that are for the run's kind of task only."""
-    classes = (RankingOptions, DialogueOptions)
-    return [option_class for option_class in classes if option_class.task_kind[0] == run.kind.kind]
+    return [cls for cls in _KIND_OPTIONS if cls.task_kind[0] == run.kind.kind]
 
 
 def _check_options(run: Run, options: EvaluateOptions) -> None:
@@ -148,17 +152,14 @@ def _check_options(run: Run, options: EvaluateOptions) -> None:
             "--columns, --rating-range, --unrated, --encoding, --delimiter and --skip-empty say "
             "how the file of --data is read, and --data was not given. Leave them out, or add it."
         )
-    option_classes = RankingOptions, DialogueOptions
     allowed = {f.name for option_class in _kind_options(run) for f in fields(option_class)}
-    for option_class in option_classes:
+    for option_class in _KIND_OPTIONS:
         for item in fields(option_class):
             if item.name not in allowed and getattr(options, item.name) != item.default:
-                purpose = (
-                    TiesOption.task_kind[1] if item.name == "ties" else option_class.task_kind[1]
-                )
+                kind = TiesOption if item.name == "ties" else option_class
                 raise UserError(
-                    f"--{item.name.replace('_', '-')} is for {purpose}, but {run.folder} is a run "
-                    f"of the task {run.task.name}. Leave it out."
+                    f"--{item.name.replace('_', '-')} is for {kind.task_kind[1]}, but {run.folder} "
+                    f"is a run of the task {run.task.name}. Leave it out."
                 )
 
 
@@ -199,46 +200,18 @@ def _write_page(
     write_page(page, path)
 
 
-def _write_table(path: Path, columns: Sequence[tuple[str, Iterable[Any]]], unit: str) -> None:
-    """Write columns of equal length as CSV, completely or not at all."""
-    headings, values = zip(*columns, strict=True)
-    table = list(zip(*values, strict=True))
-    write_csv(path, headings, table)
-    log.info(f"predictions for {len(table):,} {unit} -> {path}")
-
-
+#: Two texts, and the condition that they are compared under; None: without a condition.
+_Comparison = tuple[str, str, str | None]
 #: Columns of a table of questions that may be missing or empty.
 _ANSWERS = ("answer1", "answer2")
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerQuestion:
-    """Two sentences under a condition, which is about both.
+def read_comparisons(data: Any) -> list[_Comparison]:
+    """Read a table with the columns sentence1, sentence2 and condition, and perhaps answers.
 
-    Attributes:
-        sentence1: The first sentence.
-        sentence2: The second sentence.
-        condition: The condition.
-        answer1: The words of the first sentence that answer the condition; empty if not given.
-        answer2: Those of the second sentence, likewise.
-    """
-
-    sentence1: str
-    sentence2: str
-    condition: str
-    answer1: str = ""
-    answer2: str = ""
-
-    def comparisons(self) -> list[tuple[str, str]]:
-        """Return the two texts of each comparison: both sentences, and each with its answer."""
-        answered = [(self.sentence1, self.answer1), (self.sentence2, self.answer2)]
-        return [(self.sentence1, self.sentence2), *(pair for pair in answered if pair[1])]
-
-
-def read_questions(data: Any) -> list[AnswerQuestion]:
-    """Read questions from a table with the columns sentence1, sentence2 and condition.
-
-    The columns answer1 and answer2 are optional.
+    Returns:
+        The comparisons of each row: both sentences without a condition, unless an earlier row has
+        the same ones, both under the condition, and each with its answer (answer1 and answer2).
 
     Raises:
         UserError: the table cannot be read, it lacks a column, or a text is empty.
@@ -248,26 +221,23 @@ def read_questions(data: Any) -> list[AnswerQuestion]:
     required = [
         read_collection(source, column).texts for column in ("sentence1", "sentence2", "condition")
     ]
-    others = read_collection(source, "sentence1", answers).columns
-    optional = (
-        ["" if is_missing(value) else str(value) for value in others[name]]
-        if name in answers
-        else [""] * len(required[0])
-        for name in _ANSWERS
-    )
-    return [AnswerQuestion(*texts) for texts in zip(*required, *optional, strict=True)]
-
-
-#: Two texts, and the condition that they are compared under; None: without a condition.
-_Comparison = tuple[str, str, str | None]
+    columns = read_collection(source, "sentence1", answers).columns
+    comparisons: dict[_Comparison, None] = {}
+    for i, (first, second, condition) in enumerate(zip(*required, strict=True)):
+        comparisons |= dict.fromkeys([(first, second, None), (first, second, condition)])
+        for sentence, name in zip((first, second), _ANSWERS, strict=True):
+            answer = columns[name][i] if name in answers else None
+            if not is_missing(answer) and str(answer):
+                comparisons[sentence, str(answer), condition] = None
+    return list(comparisons)
 
 
 def compare_before_and_after(
     run: Run,
     heads: Sequence[tuple[RunEmbeddingHead, RunFittedHead]],
-    questions: Sequence[AnswerQuestion],
+    comparisons: Sequence[_Comparison],
 ) -> list[dict[str, Any]]:
-    """Compare the texts of questions by the features that heads were fitted on, and by the heads.
+    """Compare texts by the features that heads were fitted on, and by the heads.
 
     All texts are encoded with the run's encoder. An answer is encoded like a sentence, under the
     same condition. Two sentences are also compared without a condition: each is encoded as the
@@ -276,7 +246,7 @@ def compare_before_and_after(
     Args:
         run: the run, which names the encoder.
         heads: zero-shot on the features of each head, and the head.
-        questions: the questions.
+        comparisons: the texts and conditions.
 
     Returns:
         For each head its name, the name of its features, and in ``rows`` the two texts, the
@@ -287,15 +257,11 @@ def compare_before_and_after(
         UserError: the encoder is missing or has changed, or a prompt is a control.
     """
     encoder = LazyEncoder(run.resolve_encoder("auto"))()
-    comparisons = _list_comparisons(questions)
-    models = [[make_embedder(encoder, model) for model in pair] for pair in heads]
-    inputs = dict.fromkeys(
-        item for pair in models for model in pair for item in _list_inputs(model, comparisons)
-    )
-    vectors = dict(zip(inputs, encoder.encode(list(inputs)), strict=True))
     results = []
-    for (features, head), pair in zip(heads, models, strict=True):
-        before, after = (_compare(model, comparisons, vectors) for model in pair)
+    for features, head in heads:
+        before, after = (
+            _compare(make_embedder(encoder, model), comparisons) for model in (features, head)
+        )
         rows = [
             {"text1": first, "text2": second, "condition": condition, "before": old, "after": new}
             for (first, second, condition), old, new in zip(comparisons, before, after, strict=True)
@@ -304,53 +270,24 @@ def compare_before_and_after(
     return results
 
 
-def _list_comparisons(questions: Sequence[AnswerQuestion]) -> list[_Comparison]:
-    """Return all comparisons; those without a condition come before the first of their sentences.
-
-    The same two sentences are compared only once without a condition.
-    """
-    comparisons: dict[_Comparison, None] = {}
-    for question in questions:
-        comparisons[question.sentence1, question.sentence2, None] = None
-        comparisons |= {(*texts, question.condition): None for texts in question.comparisons()}
-    return list(comparisons)
-
-
-def _list_inputs(model: Embedder, comparisons: Sequence[_Comparison]) -> list[EncoderInput]:
-    inputs: list[EncoderInput] = []
-    for *texts, condition in comparisons:
-        if condition is not None:
-            inputs += model.view.inputs([(text, condition) for text in texts])
-        else:
-            inputs += [item for text in texts for item in _inputs_alone(model.view, text)]
-    return inputs
-
-
-def _inputs_alone(view: FeatureView, text: str) -> list[EncoderInput]:
-    """Return the inputs of a sentence without a condition, one for each prompt."""
-    parts = (prompt.sentence_part or prompt.unconditional for prompt in view.prompts)
-    return [part.render(text, text) for part in parts]
-
-
-def _compare(
-    model: Embedder, comparisons: Sequence[_Comparison], vectors: Mapping[EncoderInput, Vectors]
-) -> list[float | None]:
+def _compare(model: Embedder, comparisons: Sequence[_Comparison]) -> list[float | None]:
     """Return the similarity of each comparison; None if the model needs a condition."""
-    similarities: list[float | None] = []
-    for *texts, condition in comparisons:
-        if condition is not None:
-            rows = [(text, condition) for text in texts]
-            distinct = list(dict.fromkeys(model.view.inputs(rows)))
-            table = np.stack([vectors[item] for item in distinct])
-            embedded = model.embed_vectors(rows, distinct, table)
-        elif model.view.conditioned:
-            similarities.append(None)
-            continue
-        else:
-            alone = [[vectors[item] for item in _inputs_alone(model.view, t)] for t in texts]
-            embedded = model.head.transform(np.stack([np.concatenate(parts) for parts in alone]))
-        similarities.append(float(model.compare(embedded[:1], embedded[1:])[0]))
-    return similarities
+    under = [(*texts, condition) for *texts, condition in comparisons if condition is not None]
+    similarities = iter(model.similarity(*zip(*under, strict=True)).tolist())
+    parts = [prompt.sentence_part or prompt.unconditional for prompt in model.view.prompts]
+
+    def compare_alone(texts: Sequence[str]) -> float | None:
+        if model.view.conditioned:
+            return None
+        inputs = [part.render(text, text) for text in texts for part in parts]
+        alone = model.encoder.encode(inputs).reshape(len(texts), -1)
+        embedded = model.head.transform(alone)
+        return float(model.compare(embedded[:1], embedded[1:])[0])
+
+    return [
+        compare_alone(texts) if condition is None else next(similarities)
+        for *texts, condition in comparisons
+    ]
 
 
 class AnalysisResult(DisplayedDict):
@@ -424,7 +361,7 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
             folder = Path(options.out or run.folder / "analyses")
             _draw_turns(result["turns"], folder / f"turns.{options.figure_format}")
         return result
-    questions = read_questions(options.answers) if "answers" in analyses else []
+    comparisons = read_comparisons(options.answers) if "answers" in analyses else []
     split = run.scored_split(options.split)
     rows = run.rows(split)
     rated = np.flatnonzero(rows.rated)[:MAX_VECTORS]
@@ -460,7 +397,7 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
         ],
         "examples": lambda: [_list_examples(head, run, data, top) for head in fitted],
         "answers": lambda: compare_before_and_after(
-            run, [(_find_input_features(head, run), head) for head in fitted], questions
+            run, [(_find_input_features(head, run), head) for head in fitted], comparisons
         ),
     }
     report = {name: functions[name]() for name in analyses}
@@ -581,13 +518,10 @@ def _analyse_conditions(
 ) -> list[dict[str, Any]]:
     train, metric = run.rows("train"), run.task.main_metric
     known = [text for text, rated in zip(train.condition, train.rated, strict=True) if rated]
-    conditions = data.texts(data.rows.condition)
     results = []
     for predictor in predictors:
-        pairs = data.pairs(predictor)
-        similarity = predict(predictor, pairs)
-        group = data.rows.pair[data.rated]
-        subsets = seen_unseen(known, conditions, pairs.rating, similarity, group, metric)
+        similarity = predict(predictor, data.pairs(predictor))
+        subsets = seen_unseen(known, data.rows.take(data.rated), similarity, metric)
         row: dict[str, Any] = {"name": predictor.name, **_describe(predictor)}
         row["metric"] = metric.name
         row |= {

@@ -324,7 +324,7 @@ def _fit_with_dev(with_dev: DevFit, folds: int) -> FittedHead:
     fold_results = with_dev.folds(folds)
     log.info(dev_gain_text(fold_results))
     head = with_dev.fit()
-    record = {**head.fit.record, "folds": fold_results.to_json()}
+    record = {**head.fit.record, "folds": fold_results}
     return replace(head, fit=replace(head.fit, record=record))
 
 

@@ -22,7 +22,7 @@ from llmcond.data.guides import read_guide
 from llmcond.data.readers import list_texts
 from llmcond.data.rows import to_arrow
 from llmcond.options.texts import IndexOptions
-from llmcond.workflows.evaluate import read_questions
+from llmcond.workflows.evaluate import read_comparisons
 from llmcond.workflows.index import index_texts
 
 TEXTS = ["red", "blue"]
@@ -99,7 +99,7 @@ def test_every_table_gives_texts_ratings_and_a_guide(kind: str):
     rows, _ = read_rows(TABLES[kind](RATED))
     assert (rows.sentence2, rows.rating.tolist()) == (list("bcde"), [0, 0.25, 0.5, 0.75])
     assert sum(map(len, read_dataset(TABLES[kind](RATED)).splits.values())) == 4
-    assert [question.sentence2 for question in read_questions(TABLES[kind](RATED))] == list("bcde")
+    assert {second for _, second, _ in read_comparisons(TABLES[kind](RATED))} == set("bcde")
 
 
 def test_rated_splits_are_read_by_name():

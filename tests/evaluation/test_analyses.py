@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import llmcond.evaluation.analyses as analyses_module
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS
+from llmcond.data.rows import Rows
 from llmcond.evaluation.analyses import (
     by_condition,
     chance_error,
@@ -147,47 +148,42 @@ def test_projection_equals_singular_value_decomposition(n, dim, seed):
 # -- conditions ---------------------------------------------------------------------------------
 
 
-def make_rated_rows(n=40):
-    """Return conditions, ratings, similarities and pair numbers of n pairs with two rows each."""
-    rng = np.random.default_rng(0)
-    rating = rng.integers(0, 5, size=2 * n) / 4
-    similarity = (rating + rng.normal(size=2 * n)).astype(np.float32)
-    condition = [f"condition {i // 4 % 7}" for i in range(2 * n)]
-    return condition, rating, similarity, np.repeat(np.arange(n), 2)
+def make_rated_rows(condition):
+    """Return rows of pairs with two rows each, and predictions."""
+    rng, n = np.random.default_rng(0), len(condition)
+    rating = rng.integers(0, 5, size=n) / 4
+    similarity = (rating + rng.normal(size=n)).astype(np.float32)
+    sentences = [f"a {i // 2}" for i in range(n)], [f"b {i // 2}" for i in range(n)]
+    return Rows(*sentences, condition, rating, np.arange(n), ""), similarity
 
 
 @pytest.mark.parametrize("name", ["spearman", "accuracy"])
 def test_seen_and_unseen_rows_are_scored_separately(name):
-    condition, rating, similarity, pair = make_rated_rows()
-    train = ["condition 1", "condition 4", "condition 4", "never scored"]
-    metric = METRICS[name]
-    results = seen_unseen(train, condition, rating, similarity, pair, metric, resamples=50)
-    seen = np.array([text in train for text in condition])
-    for kind, mask in (("overall", seen | ~seen), ("seen", seen), ("unseen", ~seen)):
+    rows, similarity = make_rated_rows([f"condition {i // 4 % 7}" for i in range(80)])
+    train, metric = ["condition 1", "condition 4", "condition 4", "never scored"], METRICS[name]
+    results = seen_unseen(train, rows, similarity, metric, resamples=50)
+    seen = np.array([text in train for text in rows.condition])
+    for kind, mask, n in (("overall", seen | ~seen, 7), ("seen", seen, 2), ("unseen", ~seen, 5)):
         separate = bootstrap_metrics(
-            [similarity[None, mask]], rating[mask], pair[mask], [metric], 50
+            [similarity[None, mask]], rows.rating[mask], rows.pair[mask], [metric], 50
         )
         score = results[kind].main
         assert score == separate.estimates(0)[name]
         assert score.low < score.value < score.high
+        assert results[kind].about["n_conditions"] == n
     assert results["overall"].n == results["seen"].n + results["unseen"].n == 80
-    assert (results["seen"].about["n_conditions"], results["unseen"].about["n_conditions"]) == (
-        2,
-        5,
-    )
 
 
 def test_conditions_are_seen_by_exact_text():
-    _, rating, similarity, pair = make_rated_rows(2)
-    condition = ["The sport", "The sport.", "the sport", "The sport "]
-    data = condition, rating, similarity, pair, METRICS["spearman"]
-    results = seen_unseen(["The sport"], *data, resamples=0)
+    rows, similarity = make_rated_rows(["The sport", "The sport.", "the sport", "The sport "])
+    metric = METRICS["spearman"]
+    results = seen_unseen(["The sport"], rows, similarity, metric, 0)
     assert (results["seen"].n, results["unseen"].n) == (1, 3)
-    results = seen_unseen(condition, *data, resamples=0)
+    results = seen_unseen(rows.condition, rows, similarity, metric, 0)
     assert (results["unseen"].n, math.isnan(results["unseen"].main.value)) == (0, True)
     assert results["seen"].main.value == results["overall"].main.value
     with pytest.raises(UserError, match="4 of 4 predictions are NaN or infinite"):
-        seen_unseen(["a"], condition, rating, np.full(4, np.inf), pair, METRICS["spearman"])
+        seen_unseen(["a"], rows, np.full(4, np.inf), metric)
 
 
 @given(n=st.integers(2, 8), height=st.integers(1, 6), width=st.integers(1, 6))
