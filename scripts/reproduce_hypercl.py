@@ -605,7 +605,7 @@ def _diagonal(saved_head: RunFittedHead, condition: MatrixLike | None) -> dict[s
     transformed = as_matrix(condition).read(first) @ tensors["transform"].T
     norms = np.linalg.norm(transformed + tensors.get("transform_bias", 0.0), axis=1)
     variance = frobenius_variance(norms, saved_head.head.dim_in)
-    return _spread(variance.normalised, variance.raw, float(norms.mean()))
+    return _spread(variance["normalised"], variance["raw"], float(norms.mean()))
 
 
 # -- the command -------------------------------------------------------------------------------

@@ -55,12 +55,15 @@ class Isotropy:
             1 is isotropic.
         n: The number of vectors.
         std_cosine: The standard deviation of the cosines with the mean vector (table 4).
+        cosines: (n,) the cosine of each vector with the mean vector (figures 5 and 6); 0 if there
+            is no mean direction.
     """
 
     mean_cosine: float
     partition_ratio: float
     n: int
     std_cosine: float
+    cosines: NDArray[np.float64]
 
 
 def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0) -> Isotropy:
@@ -100,26 +103,8 @@ def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0)
         partition_ratio=float(partition.min() / partition.max()),
         n=n,
         std_cosine=float(cosines.std()),
+        cosines=cosines,
     )
-
-
-def cosines_to_mean(vectors: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the cosine of each vector with the mean vector (CASE, figures 5 and 6).
-
-    Args:
-        vectors: (n, d) in any float type.
-
-    Returns:
-        The cosines, (n,); 0 if the vectors cancel out, so that there is no mean direction.
-
-    Raises:
-        UserError: As for ``isotropy``.
-    """
-    norms, mean_direction = _norms_and_mean_direction(vectors)
-    cosines = np.empty(len(norms))
-    for part in _blocks(len(norms)):
-        cosines[part] = np.asarray(vectors[part], np.float64) @ mean_direction / norms[part]
-    return cosines
 
 
 def _norms_and_mean_direction(
@@ -175,8 +160,8 @@ def measure_isotropy(
         nothing = dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))
         return {"name": name, **nothing, "n": 0, "n_zero": len(vectors)}, np.empty(0)
     figures = asdict(isotropy(nonzero, seed=seed))
-    n_zero = len(vectors) - len(nonzero)
-    return {"name": name, **figures, "n_zero": n_zero}, cosines_to_mean(nonzero)
+    cosines = figures.pop("cosines")
+    return {"name": name, **figures, "n_zero": len(vectors) - len(nonzero)}, cosines
 
 
 #: The number of K-means starts, of which the tightest clustering is used.
@@ -467,24 +452,8 @@ def seen_unseen(
     return subsets
 
 
-@dataclass(frozen=True, slots=True)
-class FrobeniusVariance:
-    """The variance of the size of W_c over conditions (Hyper-CL, section 5.4.1).
-
-    Attributes:
-        raw: The variance of ||W_c||_F over the conditions.
-        normalised: The variance of ||W_c||_F / sqrt(number of elements), which is comparable
-            between matrices of different sizes.
-        n: The number of conditions.
-    """
-
-    raw: float
-    normalised: float
-    n: int
-
-
-def frobenius_variance(norms: NDArray[np.floating], n_elements: int) -> FrobeniusVariance:
-    """Compute the variance over conditions of ||W_c||_F, raw and normalised.
+def frobenius_variance(norms: NDArray[np.floating], n_elements: int) -> dict[str, float]:
+    """Compute the variance over conditions of the size of W_c (Hyper-CL, section 5.4.1).
 
     It is the population variance (the divisor is n); the paper does not say which one it uses.
 
@@ -492,6 +461,10 @@ def frobenius_variance(norms: NDArray[np.floating], n_elements: int) -> Frobeniu
         norms: (n,) ||W_c||_F, one for each distinct condition.
         n_elements: The number of valid elements of a W_c: H * H, also for a product of low rank; H
             for the diagonal matrix that a Hadamard product is equivalent to.
+
+    Returns:
+        The variance of ||W_c||_F (``raw``), that of ||W_c||_F / sqrt(number of elements), which is
+        comparable between matrices of different sizes (``normalised``), and ``n``.
 
     Raises:
         UserError: There are fewer than two conditions.
@@ -503,32 +476,20 @@ def frobenius_variance(norms: NDArray[np.floating], n_elements: int) -> Frobeniu
             "two conditions, with one norm for each."
         )
     raw = float(sizes.var())
-    return FrobeniusVariance(raw=raw, normalised=raw / n_elements, n=len(sizes))
+    return {"raw": raw, "normalised": raw / n_elements, "n": len(sizes)}
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A row with its similarity ``before`` a head (of the encoder's vectors) and ``after`` it."""
-
-    sentence1: str
-    sentence2: str
-    condition: str
-    rating: float
-    before: float
-    after: float
-
-
-def change_table(changes: Sequence[Change]) -> list[Change]:
-    """Sort rows as in tables 3 and 8 of CASE.
+def change_table(changes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Sort rows, with the keys of ``rating`` and both sentences, as in tables 3 and 8 of CASE.
 
     The rows of a sentence pair stay together, with the lower rating first. Pairs keep their given
     order.
     """
     order: dict[tuple[str, str], int] = {}
-    for change in changes:
-        order.setdefault((change.sentence1, change.sentence2), len(order))
+    for row in changes:
+        order.setdefault((row["sentence1"], row["sentence2"]), len(order))
     return sorted(
-        changes, key=lambda change: (order[change.sentence1, change.sentence2], change.rating)
+        changes, key=lambda row: (order[row["sentence1"], row["sentence2"]], row["rating"])
     )
 
 

@@ -35,7 +35,6 @@ from llmcond.evaluation.analyses import (
     CALIBRATION,
     MAX_VECTORS,
     Calibration,
-    Change,
     ConditionCheck,
     change_table,
     find_calibration,
@@ -544,8 +543,7 @@ def _analyse_norms(head: RunFittedHead, data: _Split) -> dict[str, Any]:
     first, _ = as_matrix(condition).unique()
     norms = head.head.matrix_norms(as_matrix(condition).take(first))
     size = head.head.dim_in * head.head.dim_out
-    variance = frobenius_variance(norms, size)
-    figures = {"mean_norm": float(norms.mean()), **asdict(variance)}
+    figures = {"mean_norm": float(norms.mean()), **frobenius_variance(norms, size)}
     return {"name": head.name, **figures, **_describe(head)}
 
 
@@ -555,12 +553,16 @@ def _list_examples(head: RunFittedHead, run: Run, data: _Split, top: int) -> dic
     pairs = data.pairs(head)
     after = predict(head, pairs)
     better, worse = most_changed(pairs.rating, before, after)
-    texts = [data.texts(getattr(data.rows, c)) for c in ("sentence1", "sentence2", "condition")]
+    names = ("sentence1", "sentence2", "condition")
+    texts = [data.texts(getattr(data.rows, name)) for name in names]
     figures = [column.tolist() for column in (pairs.rating, before, after)]
-    changes = [Change(*row) for row in zip(*texts, *figures, strict=True)]
+    changes = [
+        dict(zip((*names, "rating", "before", "after"), row, strict=True))
+        for row in zip(*texts, *figures, strict=True)
+    ]
 
-    def table(order: Sequence[int]) -> list[dict[str, Any]]:
-        return [asdict(change) for change in change_table([changes[i] for i in order[:top]])]
+    def table(order: Sequence[int]) -> list[Mapping[str, Any]]:
+        return change_table([changes[i] for i in order[:top]])
 
     return {
         "name": head.name,

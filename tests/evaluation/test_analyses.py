@@ -14,7 +14,6 @@ from llmcond.data.rows import Rows
 from llmcond.evaluation.analyses import (
     by_condition,
     chance_error,
-    cosines_to_mean,
     frobenius_variance,
     impurity,
     isotropy,
@@ -84,7 +83,7 @@ def test_zero_vectors_are_counted_and_left_out():
     vectors = sample_gaussians(20, 4, shift=1)
     figures, cosines = measure_isotropy("a", np.concatenate([vectors, np.zeros((3, 4))]))
     assert (figures["name"], figures["n"], figures["n_zero"]) == ("a", 20, 3)
-    np.testing.assert_array_equal(cosines, cosines_to_mean(vectors))
+    np.testing.assert_array_equal(cosines, isotropy(vectors).cosines)
     assert figures["mean_cosine"] == pytest.approx(cosines.mean())
     figures, cosines = measure_isotropy("a", np.zeros((3, 4)))
     assert (figures["n"], figures["n_zero"], figures["mean_cosine"]) == (0, 3, None)
@@ -192,9 +191,10 @@ def test_variance_of_norms_equals_variance_of_matrices(n, height, width):
     norms = np.array([math.sqrt((matrix**2).sum()) for matrix in matrices])
     result = frobenius_variance(norms, height * width)
     scaled = [math.sqrt((matrix**2).mean()) for matrix in matrices]
-    assert result.n == n
-    assert result.raw == pytest.approx(sum((norms - norms.mean()) ** 2) / n)
-    assert result.normalised == pytest.approx(np.mean(np.square(scaled)) - np.mean(scaled) ** 2)
+    assert result["n"] == n
+    assert result["raw"] == pytest.approx(sum((norms - norms.mean()) ** 2) / n)
+    normalised = np.mean(np.square(scaled)) - np.mean(scaled) ** 2
+    assert result["normalised"] == pytest.approx(normalised)
 
 
 UNIT = st.integers(0, 4).map(lambda value: value / 4)

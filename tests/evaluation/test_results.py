@@ -152,8 +152,10 @@ def test_undefined_metrics_are_null():
 
 
 def test_invalid_predictions_and_names_of_metrics_are_rejected():
-    with pytest.raises(UserError, match=r"mlp@a\+b predicts NaN or infinity for 1 rated rows"):
-        score_similarity(np.append(np.zeros(19), nan)[None])
+    predicted = np.zeros((2, 20))  # three rows of one seed, one of them also of the other
+    predicted[0, [3, 5, 19]] = predicted[1, 5] = nan
+    with pytest.raises(UserError, match=r"mlp@a\+b predicts NaN or infinity for 3 rated rows"):
+        score_similarity(predicted)
     with pytest.raises(UserError, match="a metric cannot be called dim"):
         score_similarity(np.zeros((1, 20)), metrics=[Metric("dim", lambda *_: 0.0)])
 
