@@ -386,15 +386,15 @@ class Table:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> Table:
-        """Return rows that share their keys as a table.
+        """Return rows as a table.
 
         Args:
             rows: the rows.
             keys: the keys to show; empty: all.
         """
         columns = []
-        for key in keys or list(rows[0] if rows else ()):
-            values = [row[key] for row in rows]
+        for key in keys or dict.fromkeys(key for row in rows for key in row):
+            values = [row.get(key) for row in rows]
             form = _float_format(values)
             cells = [_format_value(value, form) for value in values]
             columns.append(
@@ -501,11 +501,17 @@ def _float_format(values: Sequence[object]) -> str:
     return f".{4 if largest < 1.00005 else 4 - len(str(int(largest)))}f"
 
 
-def _format_value(value: object, float_format: str) -> str:
+def _format_value(value: object, float_format: str = ".4g") -> str:
+    """Return a value as text on one line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:{float_format}}"
+    if isinstance(value, Mapping):
+        items = (f"{key}: {_format_value(inner)}" for key, inner in value.items())
+        return ", ".join(items)[: 2 * _VALUE]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_format_value, value))[: 2 * _VALUE]
     return "" if value is None else str(value)
 
 
@@ -568,13 +574,17 @@ class Displayed:
     def _repr_html_(self) -> str:
         """Return the values in a line and the tables below it, for notebooks."""
         facts, tables = _split(self._displayed())
-        line = ", ".join(f"{name} {_cell(value)}" for name, value in facts.items())
+        line = ", ".join(f"{name} {_format_value(value)}" for name, value in facts.items())
         title = type(self).__name__
-        heading = f"<p><b>{title}</b> {escape(line)}</p>"
-        # The only table of Results needs no caption "results".
-        return heading + "".join(
-            _html("" if name == title.lower() else name, rows) for name, rows in tables.items()
-        )
+        parts = [f"<p><b>{title}</b> {escape(line)}</p>"]
+        for name, rows in tables.items():
+            n = format_count(len(rows), "row")
+            more = f" (the first {_ROWS} of {n})" if len(rows) > _ROWS else ""
+            # The only table of Results needs no caption "results".
+            caption = f"{'' if name == title.lower() else name}{more}"
+            parts += [f"<p>{escape(caption)}</p>"] * bool(caption)
+            parts.append(Table.of_rows(rows[:_ROWS]).document("html"))
+        return "".join(parts)
 
 
 class DisplayedDict(Displayed, dict[str, Any]):
@@ -642,24 +652,3 @@ def _split(
 
 def _all_rows(values: Any) -> bool:
     return bool(values) and all(isinstance(value, Mapping) for value in values)
-
-
-def _html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(dict.fromkeys(key for row in rows[:_ROWS] for key in row))
-    table = Table([Column(key, [_cell(row.get(key)) for row in rows[:_ROWS]]) for key in columns])
-    more = f" (the first {_ROWS} of {format_count(len(rows), 'row')})" if len(rows) > _ROWS else ""
-    caption = f"<p>{escape(name)}{more}</p>" if name or more else ""
-    return f"{caption}{table.document('html')}"
-
-
-def _cell(value: Any) -> str:
-    """Return a value as text on one line."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_cell(inner)}" for key, inner in value.items())[: 2 * _VALUE]
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_cell, value))[: 2 * _VALUE]
-    return "" if value is None else " ".join(str(value).split())
