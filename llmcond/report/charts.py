@@ -14,7 +14,7 @@ import numpy as np
 import vl_convert
 from numpy.typing import NDArray
 
-from llmcond.base.metrics import Estimate, Floats, Metric, finite_or_none, format_number, get_metric
+from llmcond.base.metrics import Estimate, Floats, Metric, finite_or_none, get_metric
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.evaluation.analyses import (
     by_condition,
@@ -585,38 +585,3 @@ def difference_chart(page: Page) -> dict[str, Any] | None:
     title = f"difference in {axis_label(metric)}"
     description = f"Difference of each system to the baseline in {metric.heading}."
     return interval_chart(rows, ["difference"], title, description, reference=0.0)
-
-
-def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:
-    """Return charts of the mean cosine and the partition ratio of each set of vectors.
-
-    Returns:
-        The charts and their legend; None if no figure is defined.
-    """
-    kinds: list[str] = ["minus c" if row["subtract"] else "no subtraction" for row in page.isotropy]
-    series: list[str] = [name for name in ("minus c", "no subtraction") if name in kinds]
-    specs = []
-    for key, spread, title in (
-        ("mean_cosine", "std_cosine", "mean cosine ± sd"),
-        ("partition_ratio", None, "partition ratio"),
-    ):
-        rows = []
-        for row, kind in zip(page.isotropy, kinds, strict=True):
-            value = row[key]
-            if value is None:
-                continue
-            sd = None if spread is None else row[spread]
-            rows.append(
-                {
-                    "label": f"{row['prompt']}\n{row['head']}",
-                    "series": kind,
-                    "value": value,
-                    "low": None if sd is None else value - sd,
-                    "high": None if sd is None else value + sd,
-                    "system": row["name"],
-                    key.replace("_", " "): with_minus_signs(format_number(value, 3)),
-                }
-            )
-        if rows:
-            specs.append(interval_chart(rows, series, title, f"{title}, by template."))
-    return (specs, _make_legend(series)) if specs else None

@@ -223,7 +223,6 @@
     ], 100);
   }
   if (data.charts.differences) draw("differences", "differences");
-  for (const key of Object.keys(data.charts)) if (key.startsWith("isotropy-")) draw(key, key);
 
   // -- rows -------------------------------------------------------------------------------------
 

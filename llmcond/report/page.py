@@ -61,19 +61,16 @@ def write_page(page: Page, path: Path) -> None:
     from llmcond.report.charts import (
         difference_chart,
         head_chart,
-        isotropy_charts,
         javascript_bundle,
         page_data,
     )
 
-    data, heads, isotropy = page_data(page), head_chart(page), isotropy_charts(page)
+    data, heads = page_data(page), head_chart(page)
     if heads:
         data["charts"]["heads"] = heads[0]
     forest = difference_chart(page)
     if forest:
         data["charts"]["differences"] = forest
-    if isotropy:
-        data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
     first = page.results[0]
     write_html(
         path,
@@ -97,7 +94,7 @@ def write_page(page: Page, path: Path) -> None:
         heads=heads and heads[1],
         forest=forest is not None,
         compared_subsets=subset_differences_table(page.results),
-        isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
+        isotropy=isotropy_table(page.isotropy) if page.isotropy else None,
     )
 
 
