@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -96,32 +95,3 @@ def print_json(options: argparse.Namespace, result: object) -> None:
     """Print a result as JSON in one line, if the command line has ``--json``."""
     if options.json:
         print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
-
-
-def sample_files(
-    doc: str | None, name: str, make: Callable[[], Mapping[str, bytes]], argv: Sequence[str] | None
-) -> int:
-    """Write or check generated files, as the command line says; return the exit code.
-
-    Args:
-        doc: docstring of the script.
-        name: name of the folder in ``llmcond/data``.
-        make: function that returns the content of each file by its name.
-        argv: the command line.
-    """
-    parser = Options(doc)
-    folder = Path(__file__).resolve().parents[1] / "llmcond" / "data" / name
-    parser.option("--out", folder, "folder of the files", "the bundled data")
-    parser.option("--check", False, "compare the files, write nothing")
-    options = parser.parse_args(argv)
-    status = 0
-    for file, content in make().items():
-        path: Path = options.out / file
-        if not options.check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-            print(f"{path}: {content.count(10):,} lines")
-        elif not path.is_file() or path.read_bytes() != content:
-            print(f"{path}: missing, or differs from what this script writes")
-            status = 1
-    return status
