@@ -236,8 +236,13 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
     """
     from llmcond.heads.fitted import FittedHead
 
+    return load_fitted(folder, FittedHead)
+
+
+def load_fitted(folder: Path, expected_class: type[F]) -> tuple[F, dict[str, Any]]:
+    """Load a head of a class of fitted heads; otherwise like ``load_head``."""
     files = read_head(folder)
-    return restore_head(files, FittedHead), files.description
+    return restore_head(files, expected_class), files.description
 
 
 def restore_head(files: HeadFiles, expected_class: type[F]) -> F:

@@ -422,11 +422,7 @@ class Examples(ABC):
             The name, and the score by the run's ``dev_metric``; NaN if it is undefined.
         """
         zero_shot = zero_shot_head(self.run.zero_shot_view(view.prompts[0]))
-        if "dev" not in self.data.splits:
-            return zero_shot.name, nan
-        dev = self.scored_rows("dev")
-        ranks, metric = self.predict(zero_shot, "dev"), get_metric(self.run.dev_metric)
-        return zero_shot.name, metric(ranks.astype(np.float64), dev.rating, dev.pair)
+        return zero_shot.name, self.score_on_dev(zero_shot.head, zero_shot.view)
 
     def score_held_out(self, held_out: Sequence[HeldOut | None]) -> Mapping[str, Estimate]:
         """Return the scores of held-out predictions of dev, as means over the fits of a system.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -43,7 +43,7 @@ from llmcond.runs.examples import (
     score_predictors,
 )
 from llmcond.runs.open import extract_other_data
-from llmcond.runs.run import Run, RunHead, zero_shot_head
+from llmcond.runs.run import Run, RunHead
 
 
 class RatedExamples(Examples):
@@ -118,11 +118,6 @@ class RatedExamples(Examples):
         return metric(similarity.astype(np.float64), dev.rating, dev.groups)
 
     @override
-    def score_zero_shot_on_dev(self, view: FeatureView) -> tuple[str, float]:
-        zero_shot = zero_shot_head(self.run.zero_shot_view(view.prompts[0]))
-        return zero_shot.name, self.score_on_dev(zero_shot.head, zero_shot.view)
-
-    @override
     def score_held_out(self, held_out: Sequence[HeldOut | None]) -> Mapping[str, Estimate]:
         predictions = [part.predictions for part in held_out if part is not None]
         if not predictions or len(predictions) < len(held_out):
@@ -147,12 +142,10 @@ class RatedExamples(Examples):
     def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
         """Return whether conditions, and sentences, occur in rated rows of training."""
         rows = self.run.rows(split)
-        trained = [self.run.rows(name) for name in {"train", *self.run.trained_on} - {split}]
-        known = [part.take(part.rated) for part in trained]
+        known = _training_rows(self.run, (), split)
         conditions = {text for part in known for text in part.condition}
         seen = np.array([text in conditions for text in rows.condition], dtype=np.bool_)
-        sentences = {text for part in known for text in part.folded_sentences()}
-        shared = shares_sentence(rows, sentences)
+        shared = shares_sentence(rows, {text for part in known for text in part.folded_sentences()})
         return {
             "condition in training": seen,
             "condition not in training": ~seen,
@@ -173,7 +166,7 @@ class RatedExamples(Examples):
         split: str,
         metrics: Sequence[Metric],
     ) -> Sequence[Result]:
-        known = collect_training_sentences(self.run, (), split)
+        known = _training_rows(self.run, (), split)
         return add_new_sentences(results, similarity, self.run.rows(split), known, metrics)
 
 
@@ -294,33 +287,28 @@ class DevFit:
         return predict(RunHead("", head, self.view, {}), pairs)
 
 
-def collect_training_sentences(
-    run: Run, heads: Sequence[AnyPredictor], split: str | None
-) -> set[str]:
-    """Return the folded sentences of the rated rows that the encoder or a head was trained on.
+def _training_rows(run: Run, heads: Sequence[AnyPredictor], split: str | None) -> list[Rows]:
+    """Return the rated rows of each split that the encoder or a head was trained on.
 
-    ``split`` is the split of the run that is scored; its sentences are not included.
+    ``split`` is the split of the run that is scored; its rows are not included.
     """
-    splits = {"train", *run.trained_on, *(name for head in heads for name in head.trained_on)}
-    sentences: set[str] = set()
-    for name in splits - {split}:
-        rows = run.rows(name)
-        sentences |= rows.take(rows.rated).folded_sentences()
-    return sentences
+    names = {"train", *run.trained_on, *(name for head in heads for name in head.trained_on)}
+    return [rows.take(rows.rated) for rows in map(run.rows, names - {split})]
 
 
 def add_new_sentences(
     results: Sequence[Result],
     similarity: Sequence[NDArray[np.floating]],
     rows: Rows,
-    sentences: Set[str],
+    known: Sequence[Rows],
     metrics: Sequence[Metric],
 ) -> list[Result]:
-    """Add the scores on rows with none, and with any, of the ``sentences`` to each result.
+    """Add the scores on rows that share no sentence with ``known`` rows, and on the other rows.
 
-    Results are unchanged if no row contains any of them. ``similarity`` holds, for each result, the
-    (seeds, n) predictions of all rows, including unrated ones.
+    Results are unchanged if no row shares any. ``similarity`` holds, for each result, the (seeds,
+    n) predictions of all rows, including unrated ones.
     """
+    sentences = {text for part in known for text in part.folded_sentences()}
     is_new = rows.rated & ~shares_sentence(rows, sentences)
     if is_new.sum() == rows.rated.sum():
         return list(results)
@@ -376,16 +364,13 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
             store = extract_other_data(run, prompts, inputs, options.device)
         features = RowFeatures(rows, store)
         predictions = [predict(head, features.pairs(head.view)) for head in heads]
-    results = score_predictors(predictors, predictions, rows, split, metrics, task=run.task.name)
-    known_sentences = collect_training_sentences(run, heads, run_split)
-    single_seed = [values[None] for values in predictions]
-    results = Results(
-        tuple(add_new_sentences(results, single_seed, rows, known_sentences, metrics))
-    )
-    if not has_other_data and split == "dev":
-        results = Results(tuple(map(_add_held_out, results, predictors)))
+    scored = score_predictors(predictors, predictions, rows, split, metrics, task=run.task.name)
+    known, single_seed = _training_rows(run, heads, run_split), [p[None] for p in predictions]
+    results = add_new_sentences(scored, single_seed, rows, known, metrics)
+    if run_split == "dev":
+        results = list(map(_add_held_out, results, predictors))
     results = _add_condition_scores(results, predictors, predictions, rows, run, metrics[0])
-    return Evaluation(results, predictions, rows)
+    return Evaluation(Results(tuple(results)), predictions, rows)
 
 
 def _choose_rows(run: Run, options: DataOptions, split: str | None) -> tuple[Rows, str]:
@@ -408,27 +393,24 @@ def _add_held_out(result: Result, predictor: AnyPredictor | CrossEncoder) -> Res
 
 
 def _add_condition_scores(
-    results: Results,
+    results: list[Result],
     predictors: Sequence[AnyPredictor | CrossEncoder],
     predicted: Sequence[NDArray[np.float32]],
     rows: Rows,
     run: Run,
     metric: Metric,
-) -> Results:
-    """Add the scores on rows with seen and with unseen conditions to results."""
-    train, rated = run.rows("train"), rows.rated
-    known_conditions = {train.condition[i] for i in np.flatnonzero(train.rated).tolist()}
-    rated_rows = rows.take(rated)
-    condition = rated_rows.condition
-    if not 0 < sum(text in known_conditions for text in condition) < len(condition):
+) -> list[Result]:
+    """Add the scores on rows with seen and with unseen conditions to results of fitted heads."""
+    train, rated = run.rows("train"), rows.take(rows.rated)
+    known = set(train.take(train.rated).condition)
+    if not 0 < sum(text in known for text in rated.condition) < len(rated):
         return results
-    new_results = []
+    added = []
     for result, predictor, similarity in zip(results, predictors, predicted, strict=True):
         if predictor.is_fitted:
-            parts = seen_unseen(known_conditions, rated_rows, similarity[rated], metric, 0)
+            parts = seen_unseen(known, rated, similarity[rows.rated], metric, 0)
             del parts["overall"]
-            subsets = {"conditions": parts, **result.subsets}
-            new_results.append(replace(result, subsets=subsets))
+            added.append(replace(result, subsets={"conditions": parts, **result.subsets}))
         else:
-            new_results.append(result)
-    return Results(tuple(new_results))
+            added.append(result)
+    return added

@@ -11,7 +11,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +35,7 @@ from llmcond.encoders.spec import Orders, Runtime
 from llmcond.evaluation.results import default_name
 from llmcond.features.view import FeatureView, StoreDtype
 from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
-from llmcond.heads.storage import EmbeddingHead
+from llmcond.heads.storage import EmbeddingHead, load_fitted, read_description
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.tasks import AnyTask, Data, find_kind, find_task
 
@@ -434,11 +435,16 @@ class Run:
 
     def record_model(self, model: str) -> None:
         """Record the encoder's current name or path. The caller has checked its identity."""
-        if self.manifest["encoder"]["model"] in (model, IN_RUN_FOLDER):
-            return
+        if self.manifest["encoder"]["model"] not in (model, IN_RUN_FOLDER):
+            with self._changed_manifest() as manifest:
+                manifest["encoder"]["model"] = model
+
+    @contextmanager
+    def _changed_manifest(self) -> Iterator[dict[str, Any]]:
+        """Yield the content of run.json, which is written again after the block."""
         with FileLock(self.folder / ".lock"):
             self.manifest = read_manifest(self.folder)
-            self.manifest["encoder"]["model"] = model
+            yield self.manifest
             write_json(self.folder / "run.json", self.manifest)
 
     def check_encoder(self, resolved: ResolvedEncoder) -> None:
@@ -622,16 +628,12 @@ class Run:
 
     def record_prompt(self, prompt: Prompt, extraction: Mapping[str, Any]) -> None:
         """Record the extraction of a prompt's features in the manifest."""
-        with FileLock(self.folder / ".lock"):
-            self.manifest = read_manifest(self.folder)
-            known = self.manifest["prompts"].get(prompt.name)
-            if known and known["prompt"] == prompt.to_json() and not extraction["n_computed"]:
-                return  # no features are new, so the recorded provenance is still right
-            self.manifest["prompts"][prompt.name] = {
-                "prompt": prompt.to_json(),
-                "extraction": {**extraction, **provenance()},
-            }
-            write_json(self.folder / "run.json", self.manifest)
+        with self._changed_manifest() as manifest:
+            content, known = prompt.to_json(), manifest["prompts"].get(prompt.name)
+            # If no features are new, the recorded provenance is still right.
+            if not known or known["prompt"] != content or extraction["n_computed"]:
+                record = {"prompt": content, "extraction": {**extraction, **provenance()}}
+                manifest["prompts"][prompt.name] = record
 
     @property
     def is_bundled(self) -> bool:
@@ -721,9 +723,8 @@ class Run:
         names = self.head_names()
         if name not in names:
             raise UserError(f"{self.folder} has no head {name!r}. {nearest(name, names)}")
-        with FileLock(self.folder / ".lock"):
-            self.manifest = {**read_manifest(self.folder), "default_head": name}
-            write_json(self.folder / "run.json", self.manifest)
+        with self._changed_manifest() as manifest:
+            manifest["default_head"] = name
 
     def zero_shot_views(self, prompt: Prompt) -> list[FeatureView]:
         """Return the zero-shot views of a prompt, the one with subtraction last."""
@@ -739,8 +740,6 @@ class Run:
         Raises:
             UserError, LlmcondError: As ``read_description``.
         """
-        from llmcond.heads.storage import read_description
-
         return read_description(self.head_folder(name))
 
     def load_head(self, name: str) -> RunHead[Any]:
@@ -766,10 +765,8 @@ class Run:
             UserError: The folder holds no head, or as ``load_head``.
         """
         from llmcond.heads.fitted import FittedModule
-        from llmcond.heads.storage import read_head, restore_head
 
-        files = read_head(folder)
-        loaded = restore_head(files, FittedModule), files.description
+        loaded = load_fitted(folder, FittedModule)
         return self._check_loaded_head(folder.name, loaded, f"the head in {folder}")
 
     def _check_loaded_head(

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,7 +30,6 @@ from llmcond.heads.module import HeadModule
 from llmcond.heads.numpy_heads import DevScore, OnEpoch
 from llmcond.heads.recipes import Recipe
 from llmcond.heads.settings import GradientSettings, SizeOrNone, learning_rate_factor
-from llmcond.heads.storage import read_head, restore_head
 
 #: Number of utterances that are mapped at once.
 _BLOCK = 8_192
@@ -195,12 +193,6 @@ class FittedRoleHead(FittedModule):
                 block = torch.from_numpy(matrix.read(slice(start, start + _BLOCK)))
                 blocks.append([output.numpy() for output in role(normalize(block))])
         return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
-
-
-def load_roles_head(folder: Path) -> tuple[FittedRoleHead, dict[str, Any]]:
-    """Load a head that maps utterances to roles; otherwise like ``load_head``."""
-    files = read_head(folder)
-    return restore_head(files, FittedRoleHead), files.description
 
 
 class RoleHead(HeadModule):

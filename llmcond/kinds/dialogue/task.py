@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from llmcond.data.datasets import DataOptions
+from llmcond.heads.storage import load_fitted
 from llmcond.kinds.dialogue.data import (
     Dialogues,
     UtteranceInputs,
@@ -100,9 +101,9 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
 
     @override
     def load_head(self, folder: Path) -> tuple[FittedRoleHead, dict[str, Any]]:
-        from llmcond.kinds.dialogue.heads import load_roles_head
+        from llmcond.kinds.dialogue.heads import FittedRoleHead
 
-        return load_roles_head(folder)
+        return load_fitted(folder, FittedRoleHead)
 
     @override
     def examples(self, run: Run) -> DialogueExamples:

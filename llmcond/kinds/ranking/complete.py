@@ -149,7 +149,7 @@ class Completer:
     ) -> None:
         self._examples, self._predictor, self._device = examples, predictor, device
         self._terms = terms
-        self.graph: Graph = examples.data  # type: ignore[assignment]  # load_completer checks that
+        self.graph: Graph = examples.data
         self.name = predictor.name
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ from llmcond.kinds.ranking.graph import (
     both_directions,
 )
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryArrays, fit_queries
-from llmcond.kinds.ranking.inputs import QueryData, QueryInputs, QueryTask, QueryTexts
+from llmcond.kinds.ranking.task import QueryInputs, QueryTexts, RankingTask
 from llmcond.options.scoring import EvaluateOptions
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import (
@@ -81,12 +81,9 @@ class QueryExamples(RankedExamples):
 
     fit_head = staticmethod(fit_queries)
 
-    data: QueryData
-    task: QueryTask[Any]
+    task: RankingTask[Any]
 
-    def __init__(
-        self, run: Run, data: QueryData | None = None, store: FeatureStore | None = None
-    ) -> None:
+    def __init__(self, run: Run, data: Any = None, store: FeatureStore | None = None) -> None:
         super().__init__(run, data, store)
         self.task = run.task
         self._arrays: dict[FeatureView, QueryArrays] = {}

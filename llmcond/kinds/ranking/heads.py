@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import numpy as np
@@ -46,7 +45,6 @@ from llmcond.heads.settings import (
     Weight,
     learning_rate_factor,
 )
-from llmcond.heads.storage import read_head, restore_head
 from llmcond.kinds.ranking.graph import KnownTriples, adjacency, both_directions
 
 
@@ -499,12 +497,6 @@ def _concatenate_heads(parts: list[Tensor]) -> Array:
     """Concatenate the embeddings of several heads, so that scores are the means of theirs."""
     concatenated = torch.cat(parts, dim=1) / len(parts) ** 0.5 if len(parts) > 1 else parts[0]
     return np.asarray(concatenated.numpy())
-
-
-def load_query_head(folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
-    """Load a head that ranks candidates, without a graph; otherwise like ``load_head``."""
-    files = read_head(folder)
-    return restore_head(files, FittedQueryHead), files.description
 
 
 class QueryHead(HeadModule):

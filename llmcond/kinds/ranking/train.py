@@ -39,7 +39,7 @@ from llmcond.kinds.ranking.heads import (
     joint_keys,
     replace_relations,
 )
-from llmcond.kinds.ranking.inputs import QueryInputs, QueryTask
+from llmcond.kinds.ranking.task import QueryInputs, RankingTask
 from llmcond.runs.trials import size_recipe
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def check_recipe(recipe: Recipe, dataset: Any = None) -> None:
 
 
 def build_training_parts(
-    task: QueryTask[Any], job: Any, trainable: TrainableEncoder
+    task: RankingTask[Any], job: Any, trainable: TrainableEncoder
 ) -> tuple[QueryModel, GraphInputs, GraphInputs | None]:
     """Return the model and the triples of train and dev; see ``AnyTask.training_parts``."""
     graph, (prompt,) = job.dataset, job.view.prompts

@@ -10,13 +10,14 @@ from llmcond.base.errors import UserError
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.module import seeded
 from llmcond.heads.numpy_heads import PairArrays
+from llmcond.heads.storage import load_fitted
 from llmcond.kinds.dialogue.heads import (
     DistanceWeights,
+    FittedRoleHead,
     RoleHead,
     TurnArrays,
     distinct_utterances,
     fit_turns,
-    load_roles_head,
     maxsim,
     plan_scores,
     query_vectors,
@@ -237,7 +238,7 @@ def test_loaded_head_gives_same_roles_and_scores(tmp_path):
     arrays = make_dialogues()
     head = fit_turns(make_recipe("weighted", window=6), arrays, None, 3, ignore_progress, "cpu")
     save_head(head, tmp_path / "head", {"made": "here"})
-    loaded, record = load_roles_head(tmp_path / "head")
+    loaded, record = load_fitted(tmp_path / "head", FittedRoleHead)
     assert record["made"] == "here"
     assert (record["kind"], loaded.seed, loaded.score.kind) == ("roles", 3, "weighted")
     x = arrays.utterances

@@ -14,13 +14,14 @@ from llmcond.base.records import build
 from llmcond.heads import load_head, load_recipe, save_head
 from llmcond.heads.module import members_of, seeded
 from llmcond.heads.numpy_heads import DevScore
+from llmcond.heads.storage import load_fitted
 from llmcond.kinds.ranking.graph import KnownTriples
 from llmcond.kinds.ranking.heads import (
     ContrastSettings,
+    FittedQueryHead,
     QueryArrays,
     contrastive,
     fit_queries,
-    load_query_head,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -352,7 +353,7 @@ def test_saved_head_is_loaded_unchanged(name, changes, tmp_path):
     arrays = make_arrays(joint=name in JOINT)
     head, rows = fit(name, arrays, lambda head: 0.5, **changes), arrays.queries()
     save_head(head, tmp_path, {"made_by": "a test"})
-    loaded, record = load_query_head(tmp_path)
+    loaded, record = load_fitted(tmp_path, FittedQueryHead)
     assert (loaded.kind, loaded.settings) == (head.kind, head.settings)
     scales = [[member.scale for member in members_of(h.module)] for h in (head, loaded)]
     assert scales[0] == scales[1]
