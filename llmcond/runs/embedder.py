@@ -71,23 +71,16 @@ def find_unfamiliar_conditions(
     hold these vectors and its rows (a run that was pushed does not), or if no prompt of the head
     encodes the condition alone.
     """
-    prompt = next(
-        (candidate for candidate in embedder.view.prompts if candidate.subtracts_condition), None
-    )
+    prompt = next((prompt for prompt in embedder.view.prompts if prompt.subtracts_condition), None)
     has_rows = (run.folder / "rows.parquet").is_file()
     if not embedder.head.dim_in or prompt is None or not has_rows:
         return {}
     rows = run.rows("train")
-    rated_conditions = {rows.condition[i]: None for i in np.flatnonzero(rows.rated).tolist()}
-    known, new_texts = (
-        list(rated_conditions),
-        [text for text in dict.fromkeys(conditions) if text not in rated_conditions],
-    )
-    if not new_texts or len(known) < 2:
-        return {}
+    known = list(dict.fromkeys(rows.take(rows.rated).condition))
+    new_texts = [text for text in dict.fromkeys(conditions) if text not in known]
     inputs = [prompt.unconditional.render("", text) for text in known]
     store = run.store()
-    if store.missing(inputs):
+    if not new_texts or len(known) < 2 or store.missing(inputs):
         return {}
     known_vectors = normalise_vectors(store.lookup(inputs).read())
     cosines = known_vectors @ known_vectors.T
@@ -269,8 +262,13 @@ class Embedder(SimilarityModel):
         (the setting ``matryoshka``). For PCA, whitening and random projections, it is every size,
         because their first components are those of the same projection with fewer components.
         """
-        sizes = _find_matryoshka_dims(self.encoder, self.head)
-        return [size for size in sizes if size < self.dim]
+        if self.head.kind in ORDERED_KINDS:
+            return list(range(self.dim - 1, 0, -1))
+        sizes = getattr(self.head.settings, "matryoshka", ())
+        if self.head.is_identity:
+            made_of = _training_record(self.encoder).get("made_of", {})
+            sizes = made_of.get("objective", {}).get("matryoshka", ())
+        return sorted((size for size in sizes if size < self.dim), reverse=True)
 
     @overload
     def encode(
@@ -356,10 +354,10 @@ class Embedder(SimilarityModel):
             normalize_embeddings=normalize_embeddings,
         )
         embedder = self if truncate_dim is None else replace(self, truncate_dim=truncate_dim)
+        is_single = isinstance(sentences, str)
         if isinstance(sentences, str):
-            rows = pair_with_conditions([sentences], as_condition_list(conditions))
-        else:
-            rows = pair_with_conditions(sentences, conditions)
+            sentences, conditions = [sentences], as_condition_list(conditions)
+        rows = pair_with_conditions(sentences, conditions)
         if show_progress_bar is not None:
             show_progress = show_progress_bar
         if normalize_embeddings is not None:
@@ -368,7 +366,7 @@ class Embedder(SimilarityModel):
         if normalize:
             vectors = normalise_vectors(vectors, self.head)
         return convert_embeddings(
-            vectors[0] if isinstance(sentences, str) else vectors,
+            vectors[0] if is_single else vectors,
             precision,
             convert_to_numpy=convert_to_numpy,
             convert_to_tensor=convert_to_tensor,
@@ -493,9 +491,8 @@ class Embedder(SimilarityModel):
             LlmcondError: The encoder ran out of memory.
         """
         inputs = list(self.view.inputs(rows))
-        distinct = list(dict.fromkeys(inputs))
-        encoded = self.encoder.encode_with_counts(distinct)
-        position = {item: index for index, item in enumerate(distinct)}
+        position = {item: index for index, item in enumerate(dict.fromkeys(inputs))}
+        encoded = self.encoder.encode_with_counts(distinct := list(position))
         positions = np.array([position[item] for item in inputs]).reshape(len(rows), -1)
         return replace(
             encoded,
@@ -523,10 +520,8 @@ class Embedder(SimilarityModel):
         position = {item: index for index, item in enumerate(distinct)}
 
         def read(prompt: Prompt, part: FeaturePart) -> Matrix:
-            inputs = [getattr(prompt, part).render(*row) for row in texts]
-            return SharedRows(
-                vectors, np.array([position[item] for item in inputs], dtype=np.int64)
-            )
+            positions = [position[getattr(prompt, part).render(*row)] for row in texts]
+            return SharedRows(vectors, np.array(positions, dtype=np.int64))
 
         features, condition = self.view.sentence_features(read), self.view.condition_features(read)
         if self.cache is not None and condition is not None:
@@ -558,8 +553,9 @@ class Embedder(SimilarityModel):
         rows, columns = embedded[: len(first)], embedded[len(first) :]
         if self.head.compares_by_cosine:
             return clip_cosines(scale_to_unit_norm(rows) @ scale_to_unit_norm(columns).T)
-        similarities = [self.compare(np.broadcast_to(row, columns.shape), columns) for row in rows]
-        return np.stack(similarities)
+        return np.stack(
+            [self.compare(np.broadcast_to(row, columns.shape), columns) for row in rows]
+        )
 
     def compare(self, first: Vectors, second: Vectors) -> Vectors:
         """Compare embeddings with others, row by row, as the head does.
@@ -657,10 +653,8 @@ def load_embedder(
     for name, value in (("head", head), ("prompt", prompt), ("revision", revision)):
         check_argument(name, value, (str, None), "a name")
     check_argument("device", device, (str,), "a device such as 'cpu'")
-    for name, number in (
-        ("max_tokens_per_batch", max_tokens_per_batch),
-        ("truncate_dim", truncate_dim),
-    ):
+    numbers = {"max_tokens_per_batch": max_tokens_per_batch, "truncate_dim": truncate_dim}
+    for name, number in numbers.items():
         check_argument(name, number, (Integral, None), "a whole number")
     model = EmbeddingModel.find(resolve_run(run, revision=revision), head, prompt)
     resolved = model.run.resolve_encoder(device, max_tokens_per_batch)
@@ -694,17 +688,6 @@ def make_embedder(
         folder=folder,
         truncate_dim=truncate_dim,
     )
-
-
-def _find_matryoshka_dims(encoder: Encoder, head: EmbeddingHead) -> Sequence[int]:
-    """Return the sizes that embeddings can be truncated to, descending."""
-    if head.kind in ORDERED_KINDS:
-        return range(head.dim_out - 1, 0, -1)
-    sizes = getattr(head.settings, "matryoshka", ())
-    if head.is_identity:
-        record = _training_record(encoder)
-        sizes = record.get("made_of", {}).get("objective", {}).get("matryoshka", ())
-    return sorted(sizes, reverse=True)
 
 
 def _training_record(encoder: Encoder) -> dict[str, Any]:
