@@ -70,6 +70,7 @@ class SplitData(ABC):
     Attributes:
         tables: the names of its tables in a run's folder.
         options: the attributes with the options that it was read with.
+        unit: the noun for its examples.
         source: what the user named as the data, or ``sample``.
         splits: the examples of each split.
         notes: remarks on the data and on how it was read, for the user, each a sentence.
@@ -78,6 +79,7 @@ class SplitData(ABC):
 
     tables: ClassVar[Sequence[str]]
     options: ClassVar[Sequence[str]] = ()
+    unit: ClassVar[str]
 
     source: str
     splits: Any
@@ -113,6 +115,17 @@ class SplitData(ABC):
                 # The path is absolute because Arrow reads a colon in a relative path as the end of
                 # a URI scheme.
                 pq.write_table(table, path.absolute())
+
+    def part(self, split: str) -> Any:
+        """Return the examples of a split.
+
+        Raises:
+            UserError: The dataset has no such split.
+        """
+        if split not in self.splits:
+            split_names = ", ".join(self.splits)
+            raise UserError(f"{self.source} has no {split} {self.unit}; it has {split_names}.")
+        return self.splits[split]
 
     @classmethod
     def load(cls, folder: Path) -> Self:

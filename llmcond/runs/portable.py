@@ -382,7 +382,7 @@ def _tidy_settings(staged: Path) -> bool:
 
 
 def _tidy_record(record: dict[str, Any], new_digests: dict[str, str]) -> dict[str, Any]:
-    """Return a record without local paths, and with the encoder's new digests."""
+    """Return a record without local paths and the store, and with the encoder's new digests."""
 
     def tidy(key: str, text: str) -> str:
         if key in _VERBATIM:
@@ -392,6 +392,7 @@ def _tidy_record(record: dict[str, Any], new_digests: dict[str, str]) -> dict[st
         return _PATH.sub(r"\1", new_digests.get(text, text))
 
     tidied: dict[str, Any] = _map_texts(record, tidy)
+    tidied.pop("store", None)
     data = tidied.get("data")
     if isinstance(data, dict) and isinstance(data.get("source"), str):
         # Names of folders are private, even in a relative path. Names on the hub are not.
@@ -475,11 +476,13 @@ def copy_run(run: Path, head: str, prompt: str, checkpoint: Checkpoint, out: Pat
         has_base_elsewhere = checkpoint.known is None and checkpoint.repo is None
         if checkpoint.adapter is not None and has_base_elsewhere:
             log.warning(f"the encoder's base is not copied; it stays in {checkpoint.folder}")
-    _write_record(target / "run.json", manifest, encoder["model"])
+    write_json(target / "run.json", _tidy_record(manifest, {}))
     if head != "none":
         folder = Path("heads", head)
         record = read_json(run / folder / "head.json")
-        _write_record(target / folder / "head.json", record, encoder["model"])
+        head_encoder = {**record["encoder"], "model": encoder["model"]}
+        record_copy = _tidy_record({**record, "encoder": head_encoder}, {})
+        write_json(target / folder / "head.json", record_copy)
         shutil.copyfile(weights_path(run / folder, record), target / folder / "head.safetensors")
     selected = {"head": head, "prompt": prompt if head == "none" else None}
     write_json(out / EXPORT_SETTINGS, selected)
@@ -498,15 +501,6 @@ def _list_encoder_files(folder: Path) -> Iterator[Path]:
     if (folder / "config.json").is_file():
         yield from settings_files(folder)
         yield from (path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
-
-
-def _write_record(path: Path, record: dict[str, Any], model: str) -> None:
-    """Write a record without local paths of data, encoder and features."""
-    encoder = {**record["encoder"], "model": model}
-    encoder["name"] = strip_path(encoder["name"])
-    data = {**record["data"], "source": PurePath(record["data"]["source"]).name}
-    portable = {key: value for key, value in record.items() if key != "store"}
-    write_json(path, {**portable, "encoder": encoder, "data": data})
 
 
 def strip_path(name: Any) -> Any:

@@ -63,7 +63,9 @@ class Turns:
     ids: Sequence[str] = ()
 
     @classmethod
-    def from_lists(cls, dialogues: Sequence[Sequence[int]], ids: Sequence[str] = ()) -> Turns:
+    def from_lists(
+        cls, dialogues: Sequence[Sequence[int] | Positions], ids: Sequence[str] = ()
+    ) -> Turns:
         """Create the turns of dialogues that are lists of positions."""
         starts = np.cumsum([0, *map(len, dialogues)], dtype=np.int64)
         flat = np.fromiter(chain.from_iterable(dialogues), dtype=np.int64, count=int(starts[-1]))
@@ -115,6 +117,7 @@ class Dialogues(SplitData):
 
     tables = ("dialogues",)
     options = ("split_seed", "drop_leaks")
+    unit = "dialogues"
 
     source: str
     texts: Sequence[str]
@@ -134,15 +137,9 @@ class Dialogues(SplitData):
         return digest_text(json.dumps(list(self.texts)), *splits)
 
     def turns_of(self, split: str) -> Turns:
-        """Return the dialogues of a split.
-
-        Raises:
-            UserError: The dataset has no such split.
-        """
-        if split not in self.splits:
-            split_names = ", ".join(self.splits)
-            raise UserError(f"{self.source} has no {split} dialogues; it has {split_names}.")
-        return self.splits[split]
+        """Return the dialogues of a split; a UserError if there is no such split."""
+        turns: Turns = self.part(split)
+        return turns
 
     @override
     def to_json(self) -> dict[str, Any]:
@@ -294,12 +291,12 @@ def add_external_split(
             f"{n_leaked:,} of {len(dialogues):,} dialogues of {opened.name} are in the run's train "
             f"split, or share more than {LEAK_SHARE:.0%} of their long utterances with it"
         )
-    index_of_text = {text: i for i, text in enumerate(data.texts)}
-    turns = _index_turns(dialogues, index_of_text)
+    index = TextIndex(data.texts)
+    turns = _index_turns(dialogues, index)
     split = split or "test"
     log.info(f"scoring all {len(turns):,} dialogues of {opened.name}, as {split}")
     return replace(
-        data, texts=tuple(index_of_text), splits={**data.splits, OTHER_SPLIT: turns}
+        data, texts=tuple(index.texts), splits={**data.splits, OTHER_SPLIT: turns}
     ), split
 
 
@@ -316,24 +313,42 @@ class _Dialogue:
         return tuple(re.sub(r"\W+", "", text.lower()) for text in self.texts)
 
 
+class TextIndex:
+    """The positions of distinct texts, to which new texts are appended."""
+
+    def __init__(self, texts: Sequence[str] = ()) -> None:
+        self._position = {text: i for i, text in enumerate(texts)}
+        self._n_known = len(texts)
+
+    def find(self, texts: Iterable[str]) -> Positions:
+        """Return the positions of n texts, (n,)."""
+        positions = (self._position.setdefault(text, len(self._position)) for text in texts)
+        return np.fromiter(positions, dtype=np.int64)
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts by their position."""
+        return list(self._position)
+
+    @property
+    def new(self) -> list[str]:
+        """The texts that were appended."""
+        return self.texts[self._n_known :]
+
+
 def _index_dialogues(
     splits: Mapping[str, Sequence[_Dialogue]],
 ) -> tuple[tuple[str, ...], dict[str, Turns]]:
     """Return the distinct utterances of all splits, and the turns of each split."""
-    index_of_text: dict[str, int] = {}
-    turns = {name: _index_turns(splits[name], index_of_text) for name in SPLITS if name in splits}
-    return tuple(index_of_text), turns
+    index = TextIndex()
+    turns = {name: _index_turns(splits[name], index) for name in SPLITS if name in splits}
+    return tuple(index.texts), turns
 
 
-def _index_turns(dialogues: Sequence[_Dialogue], index_of_text: dict[str, int]) -> Turns:
-    """Replace utterances by their positions; ``index_of_text`` is extended by new ones."""
-    return Turns.from_lists(
-        [
-            [index_of_text.setdefault(text, len(index_of_text)) for text in dialogue.texts]
-            for dialogue in dialogues
-        ],
-        [dialogue.id for dialogue in dialogues],
-    )
+def _index_turns(dialogues: Sequence[_Dialogue], index: TextIndex) -> Turns:
+    """Replace utterances by their positions."""
+    positions = [index.find(dialogue.texts) for dialogue in dialogues]
+    return Turns.from_lists(positions, [dialogue.id for dialogue in dialogues])
 
 
 def _split_dialogues(

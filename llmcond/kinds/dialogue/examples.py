@@ -24,7 +24,7 @@ from llmcond.evaluation.results import RankedQueries, Ranks, ranks_among
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeatureView
 from llmcond.heads import load_recipe
-from llmcond.kinds.dialogue.data import Dialogues, Turns, UtteranceInputs
+from llmcond.kinds.dialogue.data import Dialogues, TextIndex, Turns, UtteranceInputs
 from llmcond.kinds.dialogue.heads import (
     FittedRoleHead,
     TurnArrays,
@@ -244,24 +244,18 @@ def resolve_histories(
     lengths = np.sort(data.turns_of(split).lengths)[::-1]
     # The second longest dialogue is the limit, because a single candidate always ranks first.
     longest_history = int(lengths[1]) - 1 if len(lengths) > 1 else 0
-    selected_histories = sorted(set(HISTORIES if histories is None else histories))
+    selected = sorted(set(HISTORIES if histories is None else histories))
     if histories is None:
-        selected_histories = [h for h in selected_histories if h <= longest_history]
-    if (
-        not selected_histories
-        or selected_histories[0] < 1
-        or selected_histories[-1] > longest_history
-    ):
-        invalid_history = next(
-            (h for h in selected_histories if not 1 <= h <= longest_history), HISTORIES[0]
-        )
+        selected = [h for h in selected if h <= longest_history] or [HISTORIES[0]]
+    invalid = [h for h in selected if not 1 <= h <= longest_history]
+    if invalid:
         longest = " and ".join(map(str, lengths[:2].tolist()))
         raise UserError(
-            f"a history of {invalid_history} turns needs at least two longer {split} dialogues, "
-            f"and of {len(lengths):,} the longest have {longest} turns. "
+            f"a history of {invalid[0]} turns needs at least two longer {split} dialogues, and of "
+            f"{len(lengths):,} the longest have {longest} turns. "
             + (f"Give --history from 1 to {longest_history}." if longest_history else "Add data.")
         )
-    return selected_histories
+    return selected
 
 
 def next_queries(
@@ -309,8 +303,7 @@ def _find_answer_columns(data: Dialogues, candidates: Positions, answers: Positi
         raise UserError(
             f"the candidates lack {len(missing):,} of {len(answers):,} correct answers, the first "
             f"one {shortened_repr(data.texts[missing[0]])}. Add them: a query without its answer "
-            "has no "
-            "rank."
+            "has no rank."
         )
     return np.asarray(first_columns[np.searchsorted(distinct, answers)])
 
@@ -320,11 +313,8 @@ def index_candidates(data: Dialogues, texts: Sequence[str]) -> tuple[Positions, 
 
     The positions of the latter continue those of the dataset, from ``len(data.texts)`` on.
     """
-    index_of_text = {text: i for i, text in enumerate(data.texts)}
-    positions = [
-        index_of_text.setdefault(text, len(index_of_text)) for text in map(str.strip, texts)
-    ]
-    return np.array(positions, dtype=np.int64), list(index_of_text)[len(data.texts) :]
+    index = TextIndex(data.texts)
+    return index.find(map(str.strip, texts)), index.new
 
 
 def join_turns(
@@ -335,13 +325,11 @@ def join_turns(
     The newest turn comes first, as in ConveRT, so that an encoder that cuts long texts reads the
     last turns. The positions of new texts continue those of ``texts``.
     """
-    index_of_text = {text: i for i, text in enumerate(texts)}
-    joined = []
+    index, joined = TextIndex(texts), []
     for subset in queries:
-        contexts = ["\n".join(texts[i] for i in reversed(row)) for row in subset.contexts.tolist()]
-        positions = [index_of_text.setdefault(text, len(index_of_text)) for text in contexts]
-        joined.append(replace(subset, contexts=np.array(positions, dtype=np.int64)[:, None]))
-    return joined, list(index_of_text)[len(texts) :]
+        contexts = ("\n".join(texts[i] for i in reversed(row)) for row in subset.contexts.tolist())
+        joined.append(replace(subset, contexts=index.find(contexts)[:, None]))
+    return joined, index.new
 
 
 #: Maps contexts (n, h) and distinct candidates (c,), as positions of texts, to scores (n, c).
@@ -452,16 +440,9 @@ def plan_queries(
         for g in sorted(set(distances)):
             rows_with_goal = np.flatnonzero(turns.lengths[rows] > h + g)
             goals = turns.utterances[turns.starts[rows[rows_with_goal]] + h + g]
-            queries.append(
-                PlanQueries(
-                    h,
-                    rows[rows_with_goal],
-                    contexts[rows_with_goal],
-                    g,
-                    goals,
-                    candidates[rows_with_goal],
-                )
-            )
+            with_goal = (array[rows_with_goal] for array in (rows, contexts, candidates))
+            dialogue, context, pool_of_context = with_goal
+            queries.append(PlanQueries(h, dialogue, context, g, goals, pool_of_context))
     return queries
 
 
@@ -623,8 +604,8 @@ def read_samples(source: Any, data: Dialogues, split: str) -> SamplePool:
     rows: dict[str, list[int]] = {}
     for i, key in enumerate(turns.ids):
         rows.setdefault(key, []).append(i)
-    index_of_text = {text: i for i, text in enumerate(data.texts)}
-    positions_by_query: dict[tuple[int, int], list[int]] = {}
+    index = TextIndex(data.texts)
+    samples: dict[tuple[int, int], list[Positions]] = {}
     for file in opened.files:
         problems = Problems(PurePosixPath(file).name)
         for line, record in enumerate(_read_sample_rows(opened, file), 1):
@@ -644,14 +625,11 @@ def read_samples(source: Any, data: Dialogues, split: str) -> SamplePool:
                 problems.text(line, f"candidate {column}", text).strip()
                 for column, text in enumerate(texts, 1)
             ]
-            positions = [index_of_text.setdefault(text, len(index_of_text)) for text in stripped]
             if matching_rows and isinstance(h, int):
-                positions_by_query.setdefault((matching_rows[0], h), []).extend(positions)
+                samples.setdefault((matching_rows[0], h), []).append(index.find(stripped))
         problems.raise_if_any()
-    arrays = {
-        key: np.array(positions, dtype=np.int64) for key, positions in positions_by_query.items()
-    }
-    return SamplePool(opened.name, arrays, list(index_of_text)[len(data.texts) :])
+    arrays = {key: np.concatenate(positions) for key, positions in samples.items()}
+    return SamplePool(opened.name, arrays, index.new)
 
 
 def _read_sample_rows(source: Source, file: str) -> Iterator[dict[str, Any]]:

@@ -102,6 +102,7 @@ class Graph(SplitData):
     """
 
     tables = ("entities", "relations", "triples")
+    unit = "triples"
 
     source: str
     entities: Texts
@@ -140,10 +141,7 @@ class Graph(SplitData):
         Raises:
             UserError: The graph has no such split.
         """
-        if split not in self.splits:
-            split_names = ", ".join(self.splits)
-            raise UserError(f"{self.source} has no {split} triples; it has {split_names}.")
-        return both_directions(self.splits[split], self.n_relations)
+        return both_directions(self.part(split), self.n_relations)
 
     @override
     def to_json(self) -> dict[str, Any]:
