@@ -266,8 +266,8 @@ class Embedder(SimilarityModel):
             return list(range(self.dim - 1, 0, -1))
         sizes = getattr(self.head.settings, "matryoshka", ())
         if self.head.is_identity:
-            made_of = _training_record(self.encoder).get("made_of", {})
-            sizes = made_of.get("objective", {}).get("matryoshka", ())
+            record = _training_record(self.encoder)
+            sizes = record.get("made_of", {}).get("objective", {}).get("matryoshka", ())
         return sorted((size for size in sizes if size < self.dim), reverse=True)
 
     @overload
