@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import xlogy
 from scipy.stats import t as student
+from sklearn.exceptions import ConvergenceWarning
 
 from llmcond.base.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite_or_none
+from llmcond.clustering import kmeans
 from llmcond.data.guides import AspectSample
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING, bootstrap_metrics
 
@@ -63,19 +65,12 @@ def _unit(vectors: Floats) -> Floats:
     return unit
 
 
-class ClusterTexts(NamedTuple):
-    """The n texts that are clustered under a condition: their positions and values."""
+def cluster_texts(sample: AspectSample) -> dict[str, list[int]]:
+    """Return the positions of the texts to cluster by condition.
 
-    positions: list[int]
-    values: list[str]
-
-
-def cluster_texts(sample: AspectSample) -> dict[str, ClusterTexts]:
-    """Return the texts to cluster by condition: those of 3 to 10 values with at least 8 texts.
-
-    A condition with more values is reduced to its ten commonest ones, and one with more than 240
-    texts to equally many texts per value. Of more than six conditions, those with the most texts
-    are clustered.
+    These are the texts of 3 to 10 values with at least 8 texts. A condition with more values is
+    reduced to its ten commonest ones, and one with more than 240 texts to equally many texts per
+    value. Of more than six conditions, those with the most texts are clustered.
     """
     texts = {}
     for condition in sorted(sample.conditions):
@@ -87,10 +82,8 @@ def cluster_texts(sample: AspectSample) -> dict[str, ClusterTexts]:
         rng = random.Random(0)  # not used for secrets
         most = max(LEAST_TEXTS, MOST_TEXTS // len(large))
         sampled = [rng.sample(group, most) if len(group) > most else group for group in large]
-        positions = sorted(position for group in sampled for position in group)
-        values = [sample.texts[position].attributes[condition] for position in positions]
-        texts[condition] = ClusterTexts(positions, values)
-    largest = sorted(texts, key=lambda condition: -len(texts[condition].positions))
+        texts[condition] = sorted(position for group in sampled for position in group)
+    largest = sorted(texts, key=lambda condition: -len(texts[condition]))
     return {condition: texts[condition] for condition in largest[:MOST_CONDITIONS]}
 
 
@@ -349,26 +342,18 @@ def _entropy(weights: Floats, labels: Indices) -> Floats:
 def cluster(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) -> list[Clustering]:
     """Cluster the centred and normalised vectors by K-means, with K the number of values."""
     clusterings = []
-    for condition, texts in cluster_texts(sample).items():
-        points = vectors.under(condition, texts.positions)
+    for condition, positions in cluster_texts(sample).items():
+        points: Any = vectors.under(condition, positions)
         points = _unit(points - points.mean(axis=0))
-        values = np.unique(texts.values, return_inverse=True)[1]
-        runs = [_kmeans(points, int(values.max()) + 1, seed + run) for run in range(RUNS)]
-        clusterings.append(Clustering(condition, np.array(texts.positions), values, np.array(runs)))
+        names = [sample.texts[position].attributes[condition] for position in positions]
+        values = np.unique(names, return_inverse=True)[1]
+        k = int(values.max()) + 1
+        with warnings.catch_warnings():
+            # Equal vectors leave clusters empty; the V-measure shows this without the warning.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            runs = [kmeans(points, k, seed + run, starts=1) for run in range(RUNS)]
+        clusterings.append(Clustering(condition, np.array(positions), values, np.array(runs)))
     return clusterings
-
-
-def _kmeans(points: Floats, k: int, seed: int) -> NDArray[np.int64]:
-    from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits
-
-    # A single thread is fastest for so few vectors.
-    with threadpool_limits(1), warnings.catch_warnings():
-        # Equal vectors leave clusters empty; the V-measure shows this without the warning.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        labels = KMeans(n_clusters=k, n_init=1, random_state=seed).fit_predict(points)
-    return np.asarray(labels, dtype=np.int64)
 
 
 def _mean_v_measure(clusters: Sequence[Clustering], n_texts: int, seed: int) -> Estimate:

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from posixpath import normpath
 from typing import Any
@@ -101,13 +102,14 @@ def move_links(path: Path, repository: str, page: str = "") -> str:
 
 def write_tutorials() -> None:
     """Execute the tutorials, two at a time, and write them as pages and as notebooks."""
+    folder = PAGES / "tutorials"
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = sorted(TUTORIALS.glob("*.py"))
     with ThreadPoolExecutor(2) as pool:
-        for tutorial in pool.map(execute, sorted(TUTORIALS.glob("*.py"))):
-            tutorial.write(PAGES / "tutorials")
-            link = f"[Download this notebook]({tutorial.name}.ipynb){{ .notebook }}"
-            title, _, text = tutorial.markdown.partition("\n")
-            page = PAGES / "tutorials" / f"{tutorial.name}.md"
-            page.write_text(f"{title}\n\n{link}\n{text}", encoding="utf-8")
+        for path, page in zip(sources, pool.map(execute, sources, repeat(folder)), strict=True):
+            link = f"[Download this notebook]({path.stem}.ipynb){{ .notebook }}"
+            title, _, text = page.partition("\n")
+            (folder / f"{path.stem}.md").write_text(f"{title}\n\n{link}\n{text}", encoding="utf-8")
 
 
 # -- reference ---------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -65,49 +64,27 @@ class TutorialError(Exception):
     """A cell failed, or its output lacks something that the text of the tutorial relies on."""
 
 
-@dataclass
-class Tutorial:
-    """A tutorial that was executed.
-
-    Attributes:
-        name: name of its file, without the suffix.
-        notebook: the notebook with its outputs.
-        markdown: the same as a Markdown page.
-        resources: files that the page shows, by their path relative to the page.
-    """
-
-    name: str
-    notebook: Any
-    markdown: str
-    resources: dict[str, bytes] = field(default_factory=dict)
-
-    def write(self, folder: Path) -> None:
-        """Write NAME.md, NAME.ipynb and the page's other files to a folder."""
-        import nbformat
-
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.md").write_text(self.markdown, encoding="utf-8")
-        nbformat.write(self.notebook, folder / f"{self.name}.ipynb")
-        for path, content in self.resources.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content)
-
-
-def execute(source: Path) -> Tutorial:
-    """Execute a tutorial in an empty temporary folder.
+def execute(source: Path, out: Path) -> str:
+    """Execute a tutorial in an empty temporary folder, and write NAME.md and NAME.ipynb.
 
     Args:
         source: notebook in the percent format.
+        out: folder to write to; files that the page shows are written to a folder in it.
+
+    Returns:
+        The Markdown page.
 
     Raises:
         TutorialError: a cell failed, or its output does not match the cell's `expect`.
     """
     import jupytext
+    import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError
     from traitlets.config import Config
 
     notebook = jupytext.read(source, fmt="py:percent")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     with TemporaryDirectory(prefix="tutorial-") as temporary:
         folder = Path(temporary).resolve() / "work"
         folder.mkdir()
@@ -123,22 +100,28 @@ def execute(source: Path) -> Tutorial:
         try:
             client.execute(cwd=str(folder), env=_environment(folder.parent))
         except (CellExecutionError, CellTimeoutError) as error:
-            number = sum(cell.get("execution_count") is not None for cell in code_cells(notebook))
-            raise _error(source.stem, number, tidy_text(str(error), folder)) from None
-    for number, cell in enumerate(code_cells(notebook), 1):
+            number = sum(cell.get("execution_count") is not None for cell in code)
+            reason = tidy_text(str(error), folder).strip()
+            raise TutorialError(f"tutorial {source.stem}, code cell {number}: {reason}") from None
+    for number, cell in enumerate(code, 1):
         cell.outputs = list(_tidied_outputs(cell.outputs, folder))
-        check_output(source.stem, number, cell)
+        text = "\n".join(map(_output_text, cell.outputs))
+        for pattern in cell.metadata.get("expect", ()):
+            if not re.search(pattern, " ".join(text.split())):
+                raise TutorialError(
+                    f"tutorial {source.stem}, code cell {number}: the output of this cell does not "
+                    f"contain {pattern!r}.\n\n{cell.source}\n\n{text}"
+                )
     notebook.metadata.pop("jupytext", None)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"{source.stem}-{number}"
         cell.metadata.pop("expect", None)
     markdown, resources = _to_markdown(source.stem, notebook)
-    return Tutorial(source.stem, notebook, markdown, resources)
-
-
-def code_cells(notebook: Any) -> Iterator[Any]:
-    """Yield the code cells of a notebook."""
-    return (cell for cell in notebook.cells if cell.cell_type == "code")
+    nbformat.write(notebook, out / f"{source.stem}.ipynb")
+    for path, content in {f"{source.stem}.md": markdown.encode(), **resources}.items():
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        (out / path).write_bytes(content)
+    return markdown
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -160,20 +143,6 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "NO_COLOR": "1",
     }
-
-
-def _error(name: str, number: int, reason: str) -> TutorialError:
-    """Return the error of a code cell."""
-    return TutorialError(f"tutorial {name}, code cell {number}: {reason.strip()}")
-
-
-def check_output(name: str, number: int, cell: Any) -> None:
-    """Raise an error if an expression in a cell's `expect` is not in its output."""
-    text = "\n".join(map(_output_text, cell.outputs))
-    for pattern in cell.metadata.get("expect", ()):
-        if not re.search(pattern, " ".join(text.split())):
-            reason = f"the output of this cell does not contain {pattern!r}."
-            raise _error(name, number, f"{reason}\n\n{cell.source}\n\n{text}")
 
 
 def _output_text(output: Any) -> str:
@@ -248,7 +217,7 @@ def fence_source(source: str) -> str:
     lines = source.splitlines()
     if source.startswith("%%writefile "):
         block = _fence("\n".join(lines[1:]), f'python title="{lines[0].split()[1]}"')
-    elif source.startswith("!") and not _python_lines(lines):
+    elif re.fullmatch(r"(!(.*\\\n)*.*(\n|\Z))+", source):
         block = _fence(re.sub("^!", "", source, flags=re.MULTILINE), "bash")
     else:
         block = _fence(source, "python")
@@ -256,16 +225,6 @@ def fence_source(source: str) -> str:
         return block
     summary = f"<summary>Show this cell of {len(lines)} lines</summary>"
     return f"<details markdown>{summary}\n\n{block}\n</details>\n"
-
-
-def _python_lines(lines: list[str]) -> list[str]:
-    """Return the lines of a cell that no shell runs."""
-    before = ["", *lines]
-    return [
-        line
-        for previous, line in zip(before, lines, strict=False)
-        if not line.startswith("!") and not previous.endswith("\\")
-    ]
 
 
 def fence_text(text: str) -> str:
@@ -292,30 +251,22 @@ def plain_html(html: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Execute tutorials, write them to a folder, and print the processor time of each."""
+    """Execute tutorials, write them to a folder, and print the seconds of each."""
     parser = Options(__doc__)
     names = sorted(path.stem for path in TUTORIALS.glob("*.py"))
     parser.names("names", "tutorials", names)
     parser.option("--out", Path, "output folder", required=True, metavar="FOLDER")
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or names:
-        before = _child_seconds()
+        start = time.perf_counter()
         try:
-            tutorial = execute(TUTORIALS / f"{name}.py")
+            execute(TUTORIALS / f"{name}.py", options.out)
         except TutorialError as error:
             sys.stderr.write(f"{error}\n")
             return 1
-        tutorial.write(options.out)
-        seconds = _child_seconds() - before
-        sys.stdout.write(f"{name}: {seconds:.1f} s of processor time\n")
-        sys.stdout.flush()
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     return 0
-
-
-def _child_seconds() -> float:
-    """Return the processor time of all processes that this one has started and that have ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

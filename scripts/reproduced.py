@@ -12,7 +12,6 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,103 +29,61 @@ EXPLAIN = "llmcond explain SENTENCE --condition C --run RUN --out FIGURE.svg"
 CBT = "llmcond extract --task dialogue --data FOLDER"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A table or figure of a paper, with what is shown if no script computes it.
-
-    Attributes:
-        table: its number, such as ``Table 1``.
-        subject: what it shows.
-        note: why there are no figures, or where they are.
-        command: the command that produces it.
-    """
-
-    table: str
-    subject: str
-    note: str = ""
-    command: str = ""
+def _expand(numbers: str) -> list[str]:
+    """Return the names of tables, figures and sections, such as those of ``T1 F3 S5.2``."""
+    kinds = {"T": "Table", "F": "Figure", "S": "Section"}
+    return [f"{kinds[number[0]]} {number[1:]}" for number in numbers.split()]
 
 
-#: The first words of a paper's name in the JSON files -> its reference, a note, and its contents.
-PAPERS: Mapping[str, tuple[str, str, Sequence[Entry]]] = {
+#: The first words of a paper's name in the JSON files -> its reference, a note, and its contents in
+#: order: the number of a table that a script computes, or with its subject, why it has no figures,
+#: and the command that produces it, if there is one.
+PAPERS: Mapping[str, tuple[str, str, Sequence[str | Sequence[str]]]] = {
     "CASE": (
         "[CASE](https://arxiv.org/abs/2503.17279)",
         "The paper trains on the original ratings. It tunes on 70 % of the re-annotated validation "
         "set, which it split itself, and scores the other 30 %.",
         (
-            Entry("Figure 1", "a sentence pair under two conditions", NO_DATA),
-            Entry("Figure 2", "the method", NO_DATA),
-            Entry("Table 1", "zero-shot"),
-            Entry("Figure 3", "Spearman by training step"),
-            Entry("Figure 4", "Spearman by number of dimensions"),
-            Entry("Table 2", "heads with 512 dimensions"),
-            Entry("Table 3", "similarities before and after a head"),
-            Entry("Table 4", "cosine with the mean vector"),
-            Entry("Table 5", "partition ratio"),
-            Entry("Figure 5", "histograms of cosines with the mean, encoders with instructions"),
-            Entry("Figure 6", "histograms of cosines with the mean, other encoders"),
-            Entry("Table 6", "poolings"),
-            Entry("Table 7", "earlier methods"),
-            Entry("Table 8", "similarity of a sentence and an answer word"),
+            ("Figure 1", "a sentence pair under two conditions", NO_DATA),
+            ("Figure 2", "the method", NO_DATA),
+            *_expand("T1 F3 F4 T2 T3 T4 T5 F5 F6 T6 T7 T8"),
         ),
     ),
     "Hyper-CL": (
         "[Hyper-CL](https://arxiv.org/abs/2403.09490) (ACL 2024)",
         "",
         (
-            Entry("Figure 1", "two conditions of a sentence pair", NO_DATA),
-            Entry("Figure 2", "four architectures", NO_DATA),
-            Entry("Figure 3", "the training procedure", NO_DATA),
-            Entry("Table 1", "C-STS"),
-            Entry("Table 2", "knowledge graphs"),
-            Entry("Table 3", "time, cache and memory on C-STS"),
-            Entry("Table 4", "time, cache and memory on WN18RR"),
-            Entry("Section 5.2", "impurity of condition clusters"),
-            Entry("Figure 4", "clusters before and after projection"),
-            Entry("Table 5", "seen and unseen conditions"),
-            Entry("Table 6", "ablation of the contrastive objective"),
-            Entry("Section 5.4.1", "norms of the generated matrices"),
-            Entry("Table 7", "hyperparameters"),
-            Entry("Table 8", "ranks"),
+            ("Figure 1", "two conditions of a sentence pair", NO_DATA),
+            ("Figure 2", "four architectures", NO_DATA),
+            ("Figure 3", "the training procedure", NO_DATA),
+            *_expand("T1 T2 T3 T4 S5.2 F4 T5 T6 S5.4.1 T7 T8"),
         ),
     ),
     "CSR": (
         "[CSR](https://github.com/bigai-nlco/CSR) (EMNLP 2024 Findings)",
         "",
         (
-            Entry("Figure 1", "architectures", NO_DATA),
-            Entry("Figures 2 and 3", "the method", NO_DATA),
-            Entry("Table 1", "C-STS"),
-            Entry("Figure 4", "score and time by number of layers with a router"),
-            Entry("Table 2", "knowledge graphs"),
-            Entry("Table 3", "weighting strategies"),
-            Entry("Table 4", "without training"),
-            Entry("Figure 5", "token weights without a router", ONE_SENTENCE, EXPLAIN),
-            Entry("Figure 6", "token weights with a router", ONE_SENTENCE, EXPLAIN),
-            Entry("Figure 7", "token weights under several conditions", ONE_SENTENCE, EXPLAIN),
+            ("Figure 1", "architectures", NO_DATA),
+            ("Figures 2 and 3", "the method", NO_DATA),
+            *_expand("T1 F4 T2 T3 T4"),
+            ("Figure 5", "token weights without a router", ONE_SENTENCE, EXPLAIN),
+            ("Figure 6", "token weights with a router", ONE_SENTENCE, EXPLAIN),
+            ("Figure 7", "token weights under several conditions", ONE_SENTENCE, EXPLAIN),
         ),
     ),
     "Triple-Encoders": (
         "[Triple-Encoders](https://arxiv.org/abs/2402.12332) (ACL 2024)",
         "",
         (
-            Entry("Figure 1", "the method", NO_DATA),
-            Entry("Figure 2", "a difficult example", NO_DATA),
-            Entry("Figure 3", "relative distances", NO_DATA),
-            Entry("Figure 4", "the architecture", NO_DATA),
-            Entry("Figure 5", "the relative time dimension", NO_DATA),
-            Entry("Table 1", "pairs of turns that are averaged", NO_DATA),
-            Entry("Figure 6", "average rank by history length"),
-            Entry("Table 2", "last rows of the pairs"),
-            Entry("Figure 7", "turns outside the training window"),
-            Entry("Table 3", "short-term planning"),
-            Entry("Table 4", "ablation of the objective"),
-            Entry("Table 5", "components of a triple encoder"),
-            Entry("Table 6", "mean similarity of the correct and of random utterances"),
-            Entry("Figure 8", "similarity by turn of the context"),
-            Entry("Table 7", "cost per step"),
-            Entry("Table 8", "last rows on the Children's Book Test", NO_BOOKS, CBT),
-            Entry("Figure 9", "next sentences on the Children's Book Test", NO_BOOKS, CBT),
+            ("Figure 1", "the method", NO_DATA),
+            ("Figure 2", "a difficult example", NO_DATA),
+            ("Figure 3", "relative distances", NO_DATA),
+            ("Figure 4", "the architecture", NO_DATA),
+            ("Figure 5", "the relative time dimension", NO_DATA),
+            ("Table 1", "pairs of turns that are averaged", NO_DATA),
+            *_expand("F6 T2 F7 T3 T4 T5 T6 F8 T7"),
+            ("Table 8", "last rows on the Children's Book Test", NO_BOOKS, CBT),
+            ("Figure 9", "next sentences on the Children's Book Test", NO_BOOKS, CBT),
         ),
     ),
 }
@@ -163,21 +120,19 @@ def render(pages: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _rows(entry: Entry, records: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
+def _rows(
+    entry: str | Sequence[str], records: Mapping[str, Mapping[str, Any]]
+) -> Iterator[list[str]]:
     """Yield a row for each section of an entry's table, or one without figures."""
-    sections = [
-        (page, record["command"], section)
-        for page, record in records.items()
-        for section in record["sections"]
-        if section["table"] == entry.table
-    ]
-    for page, page_command, section in sections:
-        link = f"[{entry.table}]({page}#{_anchor(section)})"
-        command = _full_command(section["command"], page_command)
-        yield [link, section["title"], f"`{command}`", *_figures(section)]
-    if not sections:
-        command = f"`{entry.command}`" if entry.command else "–"
-        yield [entry.table, entry.subject, command, "–", "–", entry.note or "not done"]
+    if not isinstance(entry, str):
+        table, subject, reason, *commands = entry
+        yield [table, subject, f"`{commands[0]}`" if commands else "–", "–", "–", reason]
+        return
+    for page, record in records.items():
+        for section in (s for s in record["sections"] if s["table"] == entry):
+            link = f"[{entry}]({page}#{_anchor(section)})"
+            command = _full_command(section["command"], record["command"])
+            yield [link, section["title"], f"`{command}`", *_figures(section)]
 
 
 def _full_command(command: str, page_command: str) -> str:
