@@ -142,7 +142,7 @@ class Base:
         """Copy a file or folder into another folder, and return the path of the copy."""
         source, target = self.folder / name, into / name
         if source.is_dir():  # without temporary files of processes that use it
-            ignore = shutil.ignore_patterns(".store.json.*", ".tmp*")
+            ignore = shutil.ignore_patterns(".tmp*")
             shutil.copytree(source, target, ignore=ignore)
         else:
             shutil.copyfile(source, target)

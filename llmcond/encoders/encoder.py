@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -116,7 +116,7 @@ class WorkerThreads:
 
     def map(
         self, function: Callable[[_Item], _Result], items: Iterable[_Item]
-    ) -> Iterator[_Result]:
+    ) -> Generator[_Result]:
         """Yield ``function(item)`` for each item, in order.
 
         Only a few calls run ahead of the results. If a call raises, the calls that have begun are

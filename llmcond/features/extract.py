@@ -15,17 +15,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, islice, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import cache, partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.base.files import digest_bytes
+from llmcond.base.output import ExtractionBar
 from llmcond.encoders.spec import EncoderInput, NotFiniteError, check_finite, plan_inputs
 from llmcond.features.view import KeyIndex
 
@@ -39,28 +40,11 @@ if TYPE_CHECKING:
 CHUNK = 1_024
 #: The number of inputs that are read and sorted together.
 WINDOW = 65_536
-#: Up to this number of inputs (with repeats), missing inputs are counted before the first is
-#: encoded, which takes a second or two.
-COUNTED_FIRST = 100_000
 _WAIT_SECONDS = 0.2
 #: The number of parts claimed by other processes above which the first one is tried again.
 _MAX_CLAIMED = 32
 #: The number of routers that are computed together, and that are kept for later windows.
 _UNIT_SIZE, _MAX_ROUTERS = 256, 16_384
-
-
-class ExtractionProgress(Protocol):
-    """Shows the progress of an extraction."""
-
-    def start(self, inputs: int | None, characters: int | None) -> None:
-        """Show a bar for the number of inputs to encode; None if it is not known."""
-
-    def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
-        """Add inputs that are now stored.
-
-        ``seconds`` is the time in which one thread or actor encoded them, divided by the number of
-        threads or actors.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +85,7 @@ def extract(
     inputs: Iterable[EncoderInput],
     store: FeatureStore,
     load: Callable[[], Encoder],
-    progress: ExtractionProgress | None = None,
+    progress: ExtractionBar | None = None,
     chunking: Chunking = Chunking(),
     *,
     missing: MissingCount | None = None,
@@ -119,45 +103,25 @@ def extract(
         load: Returns the encoder. It is called only if an input is missing.
         progress: Updated after every part that is stored.
         chunking: The order in which inputs are encoded, and the number that are committed together.
-        missing: Counts of missing inputs, for the progress. None: they are counted first, or in
-            parallel to encoding if there are very many inputs.
+        missing: Counts of missing inputs, for the progress. None: they are counted first.
         execute: Runs the plan elsewhere, instead of threads that call the encoder.
 
     Raises:
         InputError: The encoder returned NaN or infinity. The other inputs of its chunk are stored.
         DiskFullError: The disk is full. Rows that were already stored are kept.
     """
-    # The length of a generator is not known.
-    size = len(inputs) if isinstance(inputs, Sized) else 0
-    if missing is None and 0 < size <= COUNTED_FIRST:
+    if missing is None and isinstance(inputs, Sized):  # the length of a generator is not known
         missing = count_missing(store, inputs, chunking.window)
+    total = (missing.n_missing, missing.n_characters) if missing and missing.n_missing else None
 
-    def show(missing: MissingCount) -> None:
-        if progress and missing.n_missing:
-            progress.start(missing.n_missing, missing.n_characters)
+    def begin() -> None:
+        if progress:
+            progress.start(*(total or (None, None)))
 
-    def show_start() -> None:
-        if progress and (missing is None or not missing.n_missing):
-            progress.start(None, None)
-
-    def load_and_show() -> Encoder:
-        show_start()
-        return load()
-
-    work_plan = EncodingPlan(inputs, store, chunking)
-    with ExitStack() as stack:
-        if missing is not None:
-            show(missing)
-        elif size and progress:
-            stack.enter_context(count_in_background(store, inputs, chunking.window, show))
-        if execute is None:
-            threads = stack.enter_context(closing(_EncodingThreads(load_and_show, store)))
-            tally = _run_plan(work_plan, threads, progress)
-        else:
-            tally = execute(work_plan, progress, show_start)
-        seconds = tally.seconds  # without the time to close threads and to count rows
-    n_inputs, n_truncated = work_plan.counts()
-    return Extraction(n_inputs, tally.n_added, n_truncated, tally.n_tokens, seconds)
+    plan = EncodingPlan(inputs, store, chunking)
+    tally = (execute or partial(_execute_in_threads, load))(plan, progress, begin)
+    n_inputs, n_truncated = plan.counts()
+    return Extraction(n_inputs, tally.n_added, n_truncated, tally.n_tokens, tally.seconds)
 
 
 def order_inputs(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
@@ -168,30 +132,6 @@ def order_inputs(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> 
 
 #: The text of each router, with the texts of the routing unit that it is computed in.
 _UnitsByRouter = Mapping[str, tuple[str, ...]]
-
-
-class _RoutingUnits:
-    """Groups routers into routing units, which later windows reuse.
-
-    Units depend on the windows only, and not on what is stored. So a resumed extraction computes
-    bit-identical vectors. If there would be more than ``_MAX_ROUTERS`` routers, the previous ones
-    are dropped.
-    """
-
-    def __init__(self) -> None:
-        self._units: dict[str, tuple[str, ...]] = {}
-
-    def of(self, window: Sequence[EncoderInput]) -> _UnitsByRouter:
-        """Return the units of a window's routers."""
-        texts = sorted({item.router.text for item in window if item.router is not None})
-        new = [text for text in texts if text not in self._units]
-        if new and len(self._units) + len(new) > _MAX_ROUTERS:
-            self._units, new = {}, texts
-        new.sort(key=len)
-        for start in range(0, len(new), _UNIT_SIZE):
-            unit = tuple(new[start : start + _UNIT_SIZE])
-            self._units |= dict.fromkeys(unit, unit)
-        return {text: self._units[text] for text in texts}
 
 
 class EncodingPart(NamedTuple):
@@ -213,44 +153,33 @@ class PartEncoder:
     """Encodes parts, and caches their routers. Several threads may use it."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self._encoder, self._routing_units = encoder, dict[tuple[str, ...], _RoutingUnit]()
+        self._encoder, self._lock = encoder, threading.Lock()
+        self._queries: dict[tuple[str, ...], RouterQueries] = {}
 
     def encode(self, part: EncodingPart) -> Encoded:
         """Return the vectors of a part, which may not be finite; see ``check_storable``."""
         try:
-            return self._encode(part)
+            if not part.units:
+                return self._encoder.encode_with_counts(part.inputs)
+            return self._encoder.encode_with_counts(part.inputs, self._find_queries(part.units))
         except NotFiniteError as error:
             if error.encoded is None:
                 raise
             return error.encoded
 
-    def _encode(self, part: EncodingPart) -> Encoded:
-        if not part.units:
-            return self._encoder.encode_with_counts(part.inputs)
-        # The limit covers at least one window, as each of its parts may need nearly all its
-        # routers.
-        if sum(map(len, self._routing_units)) > max(_MAX_ROUTERS, WINDOW):
-            self._routing_units = {}
+    def _find_queries(self, units: _UnitsByRouter) -> RouterQueries:
+        """Return the queries of routers. A unit is computed by the first thread that needs it."""
         queries: dict[str, RouterQuery] = {}
-        for texts in dict.fromkeys(part.units.values()):
-            queries |= self._routing_units.setdefault(texts, _RoutingUnit()).queries(
-                self._encoder, texts
-            )
-        return self._encoder.encode_with_counts(part.inputs, queries)
-
-
-class _RoutingUnit:
-    """Routers that are computed together, by the first thread that needs one of them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queries: RouterQueries | None = None
-
-    def queries(self, encoder: Encoder, texts: Sequence[str]) -> RouterQueries:
         with self._lock:
-            if self._queries is None:
-                self._queries = encoder.queries(texts)
-            return self._queries
+            # The limit covers at least one window, as each of its parts may need nearly all its
+            # routers.
+            if sum(map(len, self._queries)) > max(_MAX_ROUTERS, WINDOW):
+                self._queries = {}
+            for texts in dict.fromkeys(units.values()):
+                if texts not in self._queries:
+                    self._queries[texts] = self._encoder.queries(texts)
+                queries |= self._queries[texts]
+        return queries
 
 
 @dataclass(eq=False)
@@ -266,6 +195,7 @@ class EncodingPlan:
 
     def __post_init__(self) -> None:
         self._seen = KeyIndex()
+        self._units: dict[str, tuple[str, ...]] = {}
         #: A mask of the store's rows that were requested, and the requested inputs without a row.
         self._is_requested = np.zeros(0, dtype=np.bool_)
         self._pending: list[EncoderInput] = []
@@ -275,12 +205,11 @@ class EncodingPlan:
 
         A chunk has ``concurrency()`` parts. The function is called only if an input is missing.
         """
-        units = _RoutingUnits()
         for window in iterate_windows(self.inputs, self.chunking.window):
             ordered = order_inputs(
                 select_unseen(window, self._seen), by_prefix=self.chunking.by_prefix
             )
-            routers = units.of(ordered)
+            routers = self._find_units(ordered)
             self._record_requests(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
             absent[self.store.missing(ordered)] = True
@@ -290,6 +219,23 @@ class EncodingPlan:
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
                     yield EncodingPart(ordered[start : start + size], routers)
+
+    def _find_units(self, window: Sequence[EncoderInput]) -> _UnitsByRouter:
+        """Return the routing units of a window's routers; later windows reuse them.
+
+        Units depend on the windows only, and not on what is stored. So a resumed extraction
+        computes bit-identical vectors. If there would be more than ``_MAX_ROUTERS`` routers, the
+        previous ones are dropped.
+        """
+        texts = sorted({item.router.text for item in window if item.router is not None})
+        new = [text for text in texts if text not in self._units]
+        if new and len(self._units) + len(new) > _MAX_ROUTERS:
+            self._units, new = {}, texts
+        new.sort(key=len)
+        for start in range(0, len(new), _UNIT_SIZE):
+            unit = tuple(new[start : start + _UNIT_SIZE])
+            self._units |= dict.fromkeys(unit, unit)
+        return {text: self._units[text] for text in texts}
 
     def counts(self) -> tuple[int, int]:
         """Return the number of distinct inputs, and how many of them were truncated."""
@@ -324,37 +270,38 @@ class CommittedCounts:
 
 
 class ExtractionTally:
-    """Sums the counts of committed parts, and shows them. Time starts with the first batch.
+    """Sums the counts of committed parts, and shows them.
 
     Attributes:
         n_added: Inputs that were added to the store.
         n_tokens: Tokens of the encoded inputs, before truncation.
+        seconds: The wall-clock time from the first batch to the last commit.
     """
 
-    def __init__(self, progress: ExtractionProgress | None) -> None:
+    def __init__(self, progress: ExtractionBar | None) -> None:
         self._progress, self._began = progress, 0.0
         self.n_added = self.n_tokens = 0
+        self.seconds = 0.0
 
     def add(self, done: CommittedCounts, at_once: int) -> None:
-        """Add the counts of a part that one of ``at_once`` threads or actors committed."""
+        """Add the counts of a part that one of ``at_once`` threads or actors committed.
+
+        The progress gets the time in which one of them encoded the part, divided by ``at_once``.
+        """
+        if not done.n_inputs:  # another process has stored it
+            return
         self._began = self._began or time.monotonic() - done.seconds
+        self.seconds = time.monotonic() - self._began
         self.n_added += done.n_added
         self.n_tokens += done.n_tokens
         if self._progress:
             seconds = done.seconds / at_once
             self._progress.advance(done.n_inputs, done.n_characters, done.n_tokens, seconds)
 
-    @property
-    def seconds(self) -> float:
-        """The wall-clock time since the first batch began."""
-        return time.monotonic() - self._began if self._began else 0.0
-
 
 #: Runs a plan and shows its progress. It calls its third argument before it encodes the first
 #: input.
-PlanExecutor = Callable[
-    [EncodingPlan, ExtractionProgress | None, Callable[[], None]], ExtractionTally
-]
+PlanExecutor = Callable[[EncodingPlan, ExtractionBar | None, Callable[[], None]], ExtractionTally]
 
 
 def encode_and_commit(
@@ -374,18 +321,30 @@ def encode_and_commit(
             return None
         store.refresh()
         lacking = part.missing_from(store)
-        missing_inputs = lacking.inputs
-        if not missing_inputs:
+        if not lacking.inputs:
             return CommittedCounts()
         began = time.monotonic()
-        encoded = encode(lacking)
-        stored = store.cast(encoded.vectors)
-        good = np.flatnonzero(np.isfinite(stored).all(axis=1))
-        added = store.append([missing_inputs[i] for i in good], encoded.take(good))
-        check_storable(stored, missing_inputs)
-        characters = sum(item.size for item in missing_inputs)
-        n_tokens, seconds = int(encoded.n_tokens.sum()), time.monotonic() - began
-        return CommittedCounts(len(missing_inputs), added, characters, n_tokens, seconds)
+        return commit_finite(store, lacking.inputs, encode(lacking), began)
+
+
+def commit_finite(
+    store: FeatureStore, inputs: Sequence[EncoderInput], encoded: Encoded, began: float
+) -> CommittedCounts:
+    """Store the vectors that are finite in the store's type, and return counts of the inputs.
+
+    ``began`` is the time, ``time.monotonic()``, at which their encoding began.
+
+    Raises:
+        InputError: The encoder returned NaN or infinity. The other inputs are stored.
+        DiskFullError: The disk is full.
+    """
+    stored = store.cast(encoded.vectors)
+    good = np.flatnonzero(np.isfinite(stored).all(axis=1))
+    finite_inputs = [inputs[i] for i in good.tolist()]
+    added = store.append(finite_inputs, encoded.take(good)) if finite_inputs else 0
+    check_storable(stored, inputs)
+    characters, n_tokens = sum(item.size for item in inputs), int(encoded.n_tokens.sum())
+    return CommittedCounts(len(inputs), added, characters, n_tokens, time.monotonic() - began)
 
 
 def check_storable(vectors: NDArray[Any], inputs: Sequence[EncoderInput]) -> None:
@@ -401,77 +360,69 @@ def check_storable(vectors: NDArray[Any], inputs: Sequence[EncoderInput]) -> Non
     check_finite(vectors, inputs, advice=advice)
 
 
-class _EncodingThreads:
-    """Threads that encode and commit parts. The encoder is loaded when the first part comes."""
-
-    def __init__(self, load: Callable[[], Encoder], store: FeatureStore) -> None:
-        self._load, self._store = load, store
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        return self._load()
-
-    @cached_property
-    def threads(self) -> WorkerThreads:
-        from llmcond.encoders.encoder import WorkerThreads
-
-        return WorkerThreads(self.encoder.concurrency)
-
-    @cached_property
-    def _encode(self) -> Callable[[EncodingPart], Encoded]:
-        return PartEncoder(self.encoder).encode
-
-    def commit(
-        self, parts: Iterable[EncodingPart]
-    ) -> Generator[tuple[EncodingPart, CommittedCounts | None]]:
-        """Yield each part with the result of ``encode_and_commit``, in the order of the parts."""
-        waiting = iter(parts)
-        first = next(waiting, None)
-        if first is None:
-            return
-        encode = self._encode
-
-        def work(part: EncodingPart) -> tuple[EncodingPart, CommittedCounts | None]:
-            return part, encode_and_commit(self._store, part, encode)
-
-        yield from self.threads.map(work, chain([first], waiting))
-
-    def close(self) -> None:
-        if "threads" in vars(self):
-            self.threads.close()
-
-
-def _run_plan(
-    plan: EncodingPlan, threads: _EncodingThreads, progress: ExtractionProgress | None
+def _execute_in_threads(
+    load: Callable[[], Encoder],
+    plan: EncodingPlan,
+    progress: ExtractionBar | None,
+    begin: Callable[[], None],
 ) -> ExtractionTally:
-    """Encode and store all missing inputs of a plan.
+    """Encode and store all missing inputs of a plan, with an encoder that is loaded if needed."""
+    tally = ExtractionTally(progress)
+    with ExitStack() as stack:
+
+        @cache
+        def start() -> tuple[WorkerThreads, PartEncoder]:
+            from llmcond.encoders.encoder import WorkerThreads
+
+            begin()
+            encoder = load()
+            threads = WorkerThreads(encoder.concurrency)
+            return stack.enter_context(closing(threads)), PartEncoder(encoder)
+
+        parts = plan.parts(lambda: start()[0].concurrency.threads)
+        first = next(parts, None)
+        if first is not None:
+            _commit_parts(chain([first], parts), plan.store, *start(), tally)
+    return tally
+
+
+def _commit_parts(
+    parts: Iterable[EncodingPart],
+    store: FeatureStore,
+    threads: WorkerThreads,
+    encoder: PartEncoder,
+    tally: ExtractionTally,
+) -> None:
+    """Encode and store parts.
 
     Parts that other processes have claimed come last. This function waits for them, or takes them
     over if the other process ends without storing them.
     """
     claimed: deque[EncodingPart] = deque()
-    tally = ExtractionTally(progress)
 
-    def parts() -> Iterator[EncodingPart]:
-        for part in plan.parts(lambda: threads.threads.concurrency.threads):
+    def commit(part: EncodingPart) -> tuple[EncodingPart, CommittedCounts | None]:
+        return part, encode_and_commit(store, part, encoder.encode)
+
+    def retry_claimed() -> Iterator[EncodingPart]:
+        for part in parts:
             yield part
-            while len(claimed) > _MAX_CLAIMED:
+            if len(claimed) > _MAX_CLAIMED:
                 time.sleep(_WAIT_SECONDS / 10)
                 yield claimed.popleft()
 
-    remaining: Iterable[EncodingPart] = parts()
+    remaining: Iterable[EncodingPart] = retry_claimed()
     while True:
-        with closing(threads.commit(remaining)) as results:
+        with closing(threads.map(commit, remaining)) as results:
             for part, done in results:
                 if done is None:
                     claimed.append(part)
-                elif done.n_inputs:
-                    tally.add(done, at_once=threads.encoder.concurrency.threads)
+                else:
+                    tally.add(done, at_once=threads.concurrency.threads)
         if isinstance(remaining, list) and len(claimed) == len(remaining):
             time.sleep(_WAIT_SECONDS)
-            plan.store.refresh()
+            store.refresh()
         if not claimed:
-            return tally
+            return
         remaining = list(claimed)
         claimed.clear()
 
@@ -547,33 +498,6 @@ def count_missing(
             every *= 2
             sample = _sample_by_key(every, sample)
     return MissingCount(len(seen) - before, n_missing, n_characters, sample, every)
-
-
-@contextmanager
-def count_in_background(
-    store: FeatureStore,
-    inputs: Iterable[EncoderInput],
-    window: int,
-    on_counted: Callable[[MissingCount], None],
-) -> Iterator[None]:
-    """Count missing inputs in a separate thread, and pass the result to ``on_counted``.
-
-    When the block ends, an unfinished count is abandoned and ``on_counted`` is not called.
-    """
-    ended = threading.Event()
-
-    def count() -> None:
-        missing = count_missing(store, takewhile(lambda _: not ended.is_set(), inputs), window)
-        if not ended.is_set():
-            on_counted(missing)
-
-    thread = threading.Thread(target=count, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def iterate_windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:

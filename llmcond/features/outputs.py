@@ -216,12 +216,10 @@ class Output(ABC):
             DiskFullError: if there is not enough space; earlier units remain.
         """
 
-    @abstractmethod
-    def add_unit(self, unit: WorkUnit, written: str, schema: pa.Schema) -> None:
+    def add_unit(self, unit: WorkUnit, written: str, schema: pa.Schema) -> None:  # noqa: B027
         """Add a written unit to the output, now or soon; only one process may call this."""
 
-    @abstractmethod
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Complete the output with all units that were added."""
 
     def _remove_leftovers(self) -> None:
@@ -318,12 +316,6 @@ class ParquetOutput(Output):
                 with replace_atomically(self._folder / _file_name(unit)) as path:
                     pq.write_table(rows, path.absolute(), use_dictionary=texts)
         return ""
-
-    def add_unit(self, unit: WorkUnit, written: str, schema: pa.Schema) -> None:
-        """Do nothing: the file already belongs to the output."""
-
-    def finish(self) -> None:
-        """Do nothing."""
 
 
 def _file_name(unit: WorkUnit) -> str:

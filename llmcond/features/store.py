@@ -19,8 +19,8 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 from lance.file import LanceFileSession
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.base.arrays import SharedRows
 from llmcond.base.errors import (
@@ -38,11 +39,10 @@ from llmcond.base.errors import (
     LlmcondError,
     UserError,
     disk_full_error,
-    first_line,
     is_disk_full,
     raise_disk_error,
 )
-from llmcond.base.files import check_format, check_writable, digest_text, read_json, write_json
+from llmcond.base.files import check_format, check_writable, digest_text
 from llmcond.base.stores import (
     READ_ERRORS,
     PreemptedError,
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 #: Free space to leave on the disk in addition to the bytes that are written.
 SPARE_BYTES = 2**18
-#: The key of the store's description in the schema metadata of a bucket's dataset.
+#: The key of the store's description in the schema metadata of the dataset.
 _DESCRIPTION = b"llmcond"
 #: Short, because processes hold a lock for milliseconds only.
 _POLL_SECONDS = 0.005
@@ -85,7 +85,7 @@ class LocalLocation:
         shared: Whether processes that do not use these locks may commit.
     """
 
-    options = None
+    options: dict[str, str] | None = None
     shared = False
 
     def __init__(self, folder: Path) -> None:
@@ -101,17 +101,7 @@ class LocalLocation:
 
     def newest(self) -> Any:
         """Return the newest version of the dataset; None if nothing was committed yet."""
-        return open_newest(self.uri)
-
-    def description(self, dataset: Any) -> dict[str, Any] | None:
-        """Return the store's description from store.json; None if nothing was committed yet."""
-        path = self.folder / "store.json"
-        return read_json(path) if path.exists() else None
-
-    def write_description(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
-        """Write the description of a new store, and return the schema of its dataset."""
-        write_json(self.folder / "store.json", description)
-        return schema
+        return open_newest(self.uri, self.options)
 
     def has_room(self, n_bytes: int) -> bool:
         """Return whether the disk has ``n_bytes`` of free space."""
@@ -119,7 +109,7 @@ class LocalLocation:
 
     def check_writable(self) -> None:
         """Raise a UserError if the folder cannot be written."""
-        check_writable(self.folder / "store.json")
+        check_writable(self.folder / "commit.lock")
 
     def raise_unreachable(self, error: BaseException) -> None:
         """Do nothing, because a local disk is always reachable."""
@@ -131,13 +121,13 @@ class LocalLocation:
     def damage_message(self, error: BaseException) -> str:
         """Return the message for files that cannot be read."""
         return (
-            f"{self.uri} cannot be read: {first_line(error)}. If it is damaged, delete "
-            f"{self.folder} and run the same `llmcond extract` again."
+            f"{self.uri} cannot be read: {redact(error)}. If it is damaged, delete {self.name} and "
+            "run the same `llmcond extract` again."
         )
 
 
-class BucketLocation:
-    """A prefix of an object store, with the attributes and methods of ``LocalLocation``.
+class BucketLocation(LocalLocation):
+    """A prefix of an object store.
 
     An object store has no file locks. A commit names the version that it is based on, and the
     storage rejects it if that is no longer the newest version.
@@ -149,17 +139,13 @@ class BucketLocation:
         """Name a prefix by its URI, without accessing it."""
         self.name, self.uri = uri, f"{uri}/vectors.lance"
         self.root = uri.rpartition("/")[0]
-        self._is_reached = False
+        self._is_reached, self.options = False, lance_options(uri)
         # Processes of one machine take turns with file locks. Other machines are noticed when a
         # commit fails.
         user = f"llmcond-{os.getuid() if hasattr(os, 'getuid') else ''}"
         self.folder = Path(tempfile.gettempdir()) / user / digest_text(uri)
 
-    @property
-    def options(self) -> dict[str, str] | None:
-        """The storage options for Lance; never credentials."""
-        return lance_options(self.uri, patient=self._is_reached)
-
+    @override
     def prepare(self) -> None:
         """Create the folder of locks, which only this user can write to.
 
@@ -184,31 +170,20 @@ class BucketLocation:
                 f"{error.strerror}. Set TMPDIR to a writable folder."
             ) from error
 
+    @override
     def newest(self) -> Any:
-        """Return the newest version of the dataset; None if nothing was committed yet."""
-        dataset = open_newest(self.uri, self.options)
+        dataset = super().newest()
         if self._is_reached:
             return dataset
-        self._is_reached = True
-        return None if dataset is None else open_newest(self.uri, self.options)
+        # Later requests are repeated for minutes.
+        self._is_reached, self.options = True, lance_options(self.uri, patient=True)
+        return None if dataset is None else super().newest()
 
-    def description(self, dataset: Any) -> dict[str, Any] | None:
-        """Return the store's description from the schema of the dataset."""
-        if dataset is None:
-            return None
-        try:
-            return dict(json.loads((dataset.schema.metadata or {})[_DESCRIPTION]))
-        except (KeyError, ValueError, TypeError):
-            return {}
-
-    def write_description(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
-        """Return the schema with the description of a new store."""
-        return schema.with_metadata({_DESCRIPTION: json.dumps(description)})
-
+    @override
     def has_room(self, n_bytes: int) -> bool:
-        """Return True, because a bucket has no limit."""
         return True
 
+    @override
     def check_writable(self) -> None:
         """Raise a UserError if the prefix cannot be written."""
         session, name = LanceFileSession(self.root, self.options), f".{os.urandom(8).hex()}"
@@ -220,12 +195,13 @@ class BucketLocation:
             self.raise_unwritable(error, 0)
             raise
 
+    @override
     def raise_unwritable(self, error: BaseException, stored: int) -> None:
-        """Raise a clear error for a storage or file error while writing; else return."""
         self.raise_unreachable(error)
         if isinstance(error, OSError):
             raise LlmcondError(self.damage_message(error)) from None
 
+    @override
     def raise_unreachable(self, error: BaseException) -> None:
         """Raise a clear error if the storage rejected a request; else return."""
         refusal_error = None if isinstance(error, LlmcondError) else user_error_of(self.name, error)
@@ -233,29 +209,6 @@ class BucketLocation:
             # The cause is left out, since a server's message may contain the access key and the
             # signed request.
             raise refusal_error from None
-
-    def damage_message(self, error: BaseException) -> str:
-        """Return the message for files that cannot be read."""
-        return (
-            f"{self.uri} cannot be read: {redact(error)}. If it is damaged, delete what "
-            f"is below {self.name} and run the same `llmcond extract` again."
-        )
-
-
-def locate_store(root: str | Path, name: str) -> LocalLocation | BucketLocation:
-    """Return the location of the store ``name`` below ``root``, a folder or a URI.
-
-    Raises:
-        UserError: As ``resolve_store_uri``.
-    """
-    if "://" not in str(root):
-        return LocalLocation(Path(root) / name)
-    store_uri = resolve_store_uri(str(root))
-    return (
-        BucketLocation(f"{store_uri}/{name}")
-        if "://" in store_uri
-        else LocalLocation(Path(store_uri) / name)
-    )
 
 
 def resolve_store_uri(root: str) -> str:
@@ -271,60 +224,6 @@ def resolve_store_uri(root: str) -> str:
         return str(Path(unquote(root[local.end() :])).resolve())
     split_uri(root)
     return root.rstrip("/")
-
-
-@contextmanager
-def claim(folder: Path, name: str) -> Iterator[bool]:
-    """Try to claim a chunk for this process; yield whether this succeeded.
-
-    The claim is a locked file in ``folder``. It ends with the block, or with the process even if
-    that is killed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.lock"
-    # Not bound to a thread, because another thread may end the block.
-    lock = FileLock(path, thread_local=False)
-    try:
-        with _claims_lock(folder):
-            lock.acquire(blocking=False)
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        with _claims_lock(folder):
-            lock.release()
-            path.unlink(missing_ok=True)
-
-
-def remove_abandoned_claims(folder: Path) -> None:
-    """Remove the files of claims whose processes were killed.
-
-    This tries the lock of every claim, so a process that makes many claims should call it once.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _claims_lock(folder):
-        for path in folder.glob("*.lock"):
-            lock = FileLock(path)
-            with suppress(Timeout), lock.acquire(blocking=False):
-                path.unlink(missing_ok=True)
-
-
-def _claims_lock(claims: Path) -> AbstractContextManager[None]:
-    """Let one process at a time create and remove the files of claims.
-
-    Otherwise a process could lock a file that another one is removing, while a third creates a new
-    file of the same name and locks that too.
-    """
-    return locked(claims / ".gate")
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a file lock during the block, after waiting for other processes of this machine."""
-    with FileLock(path).acquire(poll_interval=_POLL_SECONDS):
-        yield
 
 
 def memory_mapped_array(folder: Path, shape: tuple[int, int], dtype: str) -> NDArray[Any]:
@@ -354,9 +253,6 @@ _READ_ROWS = 65_536
 #: The size of a table of vectors above which it is a memory map instead of an array.
 _MAX_TABLE_BYTES = 2**30
 
-
-_KEY = pa.binary(KEY_BYTES)
-_ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 
 #: The number of fragments that are merged into one. Every commit adds a fragment, and many
 #: fragments slow down later commits.
@@ -393,7 +289,14 @@ class FeatureStore:
                 accessed.
             LlmcondError: The storage cannot be reached, or the store is damaged.
         """
-        self._location = locate_store(root, f"{identity.fingerprint}-{dtype}")
+        name, store_uri = f"{identity.fingerprint}-{dtype}", str(root)
+        if "://" in store_uri:
+            store_uri = resolve_store_uri(store_uri)
+        self._location = (
+            BucketLocation(f"{store_uri}/{name}")
+            if "://" in store_uri
+            else LocalLocation(Path(store_uri) / name)
+        )
         #: The parent of the stores of all encoders: a URI, or the absolute path of a folder.
         self.root = self._location.root
         #: The folder of locks and temporary files. For a local store it is the store's folder.
@@ -408,12 +311,10 @@ class FeatureStore:
         self._index = KeyIndex()
         self._truncated = np.zeros(0, dtype=np.bool_)
         self._only_write = only_write
-        # There may be claims of processes that were killed earlier.
-        self._has_abandoned_claims = True
         newest = self._read_safely(self._location.newest)
-        description = self._location.description(newest)
+        description = (newest.schema.metadata or {}).get(_DESCRIPTION) if newest else None
         if description is not None:
-            check_format(description, FORMAT, self._location.name)
+            check_format(json.loads(description), FORMAT, self._location.name)
         if only_write:
             self._dataset = newest
         elif newest is not None:
@@ -472,7 +373,8 @@ class FeatureStore:
     def _committing(self) -> Iterator[None]:
         self._location.prepare()
         # Threads wait at a thread lock first, since they would poll at the file lock.
-        with self._write_lock, locked(self.folder / "commit.lock"):
+        lock = FileLock(self.folder / "commit.lock")
+        with self._write_lock, lock.acquire(poll_interval=_POLL_SECONDS):
             yield
 
     def missing(self, inputs: Sequence[EncoderInput]) -> list[int]:
@@ -531,7 +433,7 @@ class FeatureStore:
                     return commit_rows(dataset, options, fragments)
                 identity = self.identity.to_json()
                 description = {"format": FORMAT, "dtype": self.dtype, "encoder": identity}
-                schema = self._location.write_description(rows.schema, description)
+                schema = rows.schema.with_metadata({_DESCRIPTION: json.dumps(description)})
                 return commit_first(uri, options, schema, fragments)
             # Another machine has committed, because this process holds the lock of this machine.
             newest = self._location.newest()
@@ -640,12 +542,21 @@ class FeatureStore:
         the block, or with the process even if that is killed.
         """
         self._location.prepare()
-        claims = self.folder / "claims"
-        if self._has_abandoned_claims:
-            self._has_abandoned_claims = False
-            remove_abandoned_claims(claims)
-        with claim(claims, name) as is_claimed:
-            yield is_claimed
+        # A few chunks share a file. Only one of them can be claimed at a time, so that the files
+        # need not be removed, which would race with processes that lock them.
+        path = self.folder / "claims" / f"{name[:2]}.lock"
+        path.parent.mkdir(exist_ok=True)
+        # Not bound to a thread, because another thread may end the block.
+        lock = FileLock(path, thread_local=False)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
 
 def _key_bytes(keys: Any) -> Any:
@@ -657,23 +568,17 @@ def row_bytes(dim: int, dtype: StoreDtype) -> float:
     return dim * np.dtype(dtype).itemsize + KEY_BYTES + 4 + 1 / 8
 
 
-def rows_schema(dim: int, dtype: str) -> pa.Schema:
-    """Return the schema of a Lance dataset of vectors."""
-    vector = pa.list_(_ARROW[dtype], dim)
-    columns = {"key": _KEY, "vector": vector, "n_tokens": pa.int32(), "truncated": pa.bool_()}
-    return pa.schema(columns)
-
-
 def rows_table(inputs: Sequence[EncoderInput], encoded: Encoded) -> pa.Table:
     """Return the rows of inputs and their vectors, which already have the stored type."""
-    vectors = encoded.vectors
-    columns = [
-        pa.array([item.key for item in inputs], _KEY),
-        pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1]),
-        pa.array(encoded.n_tokens, pa.int32()),
-        pa.array(encoded.truncated, pa.bool_()),
-    ]
-    return pa.table(columns, rows_schema(vectors.shape[1], vectors.dtype.name))
+    vectors = pa.array(encoded.vectors.reshape(-1))
+    return pa.table(
+        {
+            "key": pa.array([item.key for item in inputs], pa.binary(KEY_BYTES)),
+            "vector": pa.FixedSizeListArray.from_arrays(vectors, encoded.vectors.shape[1]),
+            "n_tokens": pa.array(encoded.n_tokens, pa.int32()),
+            "truncated": pa.array(encoded.truncated, pa.bool_()),
+        }
+    )
 
 
 def mergeable(rows: Sequence[int], row_bytes: float) -> int:

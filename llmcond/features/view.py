@@ -38,7 +38,9 @@ class KeyIndex:
     """
 
     def __init__(self) -> None:
-        self._runs: list[_SortedKeys] = []
+        #: Arrays of three rows: the first and the second halves of keys, and their positions. The
+        #: first halves ascend; equal ones are in ascending order of position.
+        self._runs: list[NDArray[np.uint64]] = []
         self._size = 0
 
     def __len__(self) -> int:
@@ -46,71 +48,55 @@ class KeyIndex:
 
     def add(self, joined: bytes) -> None:
         """Append keys, given as concatenated bytes."""
-        first, second = _split_keys(joined)
-        if not len(first):
+        n_keys = len(joined) // KEY_BYTES
+        if not n_keys:
             return
-        positions = np.arange(self._size, self._size + len(first), dtype=np.int64)
-        run = _sort_keys(first, second, positions)
-        while self._runs and len(self._runs[-1].first) < 2 * len(run.first):
-            older = self._runs.pop()
-            run = _sort_keys(
-                np.concatenate([older.first, run.first]),
-                np.concatenate([older.second, run.second]),
-                np.concatenate([older.positions, run.positions]),
-            )
-        self._runs.append(run)
-        self._size += len(first)
+        positions = np.arange(self._size, self._size + n_keys, dtype=np.uint64)
+        runs, size = [np.vstack([_split_keys(joined), positions])], n_keys
+        while self._runs and self._runs[-1].shape[1] < 2 * size:
+            runs.insert(0, self._runs.pop())
+            size += runs[0].shape[1]
+        merged = np.hstack(runs)
+        # A stable sort keeps the order of positions, and takes linear time for sorted parts.
+        self._runs.append(np.take(merged, np.argsort(merged[0], kind="stable"), axis=1))
+        self._size += n_keys
 
     def find(self, joined: bytes) -> NDArray[np.int64]:
         """Return the first position of each of the concatenated keys; -1 for a missing key."""
-        first, second = _split_keys(joined)
+        keys = _split_keys(joined)
         # With ascending keys, searchsorted walks through memory in order, which is several times
         # faster.
-        order = np.argsort(first)
-        first, second = first[order], second[order]
-        positions = np.full(len(first), -1, dtype=np.int64)
+        order = np.argsort(keys[0])
+        keys = np.take(keys, order, axis=1)
+        positions = np.full(len(order), -1, dtype=np.int64)
         for run in self._runs:
             absent = np.flatnonzero(positions < 0)
-            positions[absent] = run.find(first[absent], second[absent])
+            positions[absent] = _find_in_run(run, *keys[:, absent])
         result = np.empty_like(positions)
         result[order] = positions
         return result
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SortedKeys:
-    """Keys in ascending order of their first halves; equal ones in ascending order of position."""
-
-    first: NDArray[np.uint64]
-    second: NDArray[np.uint64]
-    positions: NDArray[np.int64]
-
-    def find(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.int64]:
-        positions = np.full(len(first), -1, dtype=np.int64)
-        candidate = np.searchsorted(self.first, first)
-        remaining = np.flatnonzero(candidate < len(self.first))
-        while len(remaining):
-            remaining = remaining[self.first[candidate[remaining]] == first[remaining]]
-            hit = self.second[candidate[remaining]] == second[remaining]
-            positions[remaining[hit]] = self.positions[candidate[remaining[hit]]]
-            # A key with the same first half may follow.
-            remaining = remaining[~hit]
-            candidate[remaining] += 1
-            remaining = remaining[candidate[remaining] < len(self.first)]
-        return positions
+def _find_in_run(
+    run: NDArray[np.uint64], first: NDArray[np.uint64], second: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    positions = np.full(len(first), -1, dtype=np.int64)
+    candidate = np.searchsorted(run[0], first)
+    remaining = np.flatnonzero(candidate < run.shape[1])
+    while len(remaining):
+        remaining = remaining[run[0, candidate[remaining]] == first[remaining]]
+        hit = run[1, candidate[remaining]] == second[remaining]
+        positions[remaining[hit]] = run[2, candidate[remaining[hit]]]
+        # A key with the same first half may follow.
+        remaining = remaining[~hit]
+        candidate[remaining] += 1
+        remaining = remaining[candidate[remaining] < run.shape[1]]
+    return positions
 
 
-def _split_keys(joined: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    halves = np.frombuffer(joined, dtype=np.uint64).reshape(-1, 2)
-    return halves[:, 0], halves[:, 1]
-
-
-def _sort_keys(
-    first: NDArray[np.uint64], second: NDArray[np.uint64], positions: NDArray[np.int64]
-) -> _SortedKeys:
-    # A stable sort keeps the order of positions, and takes linear time for two sorted arrays.
-    order = np.argsort(first, kind="stable")
-    return _SortedKeys(first[order], second[order], positions[order])
+def _split_keys(joined: bytes) -> NDArray[np.uint64]:
+    """Return the halves of concatenated keys, (2, n)."""
+    return np.frombuffer(joined, dtype=np.uint64).reshape(-1, 2).T
 
 
 T = TypeVar("T")

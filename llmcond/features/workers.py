@@ -11,15 +11,16 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from llmcond.base.errors import UserError
-from llmcond.base.output import log
+from llmcond.base.output import ExtractionBar, log
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.features.extract import (
@@ -27,10 +28,9 @@ from llmcond.features.extract import (
     CommittedCounts,
     EncodingPart,
     EncodingPlan,
-    ExtractionProgress,
     ExtractionTally,
     PartEncoder,
-    check_storable,
+    commit_finite,
 )
 from llmcond.features.pool import WorkerPool, Workers, worker_pool
 from llmcond.features.store import FeatureStore
@@ -47,69 +47,61 @@ _ITEM_SECONDS, _FEW_WORKERS, _MAX_PARTS = 10.0, 16, 64
 _ITEMS_PER_MERGE = 16
 
 
-@dataclass(frozen=True)
-class EncoderSpec:
-    """Everything that a worker needs to create its encoder and its side of the store.
+class StoredItem(NamedTuple):
+    """The result of a worker for some parts.
 
     Attributes:
+        counts: counts of the inputs that are finished.
+        failure: the first input without a vector, with the reason.
+    """
+
+    counts: CommittedCounts
+    failure: tuple[EncoderInput, str] | None = None
+
+
+class ExtractionWorker:
+    """A worker's encoder, which adds vectors to a store.
+
+    Args:
         model: name or path that finds the model on every machine; on this machine, the resolved
             encoder itself.
         options: all settings that affect vectors, and the device.
         fingerprint: expected fingerprint of the encoder.
         store_root: root of the store, without the encoder's own folder: a folder or a URI.
         dtype: data type of the stored vectors.
+
+    Raises:
+        UserError: if this machine does not have the encoder, or has another version of it, or does
+            not see the store.
     """
 
-    model: str | ResolvedEncoder
-    options: EncoderOptions
-    fingerprint: str
-    store_root: str
-    dtype: StoreDtype
-
-
-class StoredItem(NamedTuple):
-    """The result of a worker for some parts.
-
-    Attributes:
-        counts: counts of the inputs that are finished.
-        cpu_seconds: CPU time of all threads of the worker.
-        failure: the first input without a vector, with the reason.
-    """
-
-    counts: CommittedCounts
-    cpu_seconds: float
-    failure: tuple[EncoderInput, str] | None
-
-
-class ExtractionWorker:
-    """A worker's encoder, which adds vectors to a store."""
-
-    def __init__(self, spec: EncoderSpec) -> None:
-        """Load the encoder.
-
-        Raises:
-            UserError: if this machine does not have the encoder, or has another version of it, or
-                does not see the store.
-        """
+    def __init__(
+        self,
+        model: str | ResolvedEncoder,
+        options: EncoderOptions,
+        fingerprint: str,
+        store_root: str | Path,
+        dtype: StoreDtype,
+    ) -> None:
+        """Load the encoder."""
         from llmcond.encoders.encoder import Encoder, WorkerThreads
 
-        resolved = spec.model
-        if isinstance(resolved, str):
-            resolved = resolve(resolved, spec.options)
-        elif resolved.device != "cpu":  # the worker sees only its own GPU
-            resolved = replace(resolved, device="cuda:0")
-        if resolved.identity.fingerprint != spec.fingerprint:
+        if isinstance(model, str):
+            resolved = resolve(model, options)
+        else:  # a worker on a GPU sees only its own
+            resolved = replace(model, device="cpu" if model.device == "cpu" else "cuda:0")
+        if resolved.identity.fingerprint != fingerprint:
             import socket
 
             raise UserError(
-                f"{spec.model} is a different encoder on {socket.gethostname()} (fingerprint "
-                f"{resolved.identity.fingerprint}, expected {spec.fingerprint}). Install the "
-                "same files and versions on every machine."
+                f"{model} is a different encoder on {socket.gethostname()} (fingerprint "
+                f"{resolved.identity.fingerprint}, expected {fingerprint}). Install the same files "
+                "and versions on every machine."
             )
         encoder = Encoder(resolved)
         self._encode = PartEncoder(encoder).encode
         self._threads = WorkerThreads(encoder.concurrency)
-        self._store = FeatureStore(spec.store_root, resolved.identity, spec.dtype, only_write=True)
+        self._store = FeatureStore(store_root, resolved.identity, dtype, only_write=True)
 
     def work(self, item: list[EncodingPart]) -> StoredItem:
         """Encode parts, and store the vectors that are finite in the store's type.
@@ -122,37 +114,24 @@ class ExtractionWorker:
         """
         from llmcond.encoders.spec import Encoded
 
-        start_time, start_cpu = time.monotonic(), time.process_time()
+        began = time.monotonic()
         parts: list[Encoded] = []
-        inputs: list[EncoderInput] = []
-        failed: InputError | None = None
-        n_added = 0
+        counts = CommittedCounts()
         try:
-            for part, vectors in zip(item, self._threads.map(self._encode, item), strict=True):
-                parts.append(vectors)
-                inputs += part.inputs
-        except InputError as error:
-            failed = error
-        if parts:
-            encoded = Encoded(
-                np.concatenate([part.vectors for part in parts]),
-                np.concatenate([part.n_tokens for part in parts]),
-                np.concatenate([part.truncated for part in parts]),
-            )
-            stored = self._store.cast(encoded.vectors)
-            good = np.flatnonzero(np.isfinite(stored).all(axis=1)).tolist()
-            if good:
-                n_added = self._store.append([inputs[i] for i in good], encoded.take(good))
             try:
-                check_storable(stored, inputs)
-            except InputError as error:
-                failed = error
-        characters = sum(text.size for text in inputs)
-        n_tokens = sum(int(part.n_tokens.sum()) for part in parts)
-        seconds = time.monotonic() - start_time
-        counts = CommittedCounts(len(inputs), n_added, characters, n_tokens, seconds)
-        failure = None if failed is None else (failed.item, str(failed))
-        return StoredItem(counts, time.process_time() - start_cpu, failure)
+                parts.extend(self._threads.map(self._encode, item))
+            finally:
+                if parts:
+                    inputs = [text for part in item[: len(parts)] for text in part.inputs]
+                    encoded = Encoded(
+                        np.concatenate([part.vectors for part in parts]),
+                        np.concatenate([part.n_tokens for part in parts]),
+                        np.concatenate([part.truncated for part in parts]),
+                    )
+                    counts = commit_finite(self._store, inputs, encoded, began)
+        except InputError as error:
+            return StoredItem(counts, (error.item, str(error)))
+        return StoredItem(counts)
 
 
 class SharedExecution(ExitStack):
@@ -160,29 +139,31 @@ class SharedExecution(ExitStack):
 
     It is passed as ``execute`` to ``llmcond.features.extract.extract``, within a ``with`` block
     that ends the workers.
-
-    Attributes:
-        cpu_seconds: CPU time in which workers have encoded and written.
     """
 
-    #: Creates a worker from an ``EncoderSpec``.
-    worker: Callable[[EncoderSpec], Any] = ExtractionWorker
-
-    def __init__(self, workers: Workers, spec: EncoderSpec) -> None:
+    def __init__(
+        self, workers: Workers, model: str, resolved: ResolvedEncoder, store: FeatureStore
+    ) -> None:
+        """Prepare workers for a store of an encoder that ``model`` finds on other machines."""
         super().__init__()
-        self._workers, self._spec = workers, spec
-        self.cpu_seconds = 0.0
+        device = "cuda" if workers.gpus_each else "cpu"
+        # Automatic settings are resolved in this process, so that they are equal on every machine.
+        options = replace(resolved.options, dtype=resolved.identity.dtype, device=device)
+        source = resolved if workers.is_local else model
+        fingerprint = resolved.identity.fingerprint
+        self._workers = workers
+        self._arguments = (source, options, fingerprint, store.root, store.dtype)
 
     @cached_property
     def _pool(self) -> WorkerPool[list[EncodingPart], StoredItem]:
-        manager = worker_pool(self._workers, self.worker, self._spec)
+        manager = worker_pool(self._workers, ExtractionWorker, *self._arguments)
         pool: WorkerPool[list[EncodingPart], StoredItem] = self.enter_context(manager)
         where = "this machine" if self._workers.is_local else "the cluster"
         log.info(f"{pool.size} workers on {where}")
         return pool
 
     def __call__(
-        self, plan: EncodingPlan, progress: ExtractionProgress | None, begun: Callable[[], None]
+        self, plan: EncodingPlan, progress: ExtractionBar | None, begun: Callable[[], None]
     ) -> ExtractionTally:
         """Encode and store everything that a plan lacks.
 
@@ -208,7 +189,6 @@ class SharedExecution(ExitStack):
         try:
             for number, (item, stored) in enumerate(pool.map(items()), 1):
                 parts_per_item = _parts_per_item(stored.counts.seconds, len(item), pool.size)
-                self.cpu_seconds += stored.cpu_seconds
                 tally.add(stored.counts, at_once=pool.size)
                 if stored.failure is not None:
                     raise InputError(*stored.failure)
@@ -258,20 +238,3 @@ def _parts_per_item(seconds: float, n_parts: int, n_workers: int) -> int:
     """Return how many parts an item should have, if ``n_parts`` parts took some seconds."""
     seconds_per_item = _ITEM_SECONDS * max(1, n_workers / _FEW_WORKERS)
     return max(1, min(_MAX_PARTS, int(seconds_per_item * n_parts / max(seconds, 1e-3))))
-
-
-def share_extraction(
-    workers: Workers, model: str, resolved: ResolvedEncoder, store: FeatureStore
-) -> SharedExecution:
-    """Return an executor that encodes with workers, into a store of the encoder's vectors.
-
-    ``model`` finds the encoder on other machines.
-    """
-    device = "cuda" if workers.gpus_each else "cpu"
-    # Automatic settings are resolved in this process, so that they are equal on every machine.
-    options = replace(resolved.options, dtype=resolved.identity.dtype, device=device)
-    fingerprint = resolved.identity.fingerprint
-    source = resolved if workers.is_local else model
-    return SharedExecution(
-        workers, EncoderSpec(source, options, fingerprint, store.root, store.dtype)
-    )

@@ -891,10 +891,10 @@ class EmbeddingModel:
         if workers is None:
             yield
             return
-        from llmcond.features.workers import share_extraction
+        from llmcond.features.workers import SharedExecution
 
         resolved = self.encoder.resolved
-        with share_extraction(workers, self.encoder.name, resolved, self.store) as execution:
+        with SharedExecution(workers, self.encoder.name, resolved, self.store) as execution:
             self.encoder.execute = execution
             yield
         self.encoder.execute = None

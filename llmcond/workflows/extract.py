@@ -30,7 +30,6 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
 from llmcond.features.extract import (
     CHUNK,
-    COUNTED_FIRST,
     WINDOW,
     Extraction,
     MissingCount,
@@ -40,7 +39,7 @@ from llmcond.features.extract import (
 from llmcond.features.pool import Workers, assign_devices
 from llmcond.features.store import FeatureStore, resolve_store_uri, row_bytes
 from llmcond.features.view import KeyIndex, StoreDtype
-from llmcond.features.workers import estimate_commits, share_extraction
+from llmcond.features.workers import SharedExecution, estimate_commits
 from llmcond.options.encoding import ExtractOptions
 from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.runs import (
@@ -134,7 +133,7 @@ def extract(options: ExtractOptions) -> ExtractResult:
         with ExitStack() as stack:
             if workers is not None:
                 name = portable_model_name(model, resolved)
-                execution = share_extraction(workers, name, resolved, run.store())
+                execution = SharedExecution(workers, name, resolved, run.store())
                 encoder.execute = stack.enter_context(execution)
             return _extract_prompts(run, encoder, prompts, _count_missing(run, prompts))
     except LlmcondError:
@@ -359,18 +358,13 @@ def check_run(
         )
 
 
-def _count_missing(run: Run, prompts: Sequence[Prompt]) -> Sequence[MissingCount | None]:
+def _count_missing(run: Run, prompts: Sequence[Prompt]) -> Sequence[MissingCount]:
     """Log how many inputs to encode, and return the missing inputs of each prompt.
 
-    An input that several prompts need counts for the first one. The list holds None for each prompt
-    if there are so many inputs that they are counted while they are encoded.
+    An input that several prompts need counts for the first one.
     """
     store, seen = run.store(), KeyIndex()
     inputs = [run.task.inputs(run.data, prompt) for prompt in prompts]
-    max_inputs = sum(map(len, inputs))
-    if max_inputs > COUNTED_FIRST:
-        log.info(f"up to {max_inputs:,} inputs; repeats are counted during encoding")
-        return [None] * len(prompts)
     by_prompt = [count_missing(store, prompt_inputs, WINDOW, seen) for prompt_inputs in inputs]
     missing = merge_counts(by_prompt)
     if not missing.n_missing:
@@ -384,7 +378,7 @@ def _extract_prompts(
     run: Run,
     encoder: LazyEncoder,
     prompts: Sequence[Prompt],
-    missing: Sequence[MissingCount | None],
+    missing: Sequence[MissingCount],
 ) -> ExtractResult:
     extractions, records = {}, {}
     for prompt, prompt_missing in zip(prompts, missing, strict=True):

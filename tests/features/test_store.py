@@ -151,17 +151,11 @@ def test_handles_see_rows_of_others_after_refresh(tmp_path, store):
 def test_store_describes_its_encoder_and_format(root, monkeypatch):
     store = open_store(root)
     add_rows(store, [0])
-    description = {"format": 1, "dtype": "float32", "encoder": IDENTITY.to_json()}
-    assert store._location.description(store._dataset) == description
+    description = json.loads(open_dataset(store).schema.metadata[b"llmcond"])
+    assert description == {"format": 1, "dtype": "float32", "encoder": IDENTITY.to_json()}
     monkeypatch.setattr(store_module, "FORMAT", 0)
     with pytest.raises(UserError, match=r"newer version of llmcond.*Upgrade llmcond"):
         open_store(root)
-    (path := store.folder / "store.json").parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        assert json.loads(path.read_text()) == description
-        path.write_text("{}")
-        with pytest.raises(LlmcondError, match="no format version"):
-            open_store(root)
 
 
 def test_rows_of_workers_are_read_once(root):
@@ -387,19 +381,13 @@ def test_read_that_fails_twice_is_repeated_under_the_lock(store):
     assert locked == [False, False, True]
 
 
-def test_claims_exclude_other_handles_and_leave_no_files(tmp_path, store):
-    claims = store.folder / "claims"
+def test_claims_exclude_other_handles(tmp_path, store):
+    other = open_store(tmp_path)
     with store.claim("part") as is_claimed:
         assert is_claimed
-        (claims / "left.lock").touch()  # as a killed process leaves it
-        with store.claim("second"):
-            # The locks of other processes are tried only once.
-            assert (claims / "left.lock").exists()
-        other = open_store(tmp_path)
         with other.claim("part") as is_claimed_again, other.claim("another") as is_other_claimed:
             assert not is_claimed_again
             assert is_other_claimed
-            assert {path.name for path in claims.glob("*.lock")} == {"part.lock", "another.lock"}
     # A claim may end in another thread.
     block = other.claim("part")
     assert block.__enter__()
@@ -408,7 +396,6 @@ def test_claims_exclude_other_handles_and_leave_no_files(tmp_path, store):
     thread.join()
     with store.claim("part") as is_claimed:
         assert is_claimed
-    assert list(claims.glob("*.lock")) == []
 
 
 # -- object stores ---------------------------------------------------------------------------------
@@ -505,7 +492,7 @@ def test_store_uris_are_normalized(tmp_path, monkeypatch):
     store = open_store(f"file://{tmp_path}/a%20b")
     add_rows(store, [0])
     assert store.folder.parent == tmp_path / "a b"
-    assert (store.folder / "store.json").exists()
+    assert (store.folder / "vectors.lance").exists()
 
 
 @pytest.mark.parametrize(

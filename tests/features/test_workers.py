@@ -24,7 +24,7 @@ from llmcond import extract
 from llmcond.base.errors import UserError
 from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.features.workers import EncoderSpec, ExtractionWorker
+from llmcond.features.workers import ExtractionWorker
 from llmcond.prompts import load_prompt
 from llmcond.prompts.template import SplitInputs, render_rows
 from llmcond.runs import open_any_run, open_run
@@ -230,7 +230,7 @@ def test_worker_rejects_different_encoder(model, tmp_path):
     fingerprint = resolve(model, OPTIONS).identity.fingerprint
     options = replace(OPTIONS, pooling="cls")
     with pytest.raises(UserError, match="is a different encoder on"):
-        ExtractionWorker(EncoderSpec(model, options, fingerprint, tmp_path, "float16"))
+        ExtractionWorker(model, options, fingerprint, tmp_path, "float16")
 
 
 def test_invalid_options_are_reported_in_one_line(capsys, two_threads, model, data, tmp_path):
