@@ -260,7 +260,7 @@ def check_new_folder(path: Path, inputs: Iterable[Any] = ()) -> None:
     Raises:
         UserError: ``path`` is a file or a folder that is not empty, or as ``_check_creatable``.
     """
-    if _mode(path) and not (is_folder(path) and not any(path.iterdir())):
+    if not is_vacant(path):
         raise UserError(f"{path} already exists. Name another folder, or remove it.")
     _check_creatable(path)
 
@@ -268,6 +268,11 @@ def check_new_folder(path: Path, inputs: Iterable[Any] = ()) -> None:
 def is_folder(path: Path) -> bool:
     """Return whether a path is that of a folder, which one with a name too long is not."""
     return stat.S_ISDIR(_mode(path))
+
+
+def is_vacant(path: Path) -> bool:
+    """Return whether a path does not exist, or is that of an empty folder."""
+    return not _mode(path) or (is_folder(path) and not any(path.iterdir()))
 
 
 def path_exists(path: Path) -> bool:

@@ -194,8 +194,8 @@ class _GuideRecord:
 
 
 def guide_file(folder: Path, condition: str) -> Path:
-    """Return the path of a condition's guide in a folder."""
-    return folder / f"{digest_text(condition, size=12)}.safetensors"
+    """Return the path of a condition's guide in a folder, which does not depend on its form."""
+    return folder / f"{digest_text(condition_key(condition), size=12)}.safetensors"
 
 
 def save_guide(guide: Guide, condition: str, folder: Path) -> None:

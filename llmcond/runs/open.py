@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from llmcond.base.errors import LlmcondError, UserError, did_you_mean, format_list, shortened_repr
-from llmcond.base.files import path_exists, write_json
+from llmcond.base.files import is_vacant, path_exists, write_json
 from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import (
     DEFAULT_MODEL,
@@ -101,7 +101,7 @@ def check_run_exists(folder: Path) -> None:
     Raises:
         UserError: It does not exist, or is empty.
     """
-    if _is_vacant(folder):
+    if is_vacant(folder):
         others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
         named = f"Name an existing one ({format_list(others)}), or extract" if others else "Extract"
         raise UserError(
@@ -117,7 +117,7 @@ def run_exists(folder: Path, *, cross: bool = False) -> bool:
         UserError: As ``open_any_run`` if the folder holds something else, or no run can be created
             because its path contains control characters.
     """
-    if _is_vacant(folder):
+    if is_vacant(folder):
         path = str(folder.absolute())
         if re.search(r"[\x00-\x1f\x7f]", path):
             raise UserError(
@@ -127,10 +127,6 @@ def run_exists(folder: Path, *, cross: bool = False) -> bool:
         return False
     open_any_run(folder, cross=cross)
     return True
-
-
-def _is_vacant(folder: Path) -> bool:
-    return not path_exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def resolve_run(

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack, get_args, overload
@@ -34,6 +35,7 @@ from llmcond.base.errors import (
     list_legal_values,
     shortened_repr,
 )
+from llmcond.base.files import is_vacant
 from llmcond.base.options import IndexPrecision, check_argument, check_folder, check_run
 from llmcond.base.output import log
 from llmcond.base.records import RECORD, read_record, write_record
@@ -47,7 +49,7 @@ from llmcond.base.text import (
 )
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.evaluation.analyses import MOST_TEXTS, ConditionCheck, find_calibration, sample_texts
-from llmcond.features.extract import COUNTED_FIRST, WINDOW, count_missing
+from llmcond.features.extract import WINDOW, count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
 from llmcond.heads.guide import Guides, guide_file, load_guides, save_guide
@@ -183,23 +185,22 @@ class Index:
             raise UserError(f"truncate_dim is {truncate_dim}; it must be at least 1.")
         rows, conditions = IndexRows.validate(texts, ids, columns), _check_conditions(conditions)
         folder = Path(folder)
-        settings: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
-        settings = {name: value for name, value in settings.items() if value is not None}
-        form: dict[str, Any] = {"truncate_dim": truncate_dim, "precision": precision}
-        form = {name: value for name, value in form.items() if value is not None}
+        settings = _without_none(run=run, model=model, head=head, prompt=prompt)
+        form = _without_none(truncate_dim=truncate_dim, precision=precision)
         if precision not in (None, *get_args(IndexPrecision)):
             legal = list_legal_values(str(precision), get_args(IndexPrecision))
             raise UserError(f"precision is {shortened_repr(precision)}. {legal}")
         exists = (folder / "index.json").exists()
         if exists and not ((settings or form) and TextTable(folder).version == 0):
             index = cls._open(folder, device, settings)
-            index._check_form(form)
+            for name, value in form.items():
+                if value != getattr(index, name):
+                    raise UserError(
+                        f"{folder} was built with {name} {getattr(index, name)}, not {value}. "
+                        "Leave it out, or build another index: llmcond index TEXTS --out DIR"
+                    )
         else:
-            if (
-                not exists
-                and folder.exists()
-                and not (folder.is_dir() and not any(folder.iterdir()))
-            ):
+            if not exists and not is_vacant(folder):
                 raise UserError(
                     f"{folder} is not an index (it has no index.json). Name another folder; "
                     "nothing in this one was changed."
@@ -260,7 +261,8 @@ class Index:
                 raise
             advice = f"If the run was moved, name it: llmcond index --out {folder} --run DIR"
             raise UserError(f"{folder} was built with {source}: {error} {advice}") from error
-        differences = model.differences(record.identity)
+        identity, recorded = model.identity, record.identity
+        differences = [name for name in identity if identity[name] != recorded.get(name)]
         if differences:
             raise UserError(
                 f"{folder} was built with {source}; the {'given' if settings else 'current'} model "
@@ -273,15 +275,6 @@ class Index:
             replace(record, made_by=arguments).write(folder)
         model.guides.update(load_guides(folder / "guides"))
         return cls(folder, model, record.precision)
-
-    def _check_form(self, form: Mapping[str, Any]) -> None:
-        """Raise a UserError if a size or precision was given that is not that of this index."""
-        for name, value in form.items():
-            if value != getattr(self, name):
-                raise UserError(
-                    f"{self.folder} was built with {name} {getattr(self, name)}, not {value}. "
-                    "Leave it out, or build another index: llmcond index TEXTS --out DIR"
-                )
 
     def __len__(self) -> int:
         return len(self._version.table)
@@ -383,11 +376,12 @@ class Index:
                     f"dimension, and {format_count(len(rows), 'text')} are too few. Add at least "
                     f"{MIN_CALIBRATION} at first, or choose the precision float16 or binary."
                 )
-            if plan.n_new:
-                report_foreign_texts(plan.new_texts, self._model.encoder.resolved.checkpoint)
-                self._encode(plan.new_texts, self._model.templates.text_only, [""])
-                self._encode(plan.new_texts, self._model.templates.joint, conditions)
-            if len(plan):
+            new_texts = [rows.texts[i] for i in plan.new]
+            if new_texts:
+                report_foreign_texts(new_texts, self._model.encoder.resolved.checkpoint)
+                self._encode(new_texts, self._model.templates.text_only, [""])
+                self._encode(new_texts, self._model.templates.joint, conditions)
+            if len(plan.to_write):
                 plan.write(self._open_store(), self._model.templates.text_inputs)
                 self._switch_to_newest()
             self._complete(conditions)
@@ -492,7 +486,6 @@ class Index:
         with self._writing():
             self._update_record([condition], prepare=False)
             save_guide(guide, condition, self.folder / "guides")
-            self._remove_guide(condition, except_spelling=condition)
             self._model.guides[condition] = guide
             self._version = IndexVersion(self._version.table, self._views, self._model)
 
@@ -507,16 +500,9 @@ class Index:
         """
         (condition,) = self._resolve_conditions(condition)
         with self._writing():
-            self._remove_guide(condition)
+            self._model.guides.pop(condition, None)
+            guide_file(self.folder / "guides", condition).unlink(missing_ok=True)
             self._version = IndexVersion(self._version.table, self._views, self._model)
-
-    def _remove_guide(self, condition: str, except_spelling: str | None = None) -> None:
-        """Remove the guide of a condition, whose file has the spelling that it was saved with."""
-        key, known = condition_key(condition), list(filter(None, self._model.guides))
-        self._model.guides.pop(condition, None)
-        for spelling in {condition, *(text for text in known if condition_key(text) == key)}:
-            if spelling != except_spelling:
-                guide_file(self.folder / "guides", spelling).unlink(missing_ok=True)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -618,9 +604,8 @@ class Index:
         if not (parts and conditions):
             return
         store, inputs = self._open_store(), ViewInputs(_Pairs(texts, conditions), parts)
-        is_small = len(inputs) <= COUNTED_FIRST
-        missing = count_missing(store, inputs, WINDOW) if is_small else None
-        if missing is None or missing.n_missing:
+        missing = count_missing(store, inputs, WINDOW)
+        if missing.n_missing:
             name = f"texts under {format_list(conditions, 3)}" if any(conditions) else "texts"
             extract_inputs(store, self._model.encoder, name, inputs, missing)
 
@@ -726,10 +711,8 @@ class Index:
                 and ``prepare`` is False.
         """
         queries = [query] if isinstance(query, str) else as_list(query, "the query")
-        options: SearchOptions = {
-            "where": where, "rerank": rerank, "explain": explain, "prepare": prepare
-        }  # fmt: skip
-        hits = self.plan_search(queries, condition, k, **options)()
+        options = {"where": where, "rerank": rerank, "explain": explain, "prepare": prepare}
+        hits = self.plan_search(queries, condition, k, **options)()  # type: ignore[arg-type]
         return hits[0] if isinstance(query, str) else hits
 
     def plan_search(
@@ -738,8 +721,11 @@ class Index:
         condition: Weighted,
         k: int = 10,
         *,
+        where: str | None = None,
+        rerank: int | None = None,
+        explain: bool = False,
+        prepare: bool = True,
         seconds: float = math.inf,
-        **options: Unpack[SearchOptions],
     ) -> Callable[[], list[Hits]]:
         """Check a search and evaluate its filter, without encoding anything yet.
 
@@ -749,8 +735,11 @@ class Index:
             queries: the texts to search for.
             condition: as in ``search``.
             k: as in ``search``.
+            where: as in ``search``.
+            rerank: as in ``search``.
+            explain: as in ``search``.
+            prepare: as in ``search``.
             seconds: time limit for the filter; default: none.
-            **options: as in ``search``.
 
         Returns:
             A function that encodes the queries, compares them with the texts, and returns the hits
@@ -759,11 +748,7 @@ class Index:
         Raises:
             UserError: for the reasons of ``search``, or if the filter takes longer than
                 ``seconds``.
-            TypeError: if an option is unknown.
         """
-        unknown = options.keys() - SearchOptions.__annotations__
-        if unknown:
-            raise TypeError(f"search takes no argument {min(unknown)!r}")
         for text in queries:
             check_text(text, "the query")
         raw_weights = _check_weights(condition)
@@ -777,24 +762,14 @@ class Index:
         check_argument("k", k, (Integral,), "a whole number")
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
-        check_argument("where", options.get("where"), (str, None), "a filter as a text")
-        check_argument("rerank", options.get("rerank"), (Integral, None), "a whole number")
-        rerank = options.get("rerank")
-        if options.get("prepare", True) and rerank is None and self.encodes_pairs:
-            self._encode_missing(list(weights))
-        where, explain = options.get("where"), options.get("explain", False)
-        searched = PreparedSearch.prepare(self._version, weights, k, where, explain, seconds)
-
-        def search() -> list[Hits]:
-            if not searched.k:
-                return [Hits(text, weights, [], searched.n) for text in queries]
-            return (
-                searched.search_all(queries)
-                if rerank is None
-                else searched.search_nearest(queries, rerank)
-            )
-
-        return search
+        check_argument("where", where, (str, None), "a filter as a text")
+        check_argument("rerank", rerank, (Integral, None), "a whole number")
+        if prepare and rerank is None and self.encodes_pairs:
+            self._encode_missing(conditions)
+        version = self._version
+        return partial(
+            PreparedSearch.prepare(version, weights, k, where, explain, rerank, seconds), queries
+        )
 
     def _encode_missing(self, conditions: Sequence[str]) -> None:
         """Encode texts under conditions that a search needs, and log how many."""
@@ -848,6 +823,10 @@ class _Pairs(Sequence[tuple[str, str]]):
     def __getitem__(self, index: Any) -> Any:
         text, condition = divmod(index, len(self._conditions))
         return self._texts[text], self._conditions[condition]
+
+
+def _without_none(**settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _check_conditions(conditions: str | Iterable[str]) -> list[str]:

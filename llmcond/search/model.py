@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePath
@@ -60,16 +60,18 @@ class ViewTemplates:
         return list(dict.fromkeys(part for part in templates_alone if part is not None))
 
     @cached_property
+    def _required(self) -> list[templates.InputTemplate]:
+        return [getattr(prompt, part) for prompt, part in self.view.required_parts()]
+
+    @cached_property
     def joint(self) -> list[templates.InputTemplate]:
         """The templates that contain both the text and the condition."""
-        parts = (getattr(prompt, part) for prompt, part in self.view.required_parts())
-        return [part for part in parts if len(part.placeholders) > 1]
+        return [part for part in self._required if len(part.placeholders) > 1]
 
     @cached_property
     def condition_only(self) -> list[templates.InputTemplate]:
         """The templates that contain only the condition."""
-        parts = (getattr(prompt, part) for prompt, part in self.view.required_parts())
-        return [part for part in parts if part.placeholders == {"condition"}]
+        return [part for part in self._required if part.placeholders == {"condition"}]
 
     def text_inputs(self, texts: Sequence[str]) -> list[EncoderInput]:
         """Return the inputs of texts alone, with all inputs of one text next to each other."""
@@ -175,11 +177,6 @@ class SearchModel(EmbeddingModel):
                 f"the head {self.head.name} does not compare embeddings by their cosine, but an "
                 "index does. Choose another --head."
             )
-
-    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
-        """Return the names of the parts of ``identity`` that differ from a recorded identity."""
-        identity = self.identity
-        return [name for name in identity if identity[name] != recorded.get(name)]
 
     @cached_property
     def templates(self) -> ViewTemplates:

@@ -300,6 +300,7 @@ class PreparedSearch:
         n: number of texts that match the filter.
         k: number of hits, at most n.
         explain: whether hits are explained.
+        rerank: number of texts nearest without a condition that are compared; None: all.
     """
 
     version: IndexVersion
@@ -308,6 +309,7 @@ class PreparedSearch:
     n: int
     k: int
     explain: bool
+    rerank: int | None
 
     @classmethod
     def prepare(
@@ -317,12 +319,15 @@ class PreparedSearch:
         k: int,
         where: str | None,
         explain: bool,
+        rerank: int | None,
         seconds: float,
     ) -> PreparedSearch:
         """Evaluate the filter of a search for at most k hits.
 
         Raises:
             FilterError: if the filter cannot be applied, or takes longer than ``seconds``.
+            UserError: if ``rerank`` is below k, the model does not encode texts together with
+                conditions, or it has no vectors without a condition.
         """
         mask = None if where is None else version.table.match_filter(where, seconds)
         n = len(version.table) if mask is None else int(mask.sum())
@@ -331,83 +336,51 @@ class PreparedSearch:
             log.info(
                 f"only {format_count(n, 'text')} {origin}: fewer than the {k:,} hits requested"
             )
-        return cls(version, weights, mask, n, min(k, n), explain)
+        if n and rerank is not None:
+            _check_rerank(rerank, min(k, n), version.model)
+        return cls(version, weights, mask, n, min(k, n), explain, rerank)
 
-    def search_all(self, queries: Sequence[str]) -> list[Hits]:
-        """Return the hits of each query among all texts.
+    def __call__(self, queries: Sequence[str]) -> list[Hits]:
+        """Return the hits of each query.
 
         Raises:
             UnpreparedConditionError: if texts would have to be encoded under a condition.
         """
-        n, joint = len(self.version.table), bool(self.version.model.templates.joint)
-        batch_size = max(1, _MAX_SCORES // max(1, n))
+        if not self.k:
+            return [Hits(text, self.weights, [], self.n) for text in queries]
+        batch_size = max(1, _MAX_SCORES // len(self.version.table))
+        conditions = list(self.weights) if self.rerank is None else [NO_CONDITION]
         hits: list[Hits] = []
         for start in range(0, len(queries), batch_size):
             batch = self._encode(queries[start : start + batch_size])
-            scores = {condition: self._score_all(batch, condition) for condition in self.weights}
+            scores = {condition: self._score_all(batch, condition) for condition in conditions}
             for index, query in enumerate(batch.texts):
                 encoded = _TextsWithVectors([query], batch.stored[index : index + 1])
-                query_scores = {
-                    condition: all_scores[index] for condition, all_scores in scores.items()
-                }
-                # Stored vectors have half precision or less, so the best scores are computed again.
-                n_spare = _SPARE if self.version.is_exact else self.k * (_RESCORE_MULTIPLIER - 1)
-                n_near = self.k if joint else min(self.n, self.k + n_spare)
-                near = self._find_best(self._sum_scores(query_scores), n_near, self.mask)
-                rows = self._read_rows(near)
-                near_scores = {
-                    condition: all_scores[near] for condition, all_scores in query_scores.items()
-                }
-                hits.append(
-                    self._make_hits(
-                        encoded,
-                        near,
-                        rows,
-                        near_scores if joint else self._compare(encoded, rows),
-                        exact=self.version.is_exact,
-                    )
-                )
-        return hits
-
-    def search_nearest(self, queries: Sequence[str], count: int) -> list[Hits]:
-        """Return the hits of each query among the ``count`` texts nearest without a condition.
-
-        Raises:
-            UserError: if the model does not encode texts together with conditions, or has no
-                vectors without a condition.
-        """
-        model = self.version.model
-        if not model.templates.joint:
-            raise UserError(
-                "--rerank is for models that encode each text together with the condition, but "
-                "this model encodes them separately and compares every text anyway. Leave it out."
-            )
-        if not model.templates.text_only:
-            raise UserError(
-                f"--rerank first searches without a condition, but the prompt {model.view.name} "
-                "does not encode texts without one. Leave it out."
-            )
-        if count < self.k:
-            raise UserError(
-                f"--rerank is {count:,}, but {self.k:,} hits are requested. Give --rerank at "
-                f"least {self.k:,}."
-            )
-        hits: list[Hits] = []
-        for query in queries:
-            encoded = self._encode([query])
-            near = self._find_best(
-                self._score_all(encoded, NO_CONDITION)[0], min(count, self.n), self.mask
-            )
-            rows, exact = self._read_rows(near), len(near) == self.n
-            hits.append(
-                self._make_hits(encoded, near, rows, self._compare(encoded, rows), exact=exact)
-            )
-        if self.n > count:
+                hits.append(self._find_hits(encoded, {c: scores[c][index] for c in conditions}))
+        if self.rerank is not None and self.n > self.rerank:
             log.info(
-                f"of {self.n:,} texts, only the {count:,} nearest without the condition were "
+                f"of {self.n:,} texts, only the {self.rerank:,} nearest without the condition were "
                 "encoded under it; others may be nearer"
             )
         return hits
+
+    def _find_hits(self, query: _TextsWithVectors, scores: Mapping[Any, Scores]) -> Hits:
+        """Return the hits of a query by its cosines with all texts under conditions, (n,)."""
+        exact, joint = self.version.is_exact, bool(self.version.model.templates.joint)
+        if self.rerank is not None:
+            total, n_near = scores[NO_CONDITION], min(self.rerank, self.n)
+            exact = n_near == self.n
+        else:
+            # Stored vectors have half precision or less, so the best scores are computed again.
+            n_spare = 0 if joint else _SPARE if exact else self.k * (_RESCORE_MULTIPLIER - 1)
+            total, n_near = self._sum_scores(scores), min(self.n, self.k + n_spare)
+        near = self._find_best(total, n_near, self.mask)
+        rows = self._read_rows(near)
+        if joint and self.rerank is None:
+            scores = {condition: under[near] for condition, under in scores.items()}
+        else:
+            scores = self._compare(query, rows)
+        return self._make_hits(query, near, rows, scores, exact)
 
     def _encode(self, texts: Sequence[str]) -> _TextsWithVectors:
         return _TextsWithVectors(texts, self.version.model.encode_texts(texts))
@@ -466,8 +439,7 @@ class PreparedSearch:
         near: Positions,
         rows: Any,
         scores: Mapping[str, Scores],
-        *,
-        exact: bool = True,
+        exact: bool,
     ) -> Hits:
         """Return the hits of a query among some positions, (m,), by their scores, (m,)."""
         total, columns = self._sum_scores(scores), self.version.table.columns
@@ -511,6 +483,23 @@ class PreparedSearch:
         vectors = normalise_vectors(model.base.encode([EncoderInput("", text) for text in texts]))
         scores = clip_cosines(vectors[1:] @ vectors[0])
         return [{"without": _round(score), "rank_without": None} for score in scores]
+
+
+def _check_rerank(count: int, k: int, model: SearchModel) -> None:
+    if not model.templates.joint:
+        raise UserError(
+            "--rerank is for models that encode each text together with the condition, but this "
+            "model encodes them separately and compares every text anyway. Leave it out."
+        )
+    if not model.templates.text_only:
+        raise UserError(
+            f"--rerank first searches without a condition, but the prompt {model.view.name} does "
+            "not encode texts without one. Leave it out."
+        )
+    if count < k:
+        raise UserError(
+            f"--rerank is {count:,}, but {k:,} hits are requested. Give --rerank at least {k:,}."
+        )
 
 
 def _round(score: Any) -> float:

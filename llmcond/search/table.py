@@ -85,10 +85,20 @@ def infer_types(
         UserError: as ``to_column``.
     """
     known_types = {} if schema is None else {field.name: field.type for field in schema}
-    return {
-        name: _infer_column(to_column(name, texts), known_types.get(name))
-        for name, texts in columns.items()
-    }
+    arrays = {name: to_column(name, texts) for name, texts in columns.items()}
+    for name, texts in arrays.items():
+        if name in known_types and pa.types.is_string(known_types[name]):
+            continue
+        trimmed = pc.utf8_trim_whitespace(texts)
+        values = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+        if name in known_types:
+            arrays[name] = values
+            continue
+        for pattern, arrow_type in _TYPES if values.null_count < len(values) else ():
+            if pc.all(pc.match_substring_regex(values, pattern, ignore_case=True)).as_py():
+                arrays[name] = values.cast(arrow_type)
+                break
+    return arrays
 
 
 def to_column(name: str, values: Sequence[Any]) -> Any:
@@ -105,19 +115,6 @@ def to_column(name: str, values: Sequence[Any]) -> Any:
             "which is not a valid character. Correct it."
         ) from None
     return column.cast(pa.string()) if pa.types.is_null(column.type) else column
-
-
-def _infer_column(texts: Any, known_type: Any) -> Any:
-    if known_type is not None and pa.types.is_string(known_type):
-        return texts
-    trimmed = pc.utf8_trim_whitespace(texts)
-    values = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
-    if known_type is not None:
-        return values
-    for pattern, arrow_type in _TYPES if values.null_count < len(values) else ():
-        if pc.all(pc.match_substring_regex(values, pattern, ignore_case=True)).as_py():
-            return values.cast(arrow_type)
-    return texts
 
 
 NUMBER, VECTOR = "_row", "_vector"
@@ -432,7 +429,8 @@ class IndexRows:
         to_write = np.flatnonzero(changed)
         replaced = int((positions[to_write] >= 0).sum())
         written = WriteCounts(len(to_write) - replaced, replaced, len(self) - len(to_write))
-        return IndexUpdatePlan(rows, table, to_write, positions, numbers, written)
+        new = to_write[numbers[to_write] < 0]
+        return IndexUpdatePlan(rows, table, to_write, new, positions, numbers, written)
 
 
 @dataclass(frozen=True)
@@ -441,34 +439,19 @@ class IndexUpdatePlan:
 
     Attributes:
         to_write: indices of the rows to write, ascending.
+        new: indices of those rows whose texts have to be encoded, ascending.
         positions: (n,): position in the table of each row's id, -1 if the id is new.
-        numbers: (n,): row number of each row whose text the table holds, -1 if the text has to be
-            encoded.
+        numbers: (n,): row number of each row whose text the table holds; -1 for other rows.
+        written: counts of the texts that are added and replaced.
     """
 
     rows: IndexRows
     table: TextTable
     to_write: Positions
+    new: Positions
     positions: Positions
     numbers: Positions
     written: WriteCounts
-
-    def __len__(self) -> int:
-        return len(self.to_write)
-
-    @cached_property
-    def _new_rows(self) -> Positions:
-        return self.to_write[self.numbers[self.to_write] < 0]
-
-    @property
-    def n_new(self) -> int:
-        """Number of texts to encode."""
-        return len(self._new_rows)
-
-    @property
-    def new_texts(self) -> list[str]:
-        """The texts to encode."""
-        return [self.rows.texts[i] for i in self._new_rows]
 
     def write(
         self, store: FeatureStore, stored: Callable[[Sequence[str]], list[EncoderInput]]
@@ -482,14 +465,9 @@ class IndexUpdatePlan:
         Raises:
             DiskFullError: if there is not enough space; nothing is changed then.
         """
-        self.numbers[self._new_rows] = self.table.first_number() + np.arange(self.n_new)
-        is_new = np.zeros(len(self.rows), dtype=np.bool_)
-        is_new[self._new_rows] = True
-
-        starts = range(0, len(self.to_write), BLOCK)
-        batches = (
-            self._make_batch(self.to_write[i : i + BLOCK], is_new, store, stored) for i in starts
-        )
+        self.numbers[self.new] = self.table.first_number() + np.arange(len(self.new))
+        blocks = (self.to_write[i : i + BLOCK] for i in range(0, len(self.to_write), BLOCK))
+        batches = (self._make_batch(block, store, stored) for block in blocks)
         first = next(batches)
         size = len(self.to_write) * first.nbytes // len(first)
         all_new = bool((self.positions[self.to_write] < 0).all())
@@ -498,7 +476,6 @@ class IndexUpdatePlan:
     def _make_batch(
         self,
         indices: Positions,
-        is_new: Any,
         store: FeatureStore,
         stored: Callable[[Sequence[str]], list[EncoderInput]],
     ) -> pa.RecordBatch:
@@ -507,20 +484,15 @@ class IndexUpdatePlan:
             "id": pa.array([self.rows.ids[i] for i in indices], pa.string()),
             "text": pa.array(texts, pa.string()),
         }
-        schema = self.table.schema() or ()
-        missing = set(self.table.columns) - set(self.rows.columns)
         columns |= {name: column.take(indices) for name, column in self.rows.columns.items()}
-        empty = (field for field in schema if field.name in missing)
-        columns |= {field.name: pa.nulls(len(indices), field.type) for field in empty}
+        for field in self.table.schema() or ():
+            if field.name not in (*columns, NUMBER, VECTOR):
+                columns[field.name] = pa.nulls(len(indices), field.type)
         columns[NUMBER] = pa.array(self.numbers[indices])
-        if stored(texts[:1]):
-            columns[VECTOR] = self._read_vectors(indices, is_new[indices], texts, store, stored)
-        return pa.record_batch(columns)
-
-    def _read_vectors(
-        self, indices: Positions, is_new: Any, texts: Any, store: Any, stored: Any
-    ) -> Any:
-        """Read the vectors of new texts from the store, and of the others from the table."""
+        if not stored(texts[:1]):
+            return pa.record_batch(columns)
+        # The vectors of new texts are in the store, and those of the others in the table.
+        is_new = np.isin(indices, self.new)
         parts = []
         if is_new.any():
             inputs = stored([text for text, new in zip(texts, is_new, strict=True) if new])
@@ -532,7 +504,9 @@ class IndexUpdatePlan:
         vectors = np.empty((len(indices), first.shape[1]), dtype=first.dtype)
         for selected, part in parts:
             vectors[selected] = part
-        return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
+        flat = pa.array(vectors.reshape(-1))
+        columns[VECTOR] = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+        return pa.record_batch(columns)
 
 
 def _digest_ids(texts: Sequence[str]) -> list[str]:
@@ -595,13 +569,12 @@ def _check_row_ids(ids: Iterable[object], texts: Sized) -> list[str]:
     _check_count("there are", row_ids, "id", texts)
     rows: dict[str, int] = {}
     for number, value in enumerate(row_ids, 1):
-        if value in rows:
+        if rows.setdefault(value, number) != number:
             raise UserError(
                 f"the rows {rows[value]} and {number} have the same id, {shortened_repr(value)}; "
                 "each row "
                 "needs a different id."
             )
-        rows[value] = number
     return row_ids
 
 

@@ -271,17 +271,18 @@ class ConditionViews:
             record = self._read_record(folder)
             names = list(record["segments"])
             _remove_leftovers(folder, names)
-            segment = _exclude_rows(segment, self._open_segments(folder, record))
+            segments = self._open_segments(folder, record)
+            for other in segments:  # another process may have added rows in the meantime
+                new = np.isin(segment.numbers, other.numbers, invert=True)
+                segment = VectorSegment(segment.numbers[new], segment.vectors[new])
             if not len(segment.numbers):
                 return self.read(condition, guide)
             form: dict[str, Any] = {}
             if self.precision != "float16":
                 segment, form = self._quantize(segment, record)
+            dropped: list[str] = []
             if len(names) >= _MAX_SEGMENTS:
-                segments = self._open_segments(folder, record)
                 segment, dropped, names = _merge_segments([*segments, segment], table), names, []
-            else:
-                dropped = []
             names.append(_write_segment(folder, segment))
             record = {"condition": condition, "lasting": lasting, "segments": names, **form}
             write_json(folder / "view.json", record)
@@ -306,7 +307,14 @@ class ConditionViews:
             ranges = record.get("ranges")
             ranges = None if ranges is None else np.array(ranges, dtype=np.float32)
             codes = StoredCodes(Quantizer(self.precision, ranges), record["dim"])
-        return [_open_segment(folder, name, codes) for name in record["segments"]]
+        return [
+            VectorSegment(
+                np.load(folder / f"{name}.rows.npy"),
+                np.load(folder / f"{name}.npy", mmap_mode="c"),  # torch requires writable arrays
+                codes,
+            )
+            for name in record["segments"]
+        ]
 
     def _quantize(
         self, segment: VectorSegment, record: Mapping[str, Any]
@@ -347,12 +355,6 @@ class ConditionViews:
                 total -= sizes[folder]
 
 
-def _open_segment(folder: Path, name: str, codes: StoredCodes | None) -> VectorSegment:
-    numbers = np.load(folder / f"{name}.rows.npy")
-    vectors = np.load(folder / f"{name}.npy", mmap_mode="c")  # torch requires writable arrays
-    return VectorSegment(numbers, vectors, codes)
-
-
 def _write_segment(folder: Path, segment: VectorSegment) -> str:
     name = secrets.token_hex(6)
     for path, array in ((f"{name}.npy", segment.vectors), (f"{name}.rows.npy", segment.numbers)):
@@ -366,15 +368,6 @@ def _remove_leftovers(folder: Path, names: Sequence[str]) -> None:
     for path in folder.iterdir():
         if path.name != "view.json" and path.name.partition(".")[0] not in names:
             path.unlink(missing_ok=True)
-
-
-def _exclude_rows(segment: VectorSegment, others: Sequence[VectorSegment]) -> VectorSegment:
-    """Return a segment without rows that another process has added in the meantime."""
-    for other in others:
-        new = np.isin(segment.numbers, other.numbers, invert=True)
-        if not new.all():
-            segment = VectorSegment(segment.numbers[new], segment.vectors[new], segment.codes)
-    return segment
 
 
 def _merge_segments(segments: Sequence[VectorSegment], table: TextTable) -> VectorSegment:
