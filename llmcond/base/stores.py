@@ -254,28 +254,26 @@ def check_lance_column_names(names: Iterable[str]) -> None:
     """
     previous: set[str] = set()
     for name in names:
-        if reason := _column_name_problem(name, previous):
+        reason = ""
+        try:
+            check_characters(name)
+        except ValueError as error:
+            reason = str(error)
+        forbidden = next((c for c in ".`" if c in name), None)
+        if not name.strip():
+            reason = "is empty"
+        elif name in previous:
+            reason = "occurs twice"
+        elif name in _RESERVED_COLUMNS:
+            reason = "is reserved"
+        elif forbidden:
+            reason = f"contains {forbidden!r}"
+        if reason:
             raise UserError(
                 f"the column name {shortened_repr(name)} {reason}, so it cannot be stored. "
                 "Rename the column."
             )
         previous.add(name)
-
-
-def _column_name_problem(name: str, previous: set[str]) -> str | None:
-    """Return why Lance cannot hold a column, as a predicate; None if it can."""
-    try:
-        check_characters(name)
-    except ValueError as error:
-        return str(error)
-    if not name.strip():
-        return "is empty"
-    if name in previous:
-        return "occurs twice"
-    if name in _RESERVED_COLUMNS:
-        return "is reserved"
-    forbidden = next((c for c in ".`" if c in name), None)
-    return forbidden and f"contains {forbidden!r}"
 
 
 _user_process: int | None = None  # that has used Lance first

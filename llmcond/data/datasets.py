@@ -725,9 +725,7 @@ def strip_html(text: str) -> str:
     Tags, comments, scripts and styles are removed, and entities become characters. ``a < b`` and
     ``<name>`` are not HTML, and stay.
     """
-    text = _TAG.sub(_replacement, _HIDDEN.sub(" ", text))
+    text = _TAG.sub(
+        lambda tag: "" if tag["name"].lower() in _INLINE else " ", _HIDDEN.sub(" ", text)
+    )
     return " ".join(html.unescape(text).split())
-
-
-def _replacement(tag: re.Match[str]) -> str:
-    return "" if tag["name"].lower() in _INLINE else " "

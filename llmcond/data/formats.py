@@ -193,9 +193,13 @@ def check_columns(
         )
 
 
-def _read_txt(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+#: The rows of a file; None stands for a blank line.
+_Records = Iterator[dict[str, Any] | None]
+
+
+def _read_txt(file: InputFile, columns: Sequence[str] | None) -> _Records:
     """Yield one text per line, without surrounding white space, as the value of each column."""
-    names, n_blank = columns or TEXT_COLUMNS[:1], 0
+    names = columns or TEXT_COLUMNS[:1]
     for number, line in enumerate(file.lines(), 1):
         text = line.strip()
         if number == 1 and text.lower() in (*TEXT_COLUMNS, *names):
@@ -203,15 +207,10 @@ def _read_txt(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[s
                 f"{file.name}: the first line, {text!r}, is read as a text; if it is a header, "
                 "save the file as .csv"
             )
-        if not text:
-            n_blank += 1
-            continue
-        yield from (dict.fromkeys(names, "") for _ in range(n_blank))
-        n_blank = 0
-        yield dict.fromkeys(names, text)
+        yield dict.fromkeys(names, text) if text else None
 
 
-def _read_csv(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+def _read_csv(file: InputFile, columns: Sequence[str] | None) -> _Records:
     """Yield the rows of a .csv or .tsv file, or of another file with delimiters."""
     csv.field_size_limit(MAX_TEXT_CHARACTERS)
     lines = file.lines(newline="")
@@ -233,13 +232,10 @@ def _read_csv(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[s
     _, header = next(numbered)
     header = name_columns(header, columns)
     check_columns(file.name, header, [n for n in header if n] if columns is None else columns)
-    n_blank = 0
     for number, row in numbered:
         if not row or (len(header) > 1 and len(row) == 1 and not row[0].strip()):
-            n_blank += 1
+            yield None
             continue
-        yield from (dict.fromkeys(header, "") for _ in range(n_blank))
-        n_blank = 0
         if len(row) != len(header):
             noun = "field" if len(row) == 1 else "fields"
             advice = "Quote fields that contain the delimiter or a quotation mark."
@@ -324,7 +320,7 @@ _QUOTED = re.compile(r'"((?:[^"]|"")*)"')
 
 def _iterate_tsv(lines: _NumberedLines, name: str, delimiter: str) -> _NumberedRows:
     """Yield the fields of each line with its number."""
-    n_columns, opened, crossing = 0, 0, None
+    n_columns = 0
     for number, line in lines:
         content = line.rstrip("\r\n")
         if not content:
@@ -335,20 +331,12 @@ def _iterate_tsv(lines: _NumberedLines, name: str, delimiter: str) -> _NumberedR
             fields = _split_quoted(content, delimiter, n_columns) or fields
         n_columns = n_columns or len(fields)
         matches = [_QUOTED.fullmatch(field) for field in fields]
-        for i, match in enumerate(matches):
-            if match:
-                fields[i] = match[1].replace('""', '"')
-            elif fields[i].count('"') % 2:
-                if fields[i][0] == '"' and not opened:
-                    opened = number
-                elif fields[i][-1] == '"' and opened and crossing is None:
-                    crossing = opened, number
-        yield number, fields
-    if crossing is not None:
-        log.info(
-            f"{name} lines {crossing[0]} to {crossing[1]}: a quotation mark opens in one line and "
-            "closes in another, but in a .tsv every line is a row; if a text has line breaks, save "
-            "the file as .csv or .jsonl"
+        yield (
+            number,
+            [
+                match[1].replace('""', '"') if match else field
+                for field, match in zip(fields, matches, strict=True)
+            ],
         )
 
 
@@ -425,25 +413,30 @@ def _common_width(head: Sequence[str], delimiter: str) -> int:
     return widths.pop() if len(widths) == 1 else 0
 
 
-def _read_json(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+def _read_json(file: InputFile, columns: Sequence[str] | None) -> _Records:
     """Yield the objects of an array, or one object per line; the suffix does not matter."""
     text = file.text()
     start = text.read(1024)
     while start and not start.strip():
         start = text.read(1024)
-    is_array = start.lstrip().startswith("[")
     text.detach()
-    if is_array:
-        items = list(_iterate_array(file))
-        return _complete_rows(file.name, lambda: (item for item in items), columns)
+    if start.lstrip().startswith("["):
+        file.stream.seek(0)
+        content = InputFile(_read_bytes(file.stream, file.name), file.name, file.suffix, file.read)
+        items = _parse_json(content.text().read(), file.name)
+        records = [
+            _check_record(item, f"{file.name} item {number}")
+            for number, item in enumerate(items, 1)
+        ]
+        return _complete_rows(file.name, lambda: (record for record in records), columns)
     return _complete_rows(file.name, lambda: _iterate_json_lines(file), columns)
 
 
 def _complete_rows(
     name: str,
-    iterate: Callable[[], Generator[dict[str, Any]]],
+    iterate: Callable[[], Generator[dict[str, Any] | None]],
     columns: Sequence[str] | None,
-) -> Iterator[dict[str, Any]]:
+) -> _Records:
     """Yield rows in which missing columns are None; None as ``columns`` gives all of them.
 
     The rows are iterated twice, up to the one with the last column, so that they need not be in
@@ -452,17 +445,41 @@ def _complete_rows(
     Raises:
         MissingColumnError: no row has a column.
     """
-    n_rows, missing, names = 0, set(columns or ()), dict[str, None]()
+    missing, names = set(columns or ()), dict[str, None]()
+    has_rows = False
     with closing(iterate()) as records:
-        for n_rows, record in enumerate(records, 1):  # noqa: B007 - used below
+        for record in filter(None, records):
+            has_rows = True
             names |= dict.fromkeys(record)
             missing -= record.keys()
             if columns is not None and not missing:
                 break
-    if missing and n_rows:  # a file without rows is reported as empty
+    if missing and has_rows:  # a file without rows is reported as empty
         check_columns(name, list(names), columns or ())
-    for record in iterate():
-        yield dict.fromkeys(names if columns is None else columns) | record
+    empty = dict.fromkeys(names if columns is None else columns)
+    for row in iterate():
+        yield None if row is None else empty | row
+
+
+def _iterate_json_lines(file: InputFile) -> Generator[dict[str, Any] | None]:
+    """Yield the object of each line from the beginning of the file, which stays open."""
+    file.stream.seek(0)
+    text = file.text()
+    try:
+        for number, line in enumerate(split_lines(text, file.name), 1):
+            where, advice = f"{file.name} line {number}", ""
+            if line.strip() == "{":
+                advice = " Write a list of objects, [{...}, {...}], or each object in one line."
+            yield _check_record(_parse_json(line, where, advice), where) if line.strip() else None
+    finally:
+        text.detach()
+
+
+def _parse_json(text: str, where: str, advice: str = "") -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not valid JSON: {error}.{advice}") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -472,46 +489,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {shortened_repr(twice)} occurs twice in an object")
     return values
-
-
-def _iterate_array(file: InputFile) -> Iterator[dict[str, Any]]:
-    name = file.name
-    file.stream.seek(0)
-    try:
-        content = InputFile(_read_bytes(file.stream, name), name, file.suffix, file.read)
-        records = json.load(content.text(), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UnicodeError):
-            raise
-        raise UserError(f"{name} is not valid JSON: {error}.") from error
-    for number, record in enumerate(records, 1):
-        yield _check_record(record, f"{name} item {number}")
-
-
-def _iterate_json_lines(file: InputFile) -> Generator[dict[str, Any]]:
-    """Yield the object of each line from the beginning of the file, which stays open."""
-    file.stream.seek(0)
-    text, n_blank = file.text(), 0
-    try:
-        for number, line in enumerate(split_lines(text, file.name), 1):
-            if not line.strip():
-                n_blank += 1
-                continue
-            yield from ({} for _ in range(n_blank))
-            n_blank = 0
-            yield _check_record(_parse_line(line, file, number), f"{file.name} line {number}")
-    finally:
-        text.detach()
-
-
-def _parse_line(line: str, file: InputFile, number: int) -> Any:
-    try:
-        return json.loads(line, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        advice = ""
-        if line.strip() == "{":
-            advice = " Write a list of objects, [{...}, {...}], or each object in one line."
-        raise UserError(f"{file.name} line {number} is not valid JSON: {error}.{advice}") from error
 
 
 def _check_record(record: Any, where: str) -> dict[str, Any]:
@@ -569,7 +546,7 @@ def to_python(column: Any) -> list[Any]:
 _LAST_ROW = 2**20
 
 
-def _read_xlsx(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+def _read_xlsx(file: InputFile, columns: Sequence[str] | None) -> _Records:
     # The file is fetched outside of the try block, as errors of that are not about its content.
     name = file.name
     content = _read_bytes(file.stream, name)
@@ -596,17 +573,17 @@ def _read_xlsx(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[
         raise UserError(
             f"{name} is damaged, has a password, or is not an .xlsx file: {first_line(error)}."
         ) from error
-    where, header, n_blank = f"{name} (sheet {shortened_repr(sheet.title)})", None, 0
-    for row in rows:
-        if all(value in (None, "") for value in row):
-            n_blank += header is not None
+    blank = [all(value in (None, "") for value in row) for row in rows]
+    start = blank.index(False) if False in blank else len(rows)
+    if start == len(rows):
+        return
+    header = name_columns(rows[start], columns)
+    where = f"{name} (sheet {shortened_repr(sheet.title)})"
+    check_columns(where, header, [n for n in header if n] if columns is None else columns)
+    for row, is_blank in zip(rows[start + 1 :], blank[start + 1 :], strict=True):
+        if is_blank:
+            yield None
             continue
-        if header is None:
-            header = name_columns(row, columns)
-            check_columns(where, header, [n for n in header if n] if columns is None else columns)
-            continue
-        yield from (dict.fromkeys(header) for _ in range(n_blank))
-        n_blank = 0
         # Carriage returns are escaped as _x000D_.
         values = (unescape(value) if isinstance(value, str) else value for value in row)
         record = dict.fromkeys(header) | dict(zip(header, values, strict=False))

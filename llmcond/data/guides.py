@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from llmcond.base.arrays import as_list
-from llmcond.base.errors import UserError, format_count, format_list, nearest, shortened_repr
+from llmcond.base.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.base.files import digest_text, read_json
 from llmcond.base.output import log
+from llmcond.base.records import RECORD, build
 from llmcond.base.text import (
     as_condition,
     check_text,
@@ -309,6 +310,35 @@ def read_triples(path: Path, values: Mapping[str, Any] | None = None) -> AspectS
     return parse_sample({**content, **inherited}, path.stem, str(triples_path))
 
 
+@dataclass(frozen=True, slots=True)
+class _TextRecord:
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    text: str
+    attrs: Mapping[str, str | int | float | bool | None]
+    group: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _WordingsRecord:
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    text: str
+    question: str | None = None
+    para: str | Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleRecord:
+    """The content of a dataset's file."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    texts: Sequence[_TextRecord]
+    conds: Mapping[str, str | _WordingsRecord]
+    triples: Sequence[Any] | None = None
+
+
 def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSample:
     """Check and convert the content of a file.
 
@@ -320,16 +350,26 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
     Raises:
         UserError: the content does not follow the format, or a triple is not valid.
     """
+    record = build(_SampleRecord, dict(values), source)
     texts = [
-        _parse_text(item, f"{source}: texts[{i}]")
-        for i, item in enumerate(_get(values, "texts", list, source))
+        AspectText(
+            item.text,
+            {key: str(value) for key, value in item.attrs.items() if value is not None},
+            str(item.group or ""),
+        )
+        for item in record.texts
     ]
-    conditions = {
-        str(key): _parse_wordings(item, f"{source}: conds[{key!r}]")
-        for key, item in _get(values, "conds", dict, source).items()
-    }
-    if not texts or not conditions:
-        raise UserError(f"{source} has no {'conds' if texts else 'texts'}.")
+    conditions = {}
+    for key, item in record.conds.items():
+        wordings = _WordingsRecord(item) if isinstance(item, str) else item
+        others = [wordings.para] if isinstance(wordings.para, str) else wordings.para or []
+        conditions[key] = ConditionWordings(
+            wordings.text, wordings.question or "", tuple(filter(str.strip, others))
+        )
+    required = {f"texts[{i}]": text.text for i, text in enumerate(texts)}
+    required |= {f"conds[{key!r}]": wordings.text for key, wordings in conditions.items()}
+    for where, text in required.items():
+        check_text(text, f"{source}: the text of {where}", "Write a text, or leave it out.")
     attributes = {key for text in texts for key in text.attributes}
     if not attributes & set(conditions):
         raise UserError(
@@ -339,83 +379,26 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
         )
     triples = [
         _parse_triple(item, texts, conditions, f"{source}: triples[{i}]")
-        for i, item in enumerate(values.get("triples") or [])
+        for i, item in enumerate(record.triples or [])
     ]
     return AspectSample(name, texts, conditions, triples)
-
-
-_KINDS: Mapping[type, str] = {str: "a text", list: "a list", dict: "an object"}
-
-
-def _get(values: Any, key: str, kind: type, source: str) -> Any:
-    """Return the value of a key; raises a ``UserError`` if it is missing or of another type."""
-    if not isinstance(values, dict):
-        raise UserError(f"{source} is {shortened_repr(values)}; expected an object.")
-    if not isinstance(values.get(key), kind):
-        actual = shortened_repr(values[key]) if key in values else "missing"
-        raise UserError(f"{source}: {key!r} is {actual}; expected {_KINDS[kind]}.")
-    return values[key]
-
-
-def _parse_text(item: Any, source: str) -> AspectText:
-    text, attributes = _get(item, "text", str, source), _get(item, "attrs", dict, source)
-    if not text.strip():
-        raise UserError(f"{source} is empty; leave it out.")
-    for key, value in attributes.items():
-        if isinstance(value, list | dict):
-            raise UserError(
-                f"{source}: attrs[{key!r}] is {shortened_repr(value)}; expected one value: a text "
-                "or number."
-            )
-    values = {key: str(value) for key, value in attributes.items() if value is not None}
-    return AspectText(text, values, str(item.get("group") or ""))
-
-
-def _parse_wordings(item: Any, source: str) -> ConditionWordings:
-    if isinstance(item, str):
-        item = {"text": item}
-    text = _get(item, "text", str, source)
-    others = item.get("para") or []
-    others = [others] if isinstance(others, str) else others
-    question = item.get("question") or ""
-    if not text.strip():
-        raise UserError(f"{source}: 'text' is empty; expected a noun phrase.")
-    if not isinstance(others, list) or not all(isinstance(x, str) for x in (question, *others)):
-        raise UserError(
-            f"{source}: expected a text for 'question', and a list of texts for 'para'."
-        )
-    return ConditionWordings(text, question, tuple(filter(str.strip, others)))
 
 
 def _parse_triple(
     item: Any, texts: Sequence[AspectText], conditions: Mapping[str, Any], source: str
 ) -> Triple:
-    keys = ["a", "x", "y", "c", "d"]
-    if isinstance(item, dict) and set(keys) <= set(item):
-        item = [item[key] for key in keys]
-    if not isinstance(item, list) or len(item) != len(keys):
-        raise UserError(f"{source} is {shortened_repr(item)}; expected [a, x, y, c, d].")
-    positions, condition_ids = item[:3], [str(key) for key in item[3:]]
-    for position in positions:
-        if type(position) is not int or not 0 <= position < len(texts):
-            raise UserError(
-                f"{source} names the text {shortened_repr(position)}; expected a position from 0 "
-                "to "
-                f"{len(texts) - 1:,}."
-            )
-    for key in condition_ids:
-        if key not in conditions:
-            raise UserError(
-                f"{source} names the unknown condition {shortened_repr(key)}. "
-                f"{nearest(key, conditions)}"
-            )
-    triple = Triple(*positions, *condition_ids)
-    if not is_valid(triple, texts):
-        raise UserError(
-            f"{source} is not a paired triple: x must have the same value of c as a, but not of d; "
-            "y must have the same value of d as a, but not of c."
-        )
-    return triple
+    values = [item.get(key) for key in "axycd"] if isinstance(item, dict) else item
+    if isinstance(values, list) and len(values) == 5:
+        triple = Triple(values[0], values[1], values[2], str(values[3]), str(values[4]))
+        in_range = all(type(i) is int and 0 <= i < len(texts) for i in values[:3])
+        known = {triple.condition, triple.other} <= set(conditions)
+        if in_range and known and is_valid(triple, texts):
+            return triple
+    raise UserError(
+        f"{source} is {shortened_repr(item)}; expected [a, x, y, c, d]: the positions of three "
+        "texts, from 0, and two conditions. x must have the same value of c as a, but not of d; y "
+        "must have the same value of d as a, but not of c."
+    )
 
 
 def is_valid(triple: Triple, texts: Sequence[AspectText]) -> bool:

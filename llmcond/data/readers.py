@@ -123,7 +123,7 @@ def list_texts(values: Any, name: str = "texts") -> list[Any]:
     table = open_table(values)
     if table.names is None:
         return list(table.values(0))
-    for column in ("text", "sentence"):
+    for column in TEXT_COLUMNS:
         if table.names.count(column) == 1:
             return list(table.values(list(table.names).index(column)))
     raise UserError(
@@ -539,11 +539,16 @@ def read_records(
     if file in source.tables:
         yield from _read_memory(source.tables[file], columns)
         return
-    name, empty = PurePosixPath(file).name, True
+    name, empty, n_blank = PurePosixPath(file).name, True, 0
     reader = READERS[source.suffix(file)]
     with _open_file(source, file) as stream:
         for record in reader(InputFile(stream, name, source.suffix(file), source.read), columns):
-            empty = False
+            if record is None:
+                n_blank += 1
+                continue
+            # A blank line is a row without texts, unless only blank lines follow it.
+            yield from (dict.fromkeys(record, "") for _ in range(n_blank))
+            empty, n_blank = False, 0
             yield record
     if empty:
         raise UserError(f"{name} is empty: it has no rows.")

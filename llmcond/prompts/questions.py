@@ -18,10 +18,10 @@ from llmcond.base.errors import UserError, shortened_repr
 from llmcond.base.files import digest_text
 from llmcond.base.output import log
 from llmcond.base.package import bundled_names
-from llmcond.base.records import STRICT, build, read_toml, resolve_toml
+from llmcond.base.records import STRICT, resolve_toml
 from llmcond.base.text import condition_cell
 from llmcond.data.datasets import RatingScale
-from llmcond.prompts.template import placeholders
+from llmcond.prompts.template import placeholders, read_template
 
 #: Folder of the bundled templates in ``prompts``.
 FOLDER = "annotate"
@@ -130,10 +130,7 @@ def load_template(name_or_file: str, kind: Kind) -> QuestionTemplate:
             unknown or missing.
     """
     path = resolve_toml(name_or_file, "prompts", FOLDER)
-    values = read_toml(path)
-    if "name" in values:
-        raise UserError(f"{path}: unknown key 'name'; the name of a prompt is that of its file.")
-    template = build(QuestionTemplate, {**values, "name": path.stem}, str(path))
+    template = read_template(path, QuestionTemplate)
     if template.kind != kind:
         others = [other for other in bundled_templates() if other.kind == kind]
         raise UserError(
@@ -146,11 +143,8 @@ def load_template(name_or_file: str, kind: Kind) -> QuestionTemplate:
 
 def bundled_templates() -> list[QuestionTemplate]:
     """Return all bundled templates, sorted by their names."""
-    templates = []
-    for name in bundled_names("prompts", FOLDER):
-        path = resolve_toml(name, "prompts", FOLDER)
-        templates.append(build(QuestionTemplate, {**read_toml(path), "name": name}, str(path)))
-    return templates
+    paths = [resolve_toml(name, "prompts", FOLDER) for name in bundled_names("prompts", FOLDER)]
+    return [read_template(path, QuestionTemplate) for path in paths]
 
 
 def _check(template: QuestionTemplate, source: str) -> None:

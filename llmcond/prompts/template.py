@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from itertools import accumulate
+from pathlib import Path
 from string import Formatter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from llmcond.data.rows import Rows
     from llmcond.encoders import ResolvedEncoder
 
+T = TypeVar("T")
 PLACEHOLDERS = ("sentence", "condition")
 #: The settings of a ``Router``, which are keys of the same table in a template.
 ROUTER_SETTINGS = tuple(each.name for each in fields(Router) if each.name != "text")
@@ -255,14 +257,23 @@ def load_prompt(name_or_file: str) -> Prompt:
         UserError: there is no such template, or a key or a placeholder is unknown or missing.
     """
     path = resolve_toml(name_or_file, "prompts")
+    prompt = read_template(path, Prompt)
+    _check(prompt, str(path))
+    return prompt
+
+
+def read_template(path: Path, cls: type[T]) -> T:
+    """Read a TOML file as a dataclass, whose ``name`` is that of the file.
+
+    Raises:
+        UserError: the file cannot be read, or a key is unknown or missing.
+    """
     values = read_toml(path)
     if "name" in values:
         raise UserError(
             f"{path}: unknown key 'name'. A prompt has the name of its file; remove the key."
         )
-    prompt = build(Prompt, {**values, "name": path.stem}, str(path))
-    _check(prompt, str(path))
-    return prompt
+    return build(cls, {**values, "name": path.stem}, str(path))
 
 
 def _check(prompt: Prompt, source: str) -> None:
@@ -419,18 +430,26 @@ class SplitInputs:
         return None
 
     def check_distinct(self) -> None:
-        """Raise a ``UserError`` if two rows with different conditions get the same inputs."""
-        for rows, _ in self._splits:
-            clash = find_same_inputs(rows, self._prompt)
-            if clash is None:
-                continue
-            first, second = clash
-            raise UserError(
-                f"the prompt {self._prompt.name} gives the same input for {rows.describe(first)} "
-                f"and {rows.describe(second)}, although their conditions differ "
-                f"({rows.condition[first]!r} and {rows.condition[second]!r}). Put words or "
-                "punctuation between {sentence} and {condition} in the template."
-            )
+        """Raise a ``UserError`` if two rows with different conditions get the same inputs.
+
+        No head can distinguish the conditions of such rows. Unconditional inputs are compared only
+        if features are separate, where e(s) and e(c) together represent a row; otherwise they are
+        ignored, because subtracting them is optional. Controls may have such rows.
+        """
+        for rows, ((first, unconditional), (second, _)) in self._splits:
+            renders = (first, second, *([unconditional] if self._prompt.separate else []))
+            seen: dict[tuple[bytes, ...], int] = {}
+            for position in range(len(rows) if self._prompt.control is None else 0):
+                key = tuple(render(position).key for render in renders)
+                earlier = seen.setdefault(key, position)
+                if rows.condition[earlier] != rows.condition[position]:
+                    raise UserError(
+                        f"the prompt {self._prompt.name} gives the same input for "
+                        f"{rows.describe(earlier)} and {rows.describe(position)}, although their "
+                        f"conditions differ ({rows.condition[earlier]!r} and "
+                        f"{rows.condition[position]!r}). Put words or punctuation between "
+                        "{sentence} and {condition} in the template."
+                    )
 
 
 _Render = Callable[[int], EncoderInput]
@@ -529,31 +548,6 @@ def render_rows(rows: Rows, prompt: Prompt) -> RowInputs:
     return RowInputs(*([render(i) for i in range(len(rows))] for render in renderers))
 
 
-def find_same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
-    """Find two rows with different conditions for which a prompt gives the same inputs.
-
-    No head can distinguish the conditions of such rows. Unconditional inputs are compared only if
-    features are separate, where e(s) and e(c) together represent a row; otherwise they are
-    ignored, because subtracting them is optional.
-
-    Returns:
-        The positions of the first two such rows; None if there are none, or if the prompt is a
-        control.
-    """
-    if prompt.control is not None:
-        return None
-    inputs = render_rows(rows, prompt)
-    columns = [inputs.first, inputs.second]
-    if prompt.separate:
-        columns.append(inputs.first_unconditional)
-    seen: dict[tuple[bytes, ...], int] = {}
-    for position, row in enumerate(zip(*columns, strict=True)):
-        earlier = seen.setdefault(tuple(item.key for item in row), position)
-        if rows.condition[earlier] != rows.condition[position]:
-            return earlier, position
-    return None
-
-
 def preview_prompt(
     prompt: Prompt,
     dataset: Dataset,
@@ -648,19 +642,21 @@ def _list_row_inputs(
 
     The number is None for the condition alone.
     """
-    inputs = render_rows(rows, prompt)
-    conditional = [inputs.first[position], inputs.second[position]]
+    renderers = _renderers(rows, prompt)
     items: list[tuple[str, int | None, EncoderInput]] = [
-        ("conditional" if rows.conditioned[number - 1] else "plain", number, item)
-        for number, item in enumerate(conditional, 1)
+        ("conditional" if conditioned else "plain", number, conditional(position))
+        for number, (conditioned, (conditional, _)) in enumerate(
+            zip(rows.conditioned, renderers, strict=True), 1
+        )
     ]
     if not prompt.subtractable:
         return items
-    unconditional = [inputs.first_unconditional[position], inputs.second_unconditional[position]]
     if prompt.subtracts_condition:
-        return [*items, ("unconditional", None, unconditional[0])]
-    conditioned = [n for n in (1, 2) if rows.conditioned[n - 1]]
-    return [*items, *(("unconditional", n, unconditional[n - 1]) for n in conditioned)]
+        return [*items, ("unconditional", None, renderers[0][1](position))]
+    for number, (_, unconditional) in enumerate(renderers, 1):
+        if rows.conditioned[number - 1]:
+            items.append(("unconditional", number, unconditional(position)))
+    return items
 
 
 def _tokenize_items(
@@ -672,10 +668,8 @@ def _tokenize_items(
 
     labelled = [("", item) for item in items]
     samples_read = tokenize_inputs(resolved, labelled)
-    untruncated = samples_read
-    if any(len(sample.tokens) >= resolved.identity.max_length for sample in samples_read):
-        unlimited = replace(resolved.identity, max_length=sys.maxsize)
-        untruncated = tokenize_inputs(replace(resolved, identity=unlimited), labelled)
+    unlimited = replace(resolved.identity, max_length=sys.maxsize)
+    untruncated = tokenize_inputs(replace(resolved, identity=unlimited), labelled)
     return [
         {
             "tokens": sample.tokens,
@@ -689,11 +683,11 @@ def _tokenize_items(
 
 def _find_cut_tokens(tokens: Sequence[str], remaining: Sequence[str]) -> list[str]:
     """Return the tokens that are not among the remaining ones, which are in the same order."""
-    missing: list[str] = []
-    index = 0
+    unread = deque(remaining)
+    missing = []
     for token in tokens:
-        if index < len(remaining) and remaining[index] == token:
-            index += 1
+        if unread and unread[0] == token:
+            unread.popleft()
         else:
             missing.append(token)
     return missing

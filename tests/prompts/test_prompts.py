@@ -20,7 +20,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.features.view import FeatureView
 from llmcond.prompts import InputTemplate, Prompt, load_prompt, prompt_from_json
-from llmcond.prompts.template import SplitInputs, find_same_inputs, input_conditions, render_rows
+from llmcond.prompts.template import SplitInputs, input_conditions, render_rows
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 
@@ -106,7 +106,7 @@ def test_bundled_templates_are_restored_and_distinguish_conditions():
     prompts = [load_prompt(name) for name in bundled_names("prompts")]
     for prompt in prompts:
         assert prompt_from_json(prompt.to_json(), "manifest.json") == prompt
-        assert find_same_inputs(TRAIN, prompt) is None
+        SplitInputs([TRAIN], prompt).check_distinct()
         assert prompt.subtracts_condition == (prompt.control != "left-out")
     assert len({prompt.digest for prompt in prompts}) == len(prompts)
 
@@ -348,9 +348,10 @@ def test_rows_with_the_same_input_are_reported(template: str, rows, collision):
 def test_controls_and_separate_prompts_have_no_same_inputs():
     rows = make_rows([("a", "b", "x"), ("a", "b", "y")])
     lost = Prompt("d", "s", InputTemplate("{sentence}"), InputTemplate("{sentence}"), name="lost")
-    assert find_same_inputs(rows, lost) == (0, 1)
+    with pytest.raises(UserError, match=r"same input for row 1 of .* and row 2 of .*'x' and 'y'"):
+        SplitInputs([rows], lost).check_distinct()
     for prompt in (load_prompt("separate"), LEFT_OUT, SHUFFLED):
-        assert find_same_inputs(rows, prompt) is None
+        SplitInputs([rows], prompt).check_distinct()
     with pytest.raises(UserError, match=r"control-shuffled .* all 2 rows of a split of rows\.csv"):
         SplitInputs([make_rows([("a", "b", "the place"), ("c", "d", "The  place")])], SHUFFLED)
 

@@ -76,7 +76,7 @@ def test_invalid_template_is_reported_with_its_file(tmp_path):
         ("{condition}", "it", "question lacks the placeholder {condition}"),
         ("{condition}", "{condition!r}", "write {condition}"),
         ("{condition}", "{condition} {", "for literal braces"),
-        ('kind = "rate"', 'kind = "rate"\nname = "x"', "the name of a prompt is that of its file"),
+        ('kind = "rate"', 'kind = "rate"\nname = "x"', "A prompt has the name of its file"),
         ('kind = "rate"', 'kind = "rate"\nfirst = ["rating"]', "first has 'rating'"),
     ):
         path.write_text(text.replace(old, new))
