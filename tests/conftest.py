@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -268,22 +269,24 @@ def tiny_bert(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[Any]:
-    """A server with the S3 protocol, for all tests that do not kill it."""
-    pytest.importorskip("moto.server", reason="moto's server is not installed")
-    from helpers.buckets import S3Server
-
-    server = S3Server()
-    yield server
-    server.kill()
+def s3_port() -> Iterator[int]:
+    """The port of a server with the S3 protocol and one bucket, ``features``."""
+    moto = pytest.importorskip("moto.server", reason="moto's server is not installed")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/features", method="PUT")
+    urllib.request.urlopen(request).close()
+    yield port
+    server.stop()
 
 
 @pytest.fixture
-def bucket(s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The URI of a folder in a bucket for one test, whose environment variables are set."""
     from helpers.buckets import s3_environment
 
-    for name, value in s3_environment(s3_server.port).items():
+    for name, value in s3_environment(s3_port).items():
         monkeypatch.setenv(name, value)
     return f"s3://features/{tmp_path.name}"
 

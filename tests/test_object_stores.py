@@ -33,9 +33,9 @@ def source(bucket, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def proxy(s3_server, source, monkeypatch):
+def proxy(s3_port, source, monkeypatch):
     """A proxy between the next command and the server."""
-    proxy_server = Proxy(s3_server.port)
+    proxy_server = Proxy(s3_port)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy_server.port}")
     yield proxy_server
     proxy_server.close()
@@ -50,10 +50,10 @@ def read_table(uri):
 
 @pytest.mark.parametrize(("out", "point"), [("out", "half sent"), ("out.lance", "not committed")])
 def test_killed_command_is_resumed_in_bucket(
-    capsys, fitted, bucket, source, s3_server, tmp_path, out, point
+    capsys, fitted, bucket, source, s3_port, tmp_path, out, point
 ):
     arguments = embed_command(f"{bucket}/{out}", fitted, source=source)
-    variables = s3_environment(s3_server.port)
+    variables = s3_environment(s3_port)
     killed = Command(tmp_path / "killed", arguments, variables, partial(kill_in_bucket, point))
     assert killed.finish()[0] == -signal.SIGKILL
     summary = run_json(capsys, *arguments)

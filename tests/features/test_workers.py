@@ -25,8 +25,6 @@ from llmcond.base.errors import UserError
 from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.features.workers import ExtractionWorker
-from llmcond.prompts import load_prompt
-from llmcond.prompts.template import SplitInputs, render_rows
 from llmcond.runs import open_any_run, open_run
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
@@ -80,21 +78,6 @@ def assert_same_vectors(folder, other):
     assert actual.keys() == expected.keys()
     for key, vector in actual.items():
         np.testing.assert_array_equal(vector, expected[key])
-
-
-def test_split_inputs_are_inputs_of_rows_and_can_be_iterated_again(local_run):
-    opened, prompt = open_run(local_run), load_prompt(FIRST)
-    splits = [opened.rows(name) for name in opened.splits]
-    inputs, by_row = SplitInputs(splits, prompt), []
-    for rows in splits:
-        rendered = render_rows(rows, prompt)
-        first = (rendered.first, rendered.first_unconditional)
-        second = (rendered.second, rendered.second_unconditional)
-        by_row += [item for row in zip(*first, *second, strict=True) for item in row]
-    assert list(inputs) == list(inputs) == by_row
-    assert len(inputs) == len(by_row) == 4 * 2_000
-    assert by_row[-1] in inputs
-    assert load_prompt("concat-sent-cond").conditional.render("two", "men") not in inputs
 
 
 # -- workers -----------------------------------------------------------------------------------

@@ -1,47 +1,14 @@
-"""A server with the S3 protocol in a separate process, and a proxy that can make it fail."""
+"""A proxy that can make a server with the S3 protocol fail."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 #: Credentials that must not appear in any output.
 ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "tests-own-secret-key"
-
-
-class S3Server:
-    """A server with one bucket, ``features``, whose contents are lost when it ends."""
-
-    def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "moto.server", "-p", str(self.port)]
-        quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                connection = HTTPConnection("127.0.0.1", self.port)
-                connection.request("PUT", "/features")
-                assert connection.getresponse().status == 200
-                connection.close()
-                return
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-
-    def kill(self) -> None:
-        """Kill the server, as a crash would."""
-        self._process.kill()
-        self._process.wait()
 
 
 class Proxy:
