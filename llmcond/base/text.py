@@ -15,7 +15,7 @@ import re
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -151,14 +151,11 @@ def shorten(text: str, max_length: int = 80) -> str:
     if len(line) <= max_length and len(text) <= 2 * max_length:
         return line
     end = min(max_length, len(line))
-    while end > 1 and end < len(line) and _continues(line[end - 1], line[end]):
+    while 1 < end < len(line) and (
+        "\u200d" in line[end - 1 : end + 1] or unicodedata.category(line[end])[0] == "M"
+    ):
         end -= 1
     return f"{line[:end].rstrip()}…"
-
-
-def _continues(before: str, character: str) -> bool:
-    """Return whether a character belongs to the one before it."""
-    return "\u200d" in (before, character) or unicodedata.category(character)[0] == "M"
 
 
 #: Largest number of example values per condition; the encoder would cut longer lists.
@@ -387,8 +384,6 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: Encodings that users give files without a byte order mark.
-_UNMARKED = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
 #: First bytes of files that are not text, with what they are and what to do.
 _BINARY = (
     (b"\x1f\x8b", "is compressed with gzip. Give it a name that ends in .gz, or decompress it"),
@@ -558,21 +553,10 @@ def _guess_unmarked(start: bytes) -> str | None:
     Their text has NUL in its ASCII characters, and other control characters in Cyrillic and Arabic
     letters; a text in UTF-8 may contain a few by mistake.
     """
-    n_controls = sum(start.count(byte) for byte in range(32) if byte not in b"\t\n\r")
-    if b"\0" not in start or (4 * n_controls < len(start) and _is_utf_8(start)):
+    is_control = [byte < 32 and byte not in b"\t\n\r" for byte in start]
+    if b"\0" not in start or (4 * sum(is_control) < len(start) and _is_utf_8(start)):
         return None
-    plausible: dict[str, str] = {}
-    for encoding in _UNMARKED:
-        try:
-            text = codecs.getincrementaldecoder(encoding)().decode(
-                start, final=len(start) < _START_BYTES
-            )
-        except UnicodeError:
-            continue
-        if all(c in "\t\n\r" or unicodedata.category(c) not in ("Cc", "Cn", "Co") for c in text):
-            plausible[encoding] = text
-    count_ascii: Callable[[str], int] = lambda e: sum(map(str.isascii, plausible[e]))  # noqa: E731
-    best = max(plausible, key=count_ascii, default=None)
-    # Stray NULs in another encoding do not make its line feeds two bytes long.
-    is_split = best is not None and 2 * plausible[best].count("\n") >= start.count(b"\n")
-    return best if is_split else None
+    order = "le" if sum(is_control[1::2]) > sum(is_control[::2]) else "be"
+    # Two of the four bytes of nearly every character are NUL in UTF-32.
+    is_32 = any(not any(start[i::4]) and not any(start[i + 1 :: 4]) for i in (0, 2))
+    return f"utf-{32 if is_32 else 16}-{order}"

@@ -108,18 +108,17 @@ def splits_of(data: Any) -> Mapping[Any, Any] | None:
     return data if is_split else None
 
 
-def list_texts(values: Any, name: str = "texts") -> list[Any]:
+def list_texts(values: Any) -> list[Any]:
     """Return the items of a list or a column, or the texts of a table's column text or sentence.
 
     Args:
         values: the items, in any form that ``open_table`` reads.
-        name: name of the items in messages.
 
     Raises:
         UserError: as ``open_table``, or a table has neither column.
     """
     if isinstance(values, str):
-        raise UserError(f"{name} is a single string; give a list of texts.")
+        raise UserError("texts is a single string; give a list of texts.")
     table = open_table(values)
     if table.names is None:
         return list(table.values(0))
@@ -127,7 +126,7 @@ def list_texts(values: Any, name: str = "texts") -> list[Any]:
         if table.names.count(column) == 1:
             return list(table.values(list(table.names).index(column)))
     raise UserError(
-        f"a whole {type(values).__name__} was given as {name}, without a column text. Give one of "
+        f"a whole {type(values).__name__} was given as texts, without a column text. Give one of "
         f"its columns: {format_list(list(table.names), 5)}."
     )
 
@@ -236,22 +235,18 @@ def _describe(value: object) -> str:
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
 
 
-def describe_files(suffixes: Sequence[str]) -> str:
-    """Describe the files that can be read, for help texts and messages."""
-    return f"a {', '.join(suffixes[:-1])} or {suffixes[-1]} file, text also as .gz"
-
-
 def describe_sources(suffixes: Sequence[str]) -> str:
     """Describe the sources of data that users can name, for help texts and messages."""
-    others = "a folder with train, dev and test files, or hf://datasets/OWNER/NAME"
-    return f"{describe_files(suffixes)}, {others}"
+    files = f"a {', '.join(suffixes[:-1])} or {suffixes[-1]} file, text also as .gz"
+    return f"{files}, a folder with train, dev and test files, or hf://datasets/OWNER/NAME"
 
 
 #: Suffixes of files of embeddings.
 EMBEDDING_SUFFIXES = (".parquet", ".csv", ".npy")
 #: Column of vectors in these outputs, and in those that are written in units.
 VECTOR = "embedding"
-FILES, SOURCE = describe_files(SUFFIXES), describe_sources(SUFFIXES)
+SOURCE = describe_sources(SUFFIXES)
+FILES = SOURCE.partition(", a folder")[0]
 TEXT_FILES = f"{FILES}, a .txt file with one text per line, or - for standard input"
 _SPLIT_NAMES = {"train": "train", "test": "test"}
 _SPLIT_NAMES |= dict.fromkeys(("dev", "validation", "valid", "val"), "dev")
@@ -344,14 +339,15 @@ STDIN, STDIN_NAME = "-", "standard input"
 def _open_tables(data: Any, read: ReadOptions | None) -> Source:
     """Return rows in memory as a source: a table, or a mapping from split to table."""
     by_split = isinstance(data, Mapping) and data and set(data) <= set(_SPLIT_NAMES)
-    if by_split and (splits_of(data) or not all(map(_is_column, data.values()))):
+    # A mapping from split to a list of texts would be a table with columns of these names.
+    are_columns = by_split and all(
+        isinstance(values, list | tuple) and not any(isinstance(v, Mapping) for v in values)
+        for values in data.values()
+    )
+    if by_split and (splits_of(data) or not are_columns):
         tables = {_SPLIT_NAMES[name]: open_table(data[name]) for name in data}
         return Source(IN_MEMORY, None, list(tables), {n: [n] for n in tables}, tables, read)
     return Source(IN_MEMORY, None, [IN_MEMORY], None, {IN_MEMORY: open_table(data)}, read)
-
-
-def _is_column(values: Any) -> bool:
-    return isinstance(values, list | tuple) and not any(isinstance(v, Mapping) for v in values)
 
 
 def _open_stdin(read: ReadOptions | None, columns: Sequence[str]) -> Source:

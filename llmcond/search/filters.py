@@ -112,15 +112,8 @@ class _Operand(NamedTuple):
         return next(names, str(self.type))
 
 
-class Filter(NamedTuple):
-    """A parsed filter: the columns that it reads and the predicate that a row must satisfy."""
-
-    columns: list[str]
-    predicate: Any  # an Arrow expression
-
-
-def parse_filter(text: str, types: Mapping[str, Any]) -> Filter:
-    """Parse a filter.
+def parse_filter(text: str, types: Mapping[str, Any]) -> tuple[list[str], Any]:
+    """Return the columns that a filter reads, and its Arrow expression, which a row must satisfy.
 
     Args:
         text: the filter, for example ``kind = 'news' AND year > 2020``.
@@ -132,7 +125,7 @@ def parse_filter(text: str, types: Mapping[str, Any]) -> Filter:
     """
     parser = _Parser(text, types)
     predicate = parser.filter()
-    return Filter(list(parser.columns), predicate)
+    return list(parser.columns), predicate
 
 
 class _Parser:

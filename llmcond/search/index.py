@@ -180,9 +180,6 @@ class Index:
         for name, value in (("model", model), ("head", head), ("prompt", prompt)):
             check_argument(name, value, (str, None), "a name")
         check_argument("device", device, (str,), "a device such as 'cpu'")
-        check_argument("truncate_dim", truncate_dim, (Integral, None), "a whole number")
-        if truncate_dim is not None and truncate_dim < 1:
-            raise UserError(f"truncate_dim is {truncate_dim}; it must be at least 1.")
         rows, conditions = IndexRows.validate(texts, ids, columns), _check_conditions(conditions)
         folder = Path(folder)
         settings = _without_none(run=run, model=model, head=head, prompt=prompt)
@@ -332,7 +329,7 @@ class Index:
 
         If it is False, a new condition costs only a small matrix product per text.
         """
-        return bool(self._model.templates.joint)
+        return bool(self._model.joint)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -379,10 +376,10 @@ class Index:
             new_texts = [rows.texts[i] for i in plan.new]
             if new_texts:
                 report_foreign_texts(new_texts, self._model.encoder.resolved.checkpoint)
-                self._encode(new_texts, self._model.templates.text_only, [""])
-                self._encode(new_texts, self._model.templates.joint, conditions)
+                self._encode(new_texts, self._model.text_only, [""])
+                self._encode(new_texts, self._model.joint, conditions)
             if len(plan.to_write):
-                plan.write(self._open_store(), self._model.templates.text_inputs)
+                plan.write(self._open_store(), self._model.text_inputs)
                 self._switch_to_newest()
             self._complete(conditions)
         self.written = plan.written
@@ -622,7 +619,7 @@ class Index:
             # Conditions that lack the same texts are encoded together, so that inputs that are
             # equal under several of them are encoded once.
             rows = version.table.take(np.frombuffer(positions, dtype=np.int64), ["text"])
-            self._encode(rows["text"].to_pylist(), self._model.templates.joint, group)
+            self._encode(rows["text"].to_pylist(), self._model.joint, group)
         lookup = self._open_store().lookup if alike else None
         for condition in [name for group in alike.values() for name in group]:
             version.view(condition, lookup)
@@ -775,16 +772,15 @@ class Index:
         """Encode texts under conditions that a search needs, and log how many."""
         counts = {condition: len(self._version.find_missing(condition)) for condition in conditions}
         missing = {condition: count for condition, count in counts.items() if count}
-        if not missing:
-            return
         for condition, count in missing.items():
             log.info(
                 "this model encodes each text together with the condition: "
                 f"encoding {format_count(count, 'text')} under {condition!r} and storing the "
                 "vectors"
             )
-        with self._writing():
-            self._complete(list(missing))
+        if missing:
+            with self._writing():
+                self._complete(list(missing))
 
 
 @dataclass(frozen=True)

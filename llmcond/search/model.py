@@ -23,7 +23,7 @@ from llmcond.base.arrays import Array, DenseMatrix, Matrix, SharedRows, check_tr
 from llmcond.base.errors import UserError
 from llmcond.data.guides import LabelledTexts
 from llmcond.encoders.spec import EncoderInput
-from llmcond.features.view import FeaturePart, FeatureView
+from llmcond.features.view import FeaturePart
 from llmcond.heads.guide import Guide, Guides
 from llmcond.heads.numpy_heads import ACTIVATIONS, NumpyHead
 from llmcond.prompts import Prompt
@@ -47,37 +47,6 @@ NO_CONDITION = None
 _MAX_PROJECTIONS = 64
 
 
-@dataclass(frozen=True)
-class ViewTemplates:
-    """The encoder inputs of a view, by whether they contain the text, the condition, or both."""
-
-    view: FeatureView
-
-    @cached_property
-    def text_only(self) -> list[templates.InputTemplate]:
-        """The templates of e(s), the text alone, of the prompts that have one."""
-        templates_alone = [prompt.sentence_part for prompt in self.view.prompts]
-        return list(dict.fromkeys(part for part in templates_alone if part is not None))
-
-    @cached_property
-    def _required(self) -> list[templates.InputTemplate]:
-        return [getattr(prompt, part) for prompt, part in self.view.required_parts()]
-
-    @cached_property
-    def joint(self) -> list[templates.InputTemplate]:
-        """The templates that contain both the text and the condition."""
-        return [part for part in self._required if len(part.placeholders) > 1]
-
-    @cached_property
-    def condition_only(self) -> list[templates.InputTemplate]:
-        """The templates that contain only the condition."""
-        return [part for part in self._required if part.placeholders == {"condition"}]
-
-    def text_inputs(self, texts: Sequence[str]) -> list[EncoderInput]:
-        """Return the inputs of texts alone, with all inputs of one text next to each other."""
-        return [part.render(text, "") for text in texts for part in self.text_only]
-
-
 class ConditionProjection:
     """A function that computes vectors of texts under one condition."""
 
@@ -85,9 +54,8 @@ class ConditionProjection:
         self, model: SearchModel, condition: str | None, of_condition: dict[EncoderInput, Array]
     ) -> None:
         """Create a projection; ``of_condition`` has the vectors, (dim,), of its own inputs."""
-        self._sources, self._head = model.templates, model.head.head
+        self._model, self._head = model, model.head.head
         self._condition, self._of_condition = condition, of_condition
-        self._truncate_dim = model.truncate_dim
 
     def __call__(self, texts: Sequence[str], stored: NDArray[Any], encode: Encode) -> Array:
         """Compute unit vectors, (n, k) float32.
@@ -107,17 +75,17 @@ class ConditionProjection:
             if part.placeholders == {"condition"}:
                 vector = self._of_condition[part.render("", condition)]
                 return SharedRows(vector[None], np.zeros(len(texts), dtype=np.int64))
-            if part in self._sources.text_only:
-                dim = stored.shape[1] // len(self._sources.text_only)
-                start = self._sources.text_only.index(part) * dim
+            if part in self._model.text_only:
+                dim = stored.shape[1] // len(self._model.text_only)
+                start = self._model.text_only.index(part) * dim
                 return DenseMatrix(stored[:, start : start + dim])
             return encode([part.render(text, condition) for text in texts])
 
-        features = self._sources.view.sentence_features(read)
+        features = self._model.view.sentence_features(read)
         matrix = self._factored[0]
         if matrix is None:
-            vectors = self._head.transform(features, self._sources.view.condition_features(read))
-            vectors = vectors[:, : check_truncate_dim(self._truncate_dim, vectors.shape[1])]
+            vectors = self._head.transform(features, self._model.view.condition_features(read))
+            vectors = vectors[:, : check_truncate_dim(self._model.truncate_dim, vectors.shape[1])]
         else:
             activation = ACTIVATIONS[self._head.settings.activation]
             vectors = activation(features.read() @ matrix)
@@ -139,12 +107,12 @@ class ConditionProjection:
         x M has the cosines of x W_c. In low rank W_c = W_1 W_2, and with W_2^T = Q R the inner
         products of x W_1 W_2 equal those of x W_1 R^T, which has K numbers instead of k.
         """
-        head, prompt = self._head, self._sources.view.condition_prompt()
+        head, prompt = self._head, self._model.view.condition_prompt()
         if isinstance(head, NumpyHead) or not head.generates_matrices or prompt is None:
             return None, None
         vector = self._of_condition[prompt.unconditional.render("", str(self._condition))]
         factors = [factor[0] for factor in head.module.generated_matrices(vector[None])]
-        dim = check_truncate_dim(self._truncate_dim, factors[-1].shape[1])
+        dim = check_truncate_dim(self._model.truncate_dim, factors[-1].shape[1])
         factors[-1] = factors[-1][:, :dim]
         last, basis = factors[-1], None
         if head.settings.activation == "none" and last.shape[0] < last.shape[1]:
@@ -179,20 +147,39 @@ class SearchModel(EmbeddingModel):
             )
 
     @cached_property
-    def templates(self) -> ViewTemplates:
-        """The encoder inputs that its vectors are computed from."""
-        return ViewTemplates(self.view)
+    def _required(self) -> list[templates.InputTemplate]:
+        return [getattr(prompt, part) for prompt, part in self.view.required_parts()]
+
+    @cached_property
+    def text_only(self) -> list[templates.InputTemplate]:
+        """The templates of e(s), the text alone, of the prompts that have one."""
+        templates_alone = [prompt.sentence_part for prompt in self.view.prompts]
+        return list(dict.fromkeys(part for part in templates_alone if part is not None))
+
+    @cached_property
+    def joint(self) -> list[templates.InputTemplate]:
+        """The templates that contain both the text and the condition."""
+        return [part for part in self._required if len(part.placeholders) > 1]
+
+    @cached_property
+    def condition_only(self) -> list[templates.InputTemplate]:
+        """The templates that contain only the condition."""
+        return [part for part in self._required if part.placeholders == {"condition"}]
+
+    def text_inputs(self, texts: Sequence[str]) -> list[EncoderInput]:
+        """Return the inputs of texts alone, with all inputs of one text next to each other."""
+        return [part.render(text, "") for text in texts for part in self.text_only]
 
     def is_joint(self, condition: str | None) -> bool:
         """Return whether each text is encoded together with the condition."""
-        return condition is not NO_CONDITION and bool(self.templates.joint)
+        return condition is not NO_CONDITION and bool(self.joint)
 
     def projection(self, condition: str | None) -> ConditionProjection:
         """Return the projection of a condition, and encode the condition's inputs if needed."""
         with self._lock:
             projection = self._projections.get(condition)
             if projection is None:
-                parts = [] if condition is NO_CONDITION else self.templates.condition_only
+                parts = [] if condition is NO_CONDITION else self.condition_only
                 inputs = [part.render("", str(condition)) for part in parts]
                 vectors = dict(zip(inputs, self.encode_inputs(inputs)[:], strict=True))
                 projection = ConditionProjection(self, condition, vectors)
@@ -204,7 +191,7 @@ class SearchModel(EmbeddingModel):
 
     def encode_texts(self, texts: Sequence[str]) -> Array:
         """Encode queries in the form in which texts are stored, (q, parts * dim)."""
-        return self.encode_inputs(self.templates.text_inputs(texts))[:].reshape(len(texts), -1)
+        return self.encode_inputs(self.text_inputs(texts))[:].reshape(len(texts), -1)
 
     def encode_inputs(self, inputs: Sequence[EncoderInput]) -> Matrix:
         """Return the vectors of a few inputs, without storing them.

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from llmcond.base.arrays import Array, clip_cosines
 from llmcond.base.errors import UserError, format_count, shortened_repr
-from llmcond.base.output import Displayed, log
+from llmcond.base.output import Displayed, log, make_frame
 from llmcond.base.text import condition_flags
 from llmcond.encoders.spec import EncoderInput
 from llmcond.heads.guide import Guide, Guides
@@ -146,17 +146,12 @@ class IndexVersion:
         self, guide: Guide, unguided: Sequence[VectorSegment], missing: Positions
     ) -> NDArray[np.float16]:
         """Return the vectors of some rows, mapped by a guide."""
+        view = make_view(unguided, self.table)[0]
         vectors = np.empty((len(missing), unguided[0].dim), dtype=np.float16)
-        # Rows that are not in the table have position -1, which indexes the last element: -1 again.
-        target_rows = np.full(len(self.table) + 1, -1)
-        target_rows[missing] = np.arange(len(missing))
-        for segment in unguided:
-            targets = target_rows[self.table.positions(segment.numbers)]
-            needed = np.flatnonzero(targets >= 0)
-            for start in range(0, len(needed), _BLOCK_ROWS):
-                rows = needed[start : start + _BLOCK_ROWS]
-                mapped = guide.transform(segment.read(rows, vectors.size))
-                vectors[targets[rows]] = convert_dtype(mapped, "float16", vectors.size)
+        for start in range(0, len(missing), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            mapped = guide.transform(view.rows(missing[block]))
+            vectors[block] = convert_dtype(mapped, "float16", vectors.size)
         return vectors
 
     def _compute_vectors(
@@ -167,7 +162,7 @@ class IndexVersion:
         if joint and encode is None:
             return None
         project, columns = self.model.projection(condition), ["text"] if joint else []
-        if self.model.templates.text_only:
+        if self.model.text_only:
             columns.append(VECTOR)
         vectors: NDArray[np.float16] = np.zeros((0, 0), dtype=np.float16)
         done = 0
@@ -253,9 +248,7 @@ class Hits(Displayed):
         Returns:
             A ``pandas.DataFrame`` with one row per hit and the columns of ``rows``.
         """
-        import pandas as pd
-
-        return pd.DataFrame([dict(row) for row in self.rows])
+        return make_frame([dict(row) for row in self.rows])
 
 
 def _as_json(value: Any) -> Any:
@@ -366,7 +359,7 @@ class PreparedSearch:
 
     def _find_hits(self, query: _TextsWithVectors, scores: Mapping[Any, Scores]) -> Hits:
         """Return the hits of a query by its cosines with all texts under conditions, (n,)."""
-        exact, joint = self.version.is_exact, bool(self.version.model.templates.joint)
+        exact, joint = self.version.is_exact, bool(self.version.model.joint)
         if self.rerank is not None:
             total, n_near = scores[NO_CONDITION], min(self.rerank, self.n)
             exact = n_near == self.n
@@ -409,7 +402,7 @@ class PreparedSearch:
 
     def _read_rows(self, near: Positions) -> Any:
         """Return texts with their columns and stored vectors, as an Arrow table."""
-        vector_column = [VECTOR] if self.version.model.templates.text_only else []
+        vector_column = [VECTOR] if self.version.model.text_only else []
         return self.version.table.take(
             near, ["id", "text", *self.version.table.columns, *vector_column]
         )
@@ -472,7 +465,7 @@ class PreparedSearch:
         model = self.version.model
         if model.base is None:
             return [{"without": None, "rank_without": None} for _ in hits]
-        if model.templates.text_only and model.base is model.encoder():
+        if model.text_only and model.base is model.encoder():
             scores = self._score_all(query, NO_CONDITION)[0]
             allowed = scores if self.mask is None else scores[self.mask]
             return [
@@ -486,12 +479,12 @@ class PreparedSearch:
 
 
 def _check_rerank(count: int, k: int, model: SearchModel) -> None:
-    if not model.templates.joint:
+    if not model.joint:
         raise UserError(
             "--rerank is for models that encode each text together with the condition, but this "
             "model encodes them separately and compares every text anyway. Leave it out."
         )
-    if not model.templates.text_only:
+    if not model.text_only:
         raise UserError(
             f"--rerank first searches without a condition, but the prompt {model.view.name} does "
             "not encode texts without one. Leave it out."

@@ -16,6 +16,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -165,18 +166,24 @@ class ConditionView:
                 scores[:, positions[exists]] = segment_scores[:, exists]
         return scores
 
+    @cached_property
+    def _locations(self) -> Positions:
+        """(2, n) the number of the segment that has each row, and the row's index in it."""
+        locations = np.zeros((2, self.n), dtype=np.int64)
+        for number, positions in enumerate(self.positions):
+            table_positions = np.arange(self.n) if positions is None else positions
+            indices = np.flatnonzero(table_positions >= 0)
+            locations[0, table_positions[indices]] = number
+            locations[1, table_positions[indices]] = indices
+        return locations
+
     def rows(self, rows: Positions) -> NDArray[np.float32]:
         """Return the vectors, (m, k), of m rows of the table."""
         vectors = np.empty((len(rows), self.segments[0].dim), dtype=np.float32)
-        index_in_segment = np.empty(self.n, dtype=np.int64)
-        for segment, positions in zip(self.segments, self.positions, strict=True):
-            index_in_segment[:] = -1
-            table_positions = np.arange(self.n) if positions is None else positions
-            index_in_segment[table_positions[table_positions >= 0]] = np.flatnonzero(
-                table_positions >= 0
-            )
-            exists = index_in_segment[rows] >= 0
-            vectors[exists] = segment.read(index_in_segment[rows][exists], vectors.size)
+        segment_of, index_of = self._locations[:, rows]
+        for number, segment in enumerate(self.segments):
+            selected = segment_of == number
+            vectors[selected] = segment.read(index_of[selected], vectors.size)
         return vectors
 
 
@@ -302,11 +309,7 @@ class ConditionViews:
         return self._quantize(segment, record)[0]
 
     def _open_segments(self, folder: Path, record: Mapping[str, Any]) -> list[VectorSegment]:
-        codes = None
-        if record["segments"] and self.precision != "float16":
-            ranges = record.get("ranges")
-            ranges = None if ranges is None else np.array(ranges, dtype=np.float32)
-            codes = StoredCodes(Quantizer(self.precision, ranges), record["dim"])
+        codes = self._stored_codes(record) if "dim" in record else None
         return [
             VectorSegment(
                 np.load(folder / f"{name}.rows.npy"),
@@ -315,6 +318,12 @@ class ConditionViews:
             )
             for name in record["segments"]
         ]
+
+    def _stored_codes(self, form: Mapping[str, Any]) -> StoredCodes:
+        """Return what the codes of a quantised view stand for, by the entries of its record."""
+        ranges = np.array(form["ranges"], dtype=np.float32) if "ranges" in form else None
+        quantizer = Quantizer(self.precision, ranges)  # type: ignore[arg-type]  # not float16
+        return StoredCodes(quantizer, form["dim"])
 
     def _quantize(
         self, segment: VectorSegment, record: Mapping[str, Any]
@@ -331,14 +340,10 @@ class ConditionViews:
                 vectors = segment.vectors
                 extremes = np.stack([vectors.min(axis=0), vectors.max(axis=0)])
                 form["ranges"] = extremes.astype(np.float32).tolist()
-        ranges = np.array(form["ranges"], dtype=np.float32) if "ranges" in form else None
-        quantizer = Quantizer(self.precision, ranges)  # type: ignore[arg-type]  # not float16
-        width = quantizer.width(form["dim"])
-        codes = np.empty((len(segment.numbers), width), dtype=quantizer.dtype)
-        for start in range(0, len(codes), BLOCK):
-            rows = slice(start, start + BLOCK)
-            codes[rows] = quantizer(segment.vectors[rows])
-        return VectorSegment(segment.numbers, codes, StoredCodes(quantizer, form["dim"])), form
+        stored_codes = self._stored_codes(form)
+        blocks = range(0, len(segment.numbers), BLOCK)
+        codes = [stored_codes.quantizer(segment.vectors[start : start + BLOCK]) for start in blocks]
+        return VectorSegment(segment.numbers, np.concatenate(codes), stored_codes), form
 
     def _drop_oldest(self, current: Path) -> None:
         """Delete the oldest views above the budget, except ``current``."""

@@ -315,45 +315,29 @@ def test_controls_are_evaluated_but_embed_no_texts(model, data, capsys, monkeypa
 # -- templates that lose the condition -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("template", "rows", "collision"),
-    [
-        # The boundary between both texts is lost, though "red" and "red hat" are two conditions.
-        (
-            "{condition} {sentence}",
-            [("hat is worn", "hat fits", "red"), ("is worn", "fits", "red hat")],
-            (5, 6),
-        ),
-        # One sentence alone does not make rows the same.
-        ("{condition} {sentence}", [("b c", "s", "a"), ("c", "s", "a b")], None),
-        # Repeated rows are no collision, nor are conditions of other sentences.
-        ("{condition} {sentence}", [("a", "b", "x"), ("a", "b", "x"), ("c", "b", "y")], None),
-    ],
-)
-def test_rows_with_the_same_input_are_reported(template: str, rows, collision):
-    prompt = Prompt("d", "s", InputTemplate(template), InputTemplate("{condition}"), name="mine")
-    inputs = SplitInputs([make_rows(rows, first=5)], prompt)
-    if collision is None:
-        inputs.check_distinct()
-        return
+def test_rows_with_the_same_input_are_reported():
+    def check(rows: list[tuple[str, str, str]], prompt: Prompt | str) -> None:
+        if isinstance(prompt, str):
+            parts = InputTemplate(prompt), InputTemplate("{condition}")
+            prompt = Prompt("d", "s", *parts, name="mine")
+        SplitInputs([make_rows(rows, first=5)], prompt).check_distinct()
+
+    both = "{condition} {sentence}"
+    # The boundary between both texts is lost, though "red" and "red hat" are two conditions.
     with pytest.raises(UserError) as caught:
-        inputs.check_distinct()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert f"the prompt mine gives the same input for row {collision[0]} of rows.csv" in message
-    assert f"row {collision[1]} of rows.csv" in message
-    assert repr(rows[collision[1] - 5][2]) in message
-
-
-def test_controls_and_separate_prompts_have_no_same_inputs():
-    rows = make_rows([("a", "b", "x"), ("a", "b", "y")])
-    lost = Prompt("d", "s", InputTemplate("{sentence}"), InputTemplate("{sentence}"), name="lost")
-    with pytest.raises(UserError, match=r"same input for row 1 of .* and row 2 of .*'x' and 'y'"):
-        SplitInputs([rows], lost).check_distinct()
+        check([("hat is worn", "hat fits", "red"), ("is worn", "fits", "red hat")], both)
+    assert str(caught.value).startswith(
+        "the prompt mine gives the same input for row 5 of rows.csv and row 6 of rows.csv, "
+        "although their conditions differ ('red' and 'red hat'). Put words"
+    )
+    # One sentence alone does not make rows the same.
+    check([("b c", "s", "a"), ("c", "s", "a b")], both)
+    # Repeated rows are no collision, nor are conditions of other sentences.
+    check([("a", "b", "x"), ("a", "b", "x"), ("c", "b", "y")], both)
     for prompt in (load_prompt("separate"), LEFT_OUT, SHUFFLED):
-        SplitInputs([rows], prompt).check_distinct()
+        check([("a", "b", "x"), ("a", "b", "y")], prompt)
     with pytest.raises(UserError, match=r"control-shuffled .* all 2 rows of a split of rows\.csv"):
-        SplitInputs([make_rows([("a", "b", "the place"), ("c", "d", "The  place")])], SHUFFLED)
+        check([("a", "b", "the place"), ("c", "d", "The  place")], SHUFFLED)
 
 
 # -- llmcond prompts show --------------------------------------------------------------------------

@@ -437,7 +437,7 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(build, monkeypatch
         ({"texts": ["a"], "columns": {"a.b": [1]}}, "'a.b' contains '.', so it cannot be stored"),
         ({"texts": ["a"], "columns": {"year": [1, 2]}}, "'year' has 2 values for 1 text;"),
         ({"texts": ["a"], "columns": {"score": [1]}}, "'score' is reserved"),
-        ({"texts": ["a"], "truncate_dim": 0}, "truncate_dim is 0; it must be at least 1"),
+        ({"texts": ["a"], "truncate_dim": 0}, "truncate_dim is 0, but .* whole number from 1 to"),
         ({"texts": ["a"], "precision": "int8"}, "1 text are too few. Add at least 100 at first"),
     ],
 )
