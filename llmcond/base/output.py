@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -334,7 +333,6 @@ _PROSE_WIDTH = 100
 _MIN_PIPED_WIDTH = 160
 #: The minimum width of a column of text whose lines are longer, in characters.
 _MIN_PROSE_COLUMN = 20
-_NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?|nan|–")
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,22 +383,26 @@ class Table:
     note: str = ""
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> Table:
-        """Return rows as a table.
+    def of_rows(
+        cls, rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = (), note: str = ""
+    ) -> Table:
+        """Return rows as a table, with columns of numbers right-aligned.
 
         Args:
             rows: the rows.
             keys: the keys to show; empty: all.
+            note: the text above the table.
         """
         columns = []
         for key in keys or dict.fromkeys(key for row in rows for key in row):
             values = [row.get(key) for row in rows]
             form = _float_format(values)
             cells = [_format_value(value, form) for value in values]
-            columns.append(
-                Column(key.replace("_", " "), cells, "word" if key == "name" else "text")
-            )
-        return cls(columns)
+            kind: Literal["text", "word", "figures"] = "word" if key == "name" else "text"
+            if any(cells) and all(map(_is_number, values)):
+                kind = "figures"
+            columns.append(Column(key.replace("_", " "), cells, kind))
+        return cls(columns, note)
 
     @property
     def rows(self) -> list[tuple[Any, ...]]:
@@ -462,10 +464,7 @@ class Table:
         from tabulate import tabulate
 
         cells = [[_escape_cell(text, form) for text in column.texts] for column in self.columns]
-        alignment = [
-            "right" if column.kind == "figures" or _are_numbers(column.texts) else "left"
-            for column in self.columns
-        ]
+        alignment = ["right" if c.kind == "figures" else "left" for c in self.columns]
         text = tabulate(
             list(zip(*cells, strict=True)),
             [escape_control_characters(column.heading) for column in self.columns],
@@ -479,10 +478,8 @@ class Table:
         return f"% {note}\n{text}" if form == "latex" else f"{note}\n\n{text}"
 
 
-def _are_numbers(texts: Sequence[str]) -> bool:
-    """Return whether there are numbers in all cells that are not empty."""
-    filled = [text for text in texts if text]
-    return bool(filled) and all(map(_NUMBER.fullmatch, filled))
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _escape_cell(text: str, form: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,58 +40,33 @@ def analysis_tables(result: Mapping[str, Any], run: object) -> list[Table]:
         tables.append(_conditions_table(result["conditions"], scope))
     if result.get("norms"):
         note = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
-        tables.append(_table(note, result["norms"], ("n", "mean_norm", "raw", "normalised")))
+        rows = [_head_cells(row) | row for row in result["norms"]]
+        keys = ("name", "minus c", "n", "mean_norm", "raw", "normalised")
+        tables.append(Table.of_rows(rows, keys, note))
     if "similarity" in result:
         tables.append(_similarity_table(result["similarity"], run, result))
     if "turns" in result:
         tables.append(_turns_table(result["turns"], run, result["split"]))
-    tables += [_answers_table(head) for head in result.get("answers", ())]
-    tables += [
-        _examples_table(head, side)
-        for head in result.get("examples", ())
-        for side in ("better", "worse")
-        if head[side]
-    ]
+    for head in result.get("answers", ()):
+        note = f"{_describe_change(head)} of sentences and of answers (CASE, tables 3 and 8)"
+        rows = [{**row, "condition": row["condition"] or "–"} for row in head["rows"]]
+        tables.append(Table.of_rows(rows, note=note))
+    for head, side in product(result.get("examples", ()), ("better", "worse")):
+        note = (
+            f"{_describe_change(head)}: rows that changed most for the {side}, of "
+            f"{head[f'n_{side}']:,} {side} rows. Ratings from 0 to 1 (CASE, tables 3 and 8)"
+        )
+        if head[side]:
+            tables.append(Table.of_rows(head[side], note=note))
     return tables
 
 
-def _table(
-    note: str,
-    rows: JsonRows,
-    figures: Sequence[str] | Mapping[str, Sequence[str]],
-    texts: Sequence[str] = ("name", "minus c"),
-) -> Table:
-    """Return a table with columns of texts and of figures.
-
-    Args:
-        note: the text above the table.
-        rows: the rows.
-        figures: the keys of the figures; or the formatted figures by heading.
-        texts: the headings of the texts, which are keys without spaces; ``minus c`` tells whether
-            ``subtract`` is true.
-    """
-    columns = []
-    for heading in texts:
-        key = heading.replace(" ", "")
-        cells = [
-            ("yes" if row["subtract"] else "no") if heading == "minus c" else row[key] or "–"
-            for row in rows
-        ]
-        columns.append(Column(heading, cells))
-    if not isinstance(figures, Mapping):
-        figures = {key: [_format_figure(row[key]) for row in rows] for key in figures}
-    columns += [Column(key.replace("_", " "), cells, "figures") for key, cells in figures.items()]
-    return Table(columns, note)
+def _describe_change(head: Mapping[str, Any]) -> str:
+    return f"Similarity before ({head['before']}) and after ({head['name']})"
 
 
-def _format_figure(value: float | None, form: str = ".4g") -> str:
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:{form}}"
-
-
-def _format_difference(row: Mapping[str, Any], interval: bool = False) -> str:
-    low, high = row["difference_ci"]
-    text = f"{row['difference']:.3f}"
-    return f"{text} [{low:.3f}, {high:.3f}]" if interval and low is not None else text
+def _head_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": row["name"], "minus c": row["subtract"]}
 
 
 def _similarity_table(rows: JsonRows, run: object, result: Mapping[str, Any]) -> Table:
@@ -98,9 +74,12 @@ def _similarity_table(rows: JsonRows, run: object, result: Mapping[str, Any]) ->
         f"Mean cosine of contexts with other candidates (random) and with the answer (correct) of "
         f"{run}, {result['split']}, {result['n']:,} next turns (Triple-Encoders, table 6)"
     )
-    figures = {key: [f"{row[key]:.3f}" for row in rows] for key in ("random", "correct")}
-    figures["difference"] = [_format_difference(row, interval=True) for row in rows]
-    return _table(note, rows, figures, ("name", "score"))
+    cells = []
+    for row in rows:
+        low, high = row["difference_ci"]
+        interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+        cells.append({**row, "difference": f"{row['difference']:.3f}{interval}"})
+    return Table.of_rows(cells, ("name", "score", "random", "correct", "difference"), note)
 
 
 def _turns_table(rows: JsonRows, run: object, split: str) -> Table:
@@ -110,11 +89,12 @@ def _turns_table(rows: JsonRows, run: object, split: str) -> Table:
         f"of {run}, {split}, {first['n']:,} contexts of {first['history']} turns "
         "(Triple-Encoders, figure 8)"
     )
-    figures = {
-        str(turn["turn"]): [_format_difference(row["turns"][i]) for row in rows]
-        for i, turn in enumerate(first["turns"])
-    }
-    return _table(note, rows, figures, ("name", "score"))
+    cells = [
+        {"name": row["name"], "score": row["score"]}
+        | {str(turn["turn"]): turn["difference"] for turn in row["turns"]}
+        for row in rows
+    ]
+    return Table.of_rows(cells, note=note)
 
 
 def _clusters_table(rows: JsonRows, scope: str) -> Table:
@@ -124,17 +104,12 @@ def _clusters_table(rows: JsonRows, scope: str) -> Table:
         "every condition has its own cluster; Hyper-CL, section 5.2), before and after the head, "
         "and sentences per cluster"
     )
-    figures = {
-        "before": [_format_figure(row.get("impurity_before"), ".3f") for row in rows],
-        "impurity": [f"{row['impurity']:.3f}" for row in rows],
-    }
-    counts = [["/".join(map(str, counts)) for counts in row["counts"]] for row in rows]
-    table = _table(note, rows, figures)
-    columns = [
-        Column(condition, cells, "figures")
-        for condition, cells in zip(conditions, zip(*counts, strict=True), strict=True)
-    ]
-    return Table([*table.columns, *columns], note)
+    cells = []
+    for row in rows:
+        counts = ("/".join(map(str, counts)) for counts in row["counts"])
+        impurities = {"before": row.get("impurity_before"), "impurity": row["impurity"]}
+        cells.append(_head_cells(row) | impurities | dict(zip(conditions, counts, strict=True)))
+    return Table.of_rows(cells, note=note)
 
 
 def _conditions_table(rows: JsonRows, scope: str) -> Table:
@@ -147,37 +122,15 @@ def _conditions_table(rows: JsonRows, scope: str) -> Table:
         f"({first['n_seen']:,} rows) are seen, {first['n_unseen_conditions']:,} "
         f"({first['n_unseen']:,} rows) are unseen"
     )
-    figures = {
-        key: [
-            "–"
-            if row[key] is None
-            else estimate_text(metric, Estimate.from_json(row[key], row[f"{key}_ci"]))
-            for row in rows
-        ]
-        for key in ("overall", "seen", "unseen")
-    }
-    return _table(note, rows, figures)
-
-
-def _answers_table(head: Mapping[str, Any]) -> Table:
-    note = (
-        f"Similarity before ({head['before']}) and after ({head['name']}) of sentences and of "
-        "answers (CASE, tables 3 and 8)"
-    )
-    rows = head["rows"]
-    figures = {key: [_format_figure(r[key], ".4f") for r in rows] for key in ("before", "after")}
-    return _table(note, rows, figures, ("text 1", "text 2", "condition"))
-
-
-def _examples_table(head: Mapping[str, Any], side: str) -> Table:
-    note = (
-        f"Similarity before ({head['before']}) and after ({head['name']}): rows that changed most "
-        f"for the {side}, of {head[f'n_{side}']:,} {side} rows. Ratings from 0 to 1 (CASE, tables "
-        "3 and 8)"
-    )
-    keys = ("rating", "before", "after")
-    figures = {key: [f"{row[key]:.2f}" for row in head[side]] for key in keys}
-    return _table(note, head[side], figures, ("sentence 1", "sentence 2", "condition"))
+    cells = [
+        _head_cells(row)
+        | {
+            key: estimate_text(metric, Estimate.from_json(row[key], row[f"{key}_ci"]))
+            for key in ("overall", "seen", "unseen")
+        }
+        for row in rows
+    ]
+    return Table.of_rows(cells, note=note)
 
 
 _FOLDER = Path(__file__).parent

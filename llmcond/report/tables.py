@@ -22,8 +22,6 @@ from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
 from llmcond.evaluation.results import Result, SettingsChoice
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from llmcond.evaluation.analyses import Agreement
 
 MINUS = "\N{MINUS SIGN}"
@@ -658,86 +656,65 @@ def show_agreement(agreement: Agreement, model: str, form: str = "table") -> Non
         )
     print_sentences([sentence], form)
     names = [*map(str, range(1, STEPS + 1)), "ill-defined"]
-    counts = agreement.confusion.T.tolist()
-    columns = [
-        Column(name, [f"{count:,}" for count in column], "figures")
-        for name, column in zip(names, counts, strict=True)
+    confusion = [
+        {"people": name, **dict(zip(names, counts, strict=True))}
+        for name, counts in zip(names, agreement.confusion.tolist(), strict=True)
     ]
     note = "Number of rows by people's rating (rows) and the model's (columns)"
-    Table([Column("people", names), *columns], note).print(form)
+    Table.of_rows(confusion, note=note).print(form)
     subsets = agreement.by_condition[:_MAX_CONDITIONS]
     if subsets:
-        means = (
-            ("people's mean", [subset.human for subset in subsets]),
-            ("model's mean", [subset.model for subset in subsets]),
-        )
-        scores = [get_metric("spearman").format(subset.spearman) for subset in subsets]
-        columns = [
-            Column("condition", [subset.condition for subset in subsets]),
-            Column("rows", [f"{subset.n:,}" for subset in subsets], "figures"),
-            *(Column(name, [format_number(v, 2) for v in vs], "figures") for name, vs in means),
-            Column("Spearman", scores, "figures"),
+        rows = [
+            {
+                "condition": subset.condition,
+                "rows": subset.n,
+                "people's mean": subset.human,
+                "model's mean": subset.model,
+                "Spearman": get_metric("spearman").format(subset.spearman),
+            }
+            for subset in subsets
         ]
         note = f"the {len(subsets):,} most frequent of {len(agreement.by_condition):,}"
-        Table(columns, f"By condition: {note}").print(form)
+        Table.of_rows(rows, note=f"By condition: {note}").print(form)
 
 
 # -- the check of an encoder -------------------------------------------------------------------
 
 
 def show_checkup(report: Mapping[str, Any]) -> None:
-    """Print the report of a check."""
-    from rich.console import Console
-
-    console = Console(highlight=False, width=line_limit() or 120)
-    console.print(render_checkup(report, console.width))
-
-
-def render_checkup(report: Mapping[str, Any], width: int) -> Group:
-    """Return the facts, the sample inputs with their pooled tokens, and the memory of a check.
+    """Print the facts, the sample inputs with their pooled tokens, and the memory of a check.
 
     Args:
         report: the check as JSON.
-        width: the width of a line in characters.
     """
-    from rich.console import Group, RenderableType
-    from rich.table import Table as RichTable
-    from rich.text import Text
+    from rich.console import Console
 
-    facts = RichTable(box=None, show_header=False, padding=(0, 2, 0, 1))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
-    for key, value in _describe_encoder(report):
-        facts.add_row(key, Text(escape_control_characters(value)))
-    parts: list[RenderableType] = [facts]
+    facts = [{"property": key, "value": value} for key, value in _describe_encoder(report)]
+    Table.of_rows(facts).print()
+    console = Console(highlight=False, markup=False, width=line_limit() or 120)
     for sample in report["samples"]:
-        title = (
-            "sample input without an instruction"
-            if sample["label"] == "no instruction"
-            else f"sample input, {sample['label']} (prompt {report['prompt']})"
+        title = f"sample input, {sample['label']} (prompt {report['prompt']})"
+        if sample["label"] == "no instruction":
+            title = "sample input without an instruction"
+        lines = token_lines(sample, console.width - 4)
+        console.print(
+            f" {title}; ^ marks pooled tokens", *(f"   {line}" for line in lines), sep="\n"
         )
-        parts.append(Text(f"\n {title}; ^ marks pooled tokens", style="bold"))
-        parts += [Text(f"   {line}") for line in token_lines(sample, width - 4)]
-    rows: Sequence[Mapping[str, Any]] = report["memory"]
-    sizes = {
-        "weights": "weights",
-        "loading": "while loading",
-        "batch": f"+ batch of {rows[0]['batch_tokens']:,} tokens",
-    }
-    precisions = [
-        row["dtype"] if row["quantize"] == "none" else f"{row['quantize']} ({row['dtype']})"
-        for row in rows
+    memory: Sequence[Mapping[str, Any]] = report["memory"]
+    rows = [
+        {
+            "precision": row["dtype"]
+            if row["quantize"] == "none"
+            else f"{row['quantize']} ({row['dtype']})",
+            "weights": format_bytes(row["weights"]),
+            "while loading": format_bytes(row["loading"]),
+            f"+ batch of {memory[0]['batch_tokens']:,} tokens": format_bytes(row["batch"]),
+            "fits": row["fits"],
+        }
+        for row in memory
     ]
-    columns = [
-        Column("precision", precisions),
-        *(
-            Column(heading, [format_bytes(row[key]) for row in rows], "figures")
-            for key, heading in sizes.items()
-        ),
-        Column("fits", ["yes" if row["fits"] else "no" for row in rows], "figures"),
-    ]
-    memory = Table(columns, f"memory; {format_bytes(report['free'])} free on {report['device']}")
-    return Group(*parts, Text(), memory.terminal()[0])
+    note = f"memory; {format_bytes(report['free'])} free on {report['device']}"
+    Table.of_rows(rows, note=note).print()
 
 
 def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from llmcond.base.arrays import Positions
 from llmcond.base.errors import UserError, nearest, shortened_repr
 from llmcond.base.files import write_json
 from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_metric
@@ -480,6 +481,33 @@ class _System:
             return self.members[0].name
         return f"{self.reference}, {len(self.members)} seeds"
 
+    def predict(
+        self, examples: Mapping[str, Examples], orders: Mapping[str, Positions], split: str
+    ) -> ComparedSystem:
+        """Return the system's predictions in the order of the first run's examples."""
+        results, predictions = [], []
+        for member in self.members:
+            own_examples, predictor = examples[member.source], member.predictor
+            if isinstance(predictor, CrossEncoder):
+                rows: Any = own_examples.rows(split)
+                predicted = predictor.predict(rows)
+            else:
+                predicted = own_examples.predict(predictor, split)
+            predictions.append(predicted[orders[member.source]])
+            results.append(result_without_metrics(predictor, split, member.run.task.name))
+        result = replace(
+            results[0],
+            name=self.name,
+            seeds=tuple(seed for result in results for seed in result.seeds),
+            fits=tuple(fit for result in results for fit in result.fits),
+            about={
+                "control": "",
+                "heads": [{"run": m.source, "head": m.predictor.name} for m in self.members],
+                "encoder": self.members[0].run.encoder_name,
+            },
+        )
+        return ComparedSystem(("", True), result, np.stack(predictions))
+
 
 def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     """Compare every system with the baseline on the same rows.
@@ -517,27 +545,19 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     first = next(iter(examples.values()))
     rows = first.scored_rows(split)
     log.info(f"comparing {len(systems):,} systems on {RowCounts.of(rows).text} of {split}")
-    results = [_describe(system, split, task.name) for system in systems]
-    predictions = [_predict(system, examples, orders, split) for system in systems]
-    group, name = ("", True), systems[baseline].name
-    compared_systems = [
-        ComparedSystem(group, result, similarity)
-        for result, similarity in zip(results, predictions, strict=True)
-    ]
-    subsets = _compare_subsets(compared_systems, name, rows, first.subsets(split), metrics[0])
+    predicted = [system.predict(examples, orders, split) for system in systems]
+    name = systems[baseline].name
+    subsets = _compare_subsets(predicted, name, rows, first.subsets(split), metrics[0])
     compared = [
         replace(
             result,
             subsets={"subsets": {key: parts[result.name] for key, parts in subsets.items()}},
         )
-        for result in compare_with_baseline(compared_systems, name, rows, metrics)
+        for result in compare_with_baseline(predicted, name, rows, metrics)
     ]
     comparison = SystemComparison(results=Results(tuple(compared)), baseline=name)
     if options.report is not None:
-        similarity = {
-            result.name: predicted.mean(axis=0)
-            for result, predicted in zip(results, predictions, strict=True)
-        }
+        similarity = {system.result.name: system.similarity.mean(axis=0) for system in predicted}
         settings = {**asdict(options.select(CompareSystemsOptions)), "split": split}
         page = _make_page(comparison, first, split, similarity, runs, settings)
         write_page(page, Path(options.report))
@@ -654,29 +674,19 @@ def _load_predictors(run: Run, name: str | None, split: str, device: str) -> Seq
         name = default[0] if default else "none"
         log.info(f"{run.folder}: {f'{name} ({default[1]})' if default else 'zero-shot'}")
     if name == "none" or name.startswith("none@"):
-        return [_find_zero_shot(run, name)]
+        named = [z.name for p in run.prompts().values() for z in zero_shot_heads(run, p)]
+        if name == "none" and len(run.prompts()) > 1:
+            raise UserError(
+                f"{run.folder} has features of {len(run.prompts())} prompts, so that :none is "
+                f"ambiguous. Name one of {', '.join(f'{run.folder}:{zero}' for zero in named)}."
+            )
+        return [choose_head(run, name)]
     heads = load_fitted_heads(run, [name], split)
     if not heads:
         raise UserError(
             f"the head {name} of {run.folder} leaves features unchanged. Name RUN:none instead."
         )
     return heads
-
-
-def _find_zero_shot(run: Run, name: str) -> AnyPredictor:
-    """Return the zero-shot head of this name; ``none`` is that of the run's only prompt."""
-    prompts = run.prompts().values()
-    zero_shot = [zero.name for p in prompts for zero in zero_shot_heads(run, p)]
-    try:
-        return choose_head(run, name)
-    except UserError:
-        if not zero_shot or name != "none":
-            raise
-        named = ", ".join(f"{run.folder}:{zero}" for zero in zero_shot)
-        raise UserError(
-            f"{run.folder} has features of {len(prompts)} prompts, so that :none is ambiguous. "
-            f"Name one of {named}."
-        ) from None
 
 
 def _find_baseline(systems: Sequence[_System], reference: str | None) -> int:
@@ -696,26 +706,10 @@ def _find_baseline(systems: Sequence[_System], reference: str | None) -> int:
     )
 
 
-def _describe(system: _System, split: str, task: str) -> Result:
-    """Return the result of a system without figures."""
-    described = [result_without_metrics(member.predictor, split, task) for member in system.members]
-    return replace(
-        described[0],
-        name=system.name,
-        seeds=tuple(seed for result in described for seed in result.seeds),
-        fits=tuple(fit for result in described for fit in result.fits),
-        about={
-            "control": "",
-            "heads": [{"run": m.source, "head": m.predictor.name} for m in system.members],
-            "encoder": system.members[0].run.encoder_name,
-        },
-    )
-
-
 # -- the rows ----------------------------------------------------------------------------------
 
 
-def _match_rows(examples: Mapping[str, Examples], split: str) -> dict[str, NDArray[np.int64]]:
+def _match_rows(examples: Mapping[str, Examples], split: str) -> dict[str, Positions]:
     """Return, for each run, the position of each of the first run's examples.
 
     Raises:
@@ -749,27 +743,9 @@ def _match_rows(examples: Mapping[str, Examples], split: str) -> dict[str, NDArr
     return orders
 
 
-def _sorted_positions(keys: Sequence[tuple[Any, ...]]) -> NDArray[np.int64]:
+def _sorted_positions(keys: Sequence[tuple[Any, ...]]) -> Positions:
     # By text, because a rating may be missing, and None is not comparable.
     return np.array(sorted(range(len(keys)), key=lambda i: repr(keys[i])), dtype=np.int64)
-
-
-def _predict(
-    system: _System,
-    examples: Mapping[str, Examples],
-    orders: Mapping[str, NDArray[np.int64]],
-    split: str,
-) -> NDArray[np.float32]:
-    """Return a system's predictions, (seeds, n), in the order of the first run's examples."""
-    predictions = []
-    for member in system.members:
-        if isinstance(member.predictor, CrossEncoder):
-            rows: Any = examples[member.source].rows(split)
-            predicted = member.predictor.predict(rows)
-        else:
-            predicted = examples[member.source].predict(member.predictor, split)
-        predictions.append(predicted[orders[member.source]])
-    return np.stack(predictions)
 
 
 def _compare_subsets(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.base.arrays import as_matrix
-from llmcond.base.errors import UserError, install_command
+from llmcond.base.errors import UserError, format_count, install_command
 from llmcond.base.files import (
     MISSING_LIBRARIES,
     can_draw,
@@ -30,7 +30,7 @@ from llmcond.base.text import condition_titles
 from llmcond.data.datasets import is_missing, open_collection, read_collection
 from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import IN_MEMORY
-from llmcond.data.rows import QueryRows, Rows
+from llmcond.data.rows import Rows
 from llmcond.evaluation.analyses import (
     CALIBRATION,
     MAX_VECTORS,
@@ -121,16 +121,40 @@ def _write_files(evaluation: Evaluation, run: Run, options: EvaluateOptions) -> 
         log.info(f"predictions for {len(table):,} {unit} -> {options.predictions}")
     if options.report is None:
         return
+    best = best_first(results)
+    first = best[0]
+    if not first.counts.n:
+        raise UserError("there are no ratings to report on. Leave out --report.")
+    settings: dict[str, Any] = {"heads": [row.name for row in results if row.seeds]}
+    for option_class in _kind_options(run):
+        settings |= asdict(options.select(option_class))
     if isinstance(examples, Rows):
         source = examples.file
-        settings: dict[str, Any] = {"heads": [row.name for row in results if row.seeds]}
     else:
         data = options.data if isinstance(options.data, str | Path | None) else IN_MEMORY
         source = str(run.manifest["data"]["source"] if data is None else data)
-        settings = {"data": data, "heads": list(options.head)}
-        for option_class in _kind_options(run):
-            settings |= asdict(options.select(option_class))
-    _write_page(Path(options.report), run, examples, results, predictions, source, settings)
+        settings["data"] = data
+    summary = []
+    if not np.isnan(first.main.value):
+        figures = ", ".join(
+            f"{get_metric(name).heading} {estimate_text(get_metric(name), estimate)}"
+            for name, estimate in first.metrics.items()
+            if not get_metric(name).secondary
+        )
+        untested = (
+            " Whether systems differ by more than chance is not tested; llmcond compare tests it."
+        )
+        summary.append(
+            f"{highest_or_lowest(first.primary)}: {first.name}, {figures}."
+            f"{untested if len(best) > 1 else ''}"
+        )
+    systems = format_count(len(best), "system")
+    summary.append(f"{systems}, on {first.counts.text} of {source}.")
+    title = f"Evaluation: {run.encoder_name}"
+    page = make_page(
+        run, examples, best, predictions, title=title, summary=summary, settings=settings
+    )
+    write_page(page, Path(options.report))
 
 
 _KIND_OPTIONS: Sequence[type[TiesOption]] = (RankingOptions, DialogueOptions)
@@ -160,43 +184,6 @@ def _check_options(run: Run, options: EvaluateOptions) -> None:
                     f"--{item.name.replace('_', '-')} is for {kind.task_kind[1]}, but {run.folder} "
                     f"is a run of the task {run.task.name}. Leave it out."
                 )
-
-
-def _write_page(
-    path: Path,
-    run: Run,
-    examples: Rows | QueryRows,
-    results: Results,
-    predicted: Mapping[str, NDArray[Any]],
-    source: str,
-    settings: Mapping[str, Any],
-) -> None:
-    """Write a page of results on examples from ``source``."""
-    best = best_first(results)
-    first = best[0]
-    if not first.counts.n:
-        raise UserError("there are no ratings to report on. Leave out --report.")
-    summary = []
-    if not np.isnan(first.main.value):
-        figures = ", ".join(
-            f"{get_metric(name).heading} {estimate_text(get_metric(name), estimate)}"
-            for name, estimate in first.metrics.items()
-            if not get_metric(name).secondary
-        )
-        untested = (
-            " Whether systems differ by more than chance is not tested; llmcond compare tests it."
-        )
-        summary.append(
-            f"{highest_or_lowest(first.primary)}: {first.name}, {figures}."
-            f"{untested if len(best) > 1 else ''}"
-        )
-    systems = "1 system" if len(best) == 1 else f"{len(best):,} systems"
-    summary.append(f"{systems}, on {first.counts.text} of {source}.")
-    title = f"Evaluation: {run.encoder_name}"
-    page = make_page(
-        run, examples, best, predicted, title=title, summary=summary, settings=settings
-    )
-    write_page(page, path)
 
 
 #: Two texts, and the condition that they are compared under; None: without a condition.
