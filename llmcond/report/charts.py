@@ -163,18 +163,24 @@ def scatter_chart() -> dict[str, Any]:
     return _make_spec(chart, description, 260)
 
 
-def calibration_chart() -> dict[str, Any]:
+def calibration_chart(names: Sequence[str] = ("A", "B"), *, legend: bool = False) -> dict[str, Any]:
     """Return a chart of the mean prediction at each rating.
 
     The page's script supplies the datasets ``levels`` (series A or B, rating, place, n, mean, low,
     high) and ``ends``, the two ends of the line on which prediction and rating are equal. ``place``
     is the rating with a small shift that separates the two series.
+
+    Args:
+        names: the names of the series.
+        legend: whether the chart has a legend, which the page draws itself.
     """
 
     def y(field: str) -> Any:
         return alt.Y(field, title="predicted similarity").scale(zero=False)
 
-    colour, shape = series_encoding("series:N", ("A", "B"))
+    colour, shape = series_encoding("series:N", names)
+    if legend:
+        colour, shape = colour.legend(title=None), shape.legend(title=None)
     line = _chart_of("ends").mark_line(strokeDash=[4, 4], color=_MUTED, strokeWidth=1, aria=False)
     tooltip = [
         alt.Tooltip("name:N", title="system"),

@@ -419,42 +419,36 @@ def plot_histograms(
 
 
 def plot_predictions(
-    systems: Mapping[str, Sequence[Level]], path: Path, xlabel: str, ylabel: str, caption: str
+    systems: Mapping[str, Sequence[Level]], scale: tuple[float, float], path: Path
 ) -> None:
-    """Plot the distribution of predictions at each rating, with one panel for each system.
+    """Plot the mean prediction of each system, and its quartiles, at each rating.
 
     The numbers are also written as CSV; see ``data_path``.
 
     Args:
         systems: the predictions of each system by its name, in ascending order of the ratings.
+        scale: the lowest and the highest rating.
         path: the .png, .svg or .pdf file to write.
-        xlabel: the label of the x axes.
-        ylabel: the label of the y axis.
-        caption: the text that explains the marks.
     """
-    import altair as alt
-
     from llmcond.evaluation.analyses import Level
+    from llmcond.report.charts import calibration_chart
 
     columns = ("system", *(field.name for field in fields(Level)))
     rows = [(name, *astuple(level)) for name, levels in systems.items() for level in levels]
-    colour, shape = _series(list(systems), "system")
-    x = (
-        alt.X("rating:Q", title=xlabel)
-        .scale(zero=False, padding=14)
-        .axis(grid=False, tickMinStep=0.5, format="~g")
-    )
-    base = alt.Chart(_data(columns, rows)).encode(x=x, color=colour.legend(None))
-    y = alt.Y("mean:Q", title=ylabel).scale(zero=False)
-    ticks: Any = {"orient": "horizontal", "size": 14, "thickness": 2, "color": "black"}
-    chart = alt.layer(
-        base.mark_rule(strokeWidth=5, opacity=0.4).encode(y="low:Q", y2="high:Q"),
-        base.mark_line(strokeWidth=1.5).encode(y=y),
-        base.mark_tick(**ticks).encode(y="median:Q", color=alt.value("black")),
-        base.mark_point(filled=True, size=60, opacity=1).encode(y=y, shape=shape.legend(None)),
-    ).properties(width=300, height=260)
-    chart = chart.facet(column=alt.Column("system:N", title=None, sort=list(systems)))
-    _save(chart, path, caption, columns, rows)
+    points = [
+        dict(zip(columns, row, strict=True)) | {"series": row[0], "place": row[1]} for row in rows
+    ]
+    spec = calibration_chart(_clean(list(systems)), legend=True)
+    del spec["autosize"]
+    spec["width"] = 420
+    spec["datasets"] = {
+        "levels": [
+            point | {"series": point["system"], "place": point["rating"]} for point in points
+        ],
+        "ends": [{"rating": end, "value": value} for value, end in enumerate(scale)],
+    }
+    caption = "line and mark: mean over rows; bar: middle half of the rows; dashed: equal to rating"
+    _save(spec, path, caption, columns, rows)
 
 
 # -- sweeps and learning curves ----------------------------------------------------------------

@@ -259,5 +259,4 @@ def _plot_predictions(page: Page, rows: Rows, path: Path) -> None:
         similarity = np.asarray(page.similarity[name], dtype=np.float64)
         scored = rows.rated & np.isfinite(similarity)
         systems[name] = calibration(similarity[scored], rating[scored])
-    caption = "line and mark: mean over rows; bar: middle half of the rows; dash: median"
-    plot_predictions(systems, path, "rating", "predicted similarity", caption)
+    plot_predictions(systems, page.scale, path)
