@@ -130,36 +130,26 @@ def find_affixes(
     works, for example because the sentence occurs twice, or its last token merges with what
     follows.
     """
+
+    def encode_part(text: str) -> list[int]:
+        return reader([part.render(text, condition)])[0].ids
+
+    def encode_text(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
     for probe in _PROBES:
-        text = reader.format(part.render(probe, condition))
-        prefix_text = text.partition(probe)[0]
+        prefix_text = reader.format(part.render(probe, condition)).partition(probe)[0]
         for prefix in dict.fromkeys([prefix_text] if lead else ["", prefix_text]):
-            ids = _encode_part(reader, part, probe, condition)
-            text_ids = _encode_text(tokenizer, f"{prefix}{probe}")
+            ids, text_ids = encode_part(probe), encode_text(f"{prefix}{probe}")
             for start in range(len(ids) - len(text_ids) + 1):
-                affixes = Affixes(prefix, ids[:start], ids[start + len(text_ids) :])
+                before, after = ids[:start], ids[start + len(text_ids) :]
                 if ids[start : start + len(text_ids)] == text_ids and all(
-                    _encode_part(reader, part, other_text, condition)
-                    == [
-                        *affixes.before,
-                        *_encode_text(tokenizer, f"{prefix}{other_text}"),
-                        *affixes.after,
-                    ]
-                    for other_text in (*_PROBES, *TEXTS[:-1])
+                    encode_part(text) == [*before, *encode_text(f"{prefix}{text}"), *after]
+                    for text in (*_PROBES, *TEXTS[:-1])
                 ):
-                    return affixes
+                    return Affixes(prefix, before, after)
     return None
-
-
-def _encode_part(
-    reader: InputTokenizer, part: InputTemplate, text: str, condition: str
-) -> list[int]:
-    return reader([part.render(text, condition)])[0].ids
-
-
-def _encode_text(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
 
 
 def write_tokenizer(
@@ -232,26 +222,20 @@ class ModularEmbedder:
     @property
     def same_layers(self) -> bool:
         """Whether the layers are the same under all conditions."""
-        first, *others = self.layers.values()
-        return all(
-            len(other) == len(first)
-            and all(
-                torch.equal(a.weight, b.weight) and _both_equal(a.bias, b.bias)
-                for a, b in zip(other, first, strict=True)
-            )
-            for other in others
-        )
+        contents = [
+            [
+                None if tensor is None else tensor.numpy().tobytes()
+                for layer in layers
+                for tensor in (layer.weight, layer.bias)
+            ]
+            for layers in self.layers.values()
+        ]
+        return all(content == contents[0] for content in contents)
 
     @property
     def text_prefixes(self) -> Mapping[str, str]:
         """Text that sentence-transformers puts in front of texts, by condition."""
         return {condition: affixes.text_prefix for condition, affixes in self.affixes.items()}
-
-
-def _both_equal(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return torch.equal(first, second)
 
 
 def export_obstacles(embedder: Embedder) -> Iterator[str]:
@@ -295,19 +279,16 @@ def to_modules(embedder: Embedder, conditions: Sequence[str]) -> tuple[ModularEm
     reader = InputTokenizer(tokenizer, identity, checkpoint.name)
     # Callers can select a text prefix with each call, but not tokens.
     several = len(conditions) > 1 and not prompt.separate
-    affixes = {
-        condition: find_affixes(reader, tokenizer, prompt.conditional, condition, lead=several)
-        for condition in conditions
-    }
-    constant_affixes = {
-        condition: value for condition, value in affixes.items() if value is not None
-    }
-    if len(constant_affixes) < len(affixes):
-        raise NotExportableError(
-            f"the tokens that the prompt {prompt.name} puts around a sentence depend on the "
-            "sentence"
-        )
-    return ModularEmbedder(constant_affixes, _layers_by_condition(embedder, conditions)), tokenizer
+    affixes = {}
+    for condition in conditions:
+        affix = find_affixes(reader, tokenizer, prompt.conditional, condition, lead=several)
+        if affix is None:
+            raise NotExportableError(
+                f"the tokens that the prompt {prompt.name} puts around a sentence depend on the "
+                "sentence"
+            )
+        affixes[condition] = affix
+    return ModularEmbedder(affixes, _layers_by_condition(embedder, conditions)), tokenizer
 
 
 def _layers_by_condition(
@@ -434,22 +415,15 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]
     if get_pooling(identity.pooling).part == "pooler":
         pooler = loaded.network.pooler.dense
         dense = [DenseLayer(pooler.weight, pooler.bias, "tanh"), *dense]
-    dtype = identity.dtype
-    write_tensors(
-        folder / "model.safetensors",
-        {name: _cast(value, dtype) for name, value in weights.items()},
-        {"format": "pt"},
-    )
+    dtype = getattr(torch, identity.dtype)
+    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights.items()}
+    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
     for key in ("auto_map", "_name_or_path", "torch_dtype"):
         config.pop(key, None)
     if is_bidirectional_decoder(resolved):
         config["is_causal"] = False
-    write_json(folder / "config.json", {**config, "torch_dtype": dtype})
+    write_json(folder / "config.json", {**config, "torch_dtype": identity.dtype})
     return dense
-
-
-def _cast(value: Tensor, dtype: str) -> Tensor:
-    return value.to(getattr(torch, dtype)) if value.is_floating_point() else value
 
 
 def is_bidirectional_decoder(resolved: ResolvedEncoder) -> bool:
@@ -574,7 +548,10 @@ def _write_conditions(
     with create_folder_atomically(out) as folder:
         resolved, route = embedder.encoder.resolved, selector == "task"
         modules = write_modules(folder, resolved, tokenizer, modular, route=route)
-        _write_settings(folder, *_name_prompts(modular, selector))
+        prompts = modular.text_prefixes
+        if selector == "fixed":
+            prompts = {"default": next(iter(prompts.values()))}
+        _write_settings(folder, prompts)
         result = ExportResult(
             out, conditions, selector, modules, dtype, embedder.dim, None, notes, about
         )
@@ -662,29 +639,22 @@ def _collect_notes(
     return notes
 
 
-def _name_prompts(
-    modular: ModularEmbedder, selector: ConditionSelector
-) -> tuple[dict[str, str], str | None]:
-    """Return the prompts of an export by name, and the name of the default one, if there is any.
+def _write_settings(folder: Path, prompts: Mapping[str, str]) -> None:
+    """Write the settings, with the prompts by name, of which the first is the default.
 
     Callers of ``encode``, ``encode_query`` or ``encode_document`` that give no name get the first
     condition; without these prompts they would get no condition at all.
     """
-    if not any(modular.text_prefixes.values()):
-        return {}, None
-    prompts = (
-        {"default": next(iter(modular.text_prefixes.values()))}
-        if selector == "fixed"
-        else modular.text_prefixes
-    )
-    name, prefix = next(iter(prompts.items()))
-    return {"query": prefix, "document": prefix, **prompts}, name
-
-
-def _write_settings(folder: Path, prompts: Mapping[str, str], default: str | None) -> None:
+    named: dict[str, str] = {}
+    if any(prompts.values()):
+        named = dict.fromkeys(("query", "document"), next(iter(prompts.values()))) | {**prompts}
     write_json(
         folder / "config_sentence_transformers.json",
-        {"prompts": prompts, "default_prompt_name": default, "similarity_fn_name": "cosine"},
+        {
+            "prompts": named,
+            "default_prompt_name": next(iter(prompts)) if named else None,
+            "similarity_fn_name": "cosine",
+        },
     )
 
 
@@ -705,7 +675,7 @@ def _write_any_condition(run: Path, out: Path, embedder: Embedder) -> ExportResu
         checkpoint = embedder.encoder.resolved.checkpoint
         copy_run(run, embedder.name, embedder.view.name, checkpoint, folder)
         write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _MODULE}])
-        _write_settings(folder, {}, None)
+        _write_settings(folder, {})
         return _finish_export(folder, result, embedder, run, expected)
 
 
@@ -775,13 +745,8 @@ def _load_and_encode(
     folder: Path, selector: ConditionSelector, conditions: Sequence[str]
 ) -> dict[str, Vectors]:
     """Load the export in sentence-transformers; encode the test texts under each condition."""
-    calls: list[dict[str, str]] = (
-        [{}]
-        if selector == "fixed"
-        else [
-            {"condition" if selector == "any" else selector: condition} for condition in conditions
-        ]
-    )
+    argument = "condition" if selector == "any" else selector
+    calls = [{} if selector == "fixed" else {argument: condition} for condition in conditions]
     # peft, if installed, imports bitsandbytes, which warns about faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     with silence_transformers(), _ignore_cut_warnings():
