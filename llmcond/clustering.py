@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -282,33 +282,30 @@ class LabelAgreement:
         column: column of the labels.
         n: number of texts that have a label.
         classes: number of distinct labels.
-        own: for each metric, its value for the clusters, with a 95 % interval over texts.
         base_name: title of the vectors to compare with, such as ``minilm, no condition``.
-        base: the metrics for clusters of those vectors, found by the same method with the same
-            number of clusters.
-        difference: for each metric, own minus base, on the same texts.
+        metrics: for each metric, its value for the clusters, for clusters of the vectors to compare
+            with (found by the same method with the same number of clusters), and the difference on
+            the same texts, each with a 95 % interval over texts.
     """
 
     column: str
     n: int
     classes: int
-    own: Mapping[str, Estimate]
     base_name: str
-    base: Mapping[str, Estimate]
-    difference: Mapping[str, Estimate]
+    metrics: Mapping[str, tuple[Estimate, Estimate, Estimate]]
 
     @property
     def is_poor(self) -> bool:
         """Whether the clusters agree little with the labels."""
-        return self.own["v_measure"].value < _MIN_V_MEASURE
+        return self.metrics["v_measure"][0].value < _MIN_V_MEASURE
 
     def to_json(self) -> dict[str, Any]:
         """Return the scores as ``--json`` prints them."""
         values: dict[str, Any] = {"column": self.column, "n": self.n, "classes": self.classes}
         values["base"] = self.base_name
-        kinds = {"": self.own, "base_": self.base, "minus_base_": self.difference}
-        for name, (prefix, estimates) in product(self.own, kinds.items()):
-            values |= estimates_json({f"{prefix}{name}": estimates[name]})
+        for name, figures in self.metrics.items():
+            for prefix, figure in zip(("", "base_", "minus_base_"), figures, strict=True):
+                values |= estimates_json({f"{prefix}{name}": figure})
         return values
 
 
@@ -332,18 +329,15 @@ def score_clusters(
     classes, truth = np.unique(
         np.array([str(label) for label in labels if not is_missing(label)]), return_inverse=True
     )
-    estimates, base_estimates, difference = {}, {}, {}
+    figures = {}
     for metric in METRICS:
         first, second = (
             _MeasuredMetric.of(metric, assigned[has_label], truth) for assigned in (clusters, base)
         )
-        estimates[metric.name] = first.estimate(metric.least, metric.most)
-        base_estimates[metric.name] = second.estimate(metric.least, metric.most)
-        width = metric.most - metric.least
-        difference[metric.name] = first.minus(second).estimate(-width, width)
-    return LabelAgreement(
-        column, len(truth), len(classes), estimates, base_name, base_estimates, difference
-    )
+        ends, width = (metric.least, metric.most), metric.most - metric.least
+        difference = first.minus(second).estimate(-width, width)
+        figures[metric.name] = first.estimate(*ends), second.estimate(*ends), difference
+    return LabelAgreement(column, len(truth), len(classes), base_name, figures)
 
 
 MapPositions = NDArray[np.float64]
@@ -924,13 +918,11 @@ def agreement_figures(scores: LabelAgreement) -> list[tuple[str, str]]:
 
     Each is a text, and its interval as a text.
     """
-    figures = []
-    for metric in METRICS:
-        difference = scores.difference[metric.name]
-        for figure in (scores.own[metric.name], scores.base[metric.name], difference):
-            text = metric.format(figure.value, signed=figure is difference)
-            figures.append((text, interval_text(metric, figure)))
-    return figures
+    return [
+        (metric.format(figure.value, signed=number == 2), interval_text(metric, figure))
+        for metric in METRICS
+        for number, figure in enumerate(scores.metrics[metric.name])
+    ]
 
 
 _FOLDER = Path(__file__).parent / "report"

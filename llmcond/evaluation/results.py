@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -393,12 +393,8 @@ def default_name(recipe: str, prompts: Sequence[str], plain: bool) -> str:
     return f"{recipe}@{'+'.join(prompts)}" + ("+c" if plain else "")
 
 
-@dataclass(frozen=True)
-class Results(Displayed, Sequence[Result]):
-    """The results of several systems on the same rows, as a sequence.
-
-    Attributes:
-        rows: The results.
+class Results(Displayed, tuple[Result, ...]):
+    """The results of several systems on the same rows, as a tuple.
 
     Examples:
         >>> import llmcond
@@ -416,19 +412,7 @@ class Results(Displayed, Sequence[Result]):
         (2,)
     """
 
-    rows: tuple[Result, ...]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Result: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Result, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Result | tuple[Result, ...]:
-        return self.rows[index]
+    __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output of the command.
@@ -436,7 +420,7 @@ class Results(Displayed, Sequence[Result]):
         Returns:
             A list of results under the key ``results``.
         """
-        return {"results": [result.to_json() for result in self.rows]}
+        return {"results": [result.to_json() for result in self]}
 
     def to_pandas(self) -> Any:
         """Convert the results to a pandas DataFrame with a row for each result.
@@ -449,10 +433,10 @@ class Results(Displayed, Sequence[Result]):
         Raises:
             LlmcondError: pandas is not installed.
         """
-        return make_frame([flatten_json(result.to_json()) for result in self.rows])
+        return make_frame([flatten_json(result.to_json()) for result in self])
 
     def _displayed(self) -> dict[str, Any]:
-        return {"results": [_table_row(result) for result in self.rows]}
+        return {"results": [_table_row(result) for result in self]}
 
 
 def flatten_json(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -527,7 +511,7 @@ def best_first(results: Iterable[Result]) -> Results:
             return math.inf
         return -value if result.primary.higher_is_better else value
 
-    return Results(tuple(sorted(results, key=key)))
+    return Results(sorted(results, key=key))
 
 
 _RESERVED = {field.name for field in fields(Result)} | {

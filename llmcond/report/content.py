@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -140,7 +140,6 @@ def make_page(
     """
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
-    manifest = run.manifest
     return Page(
         title=title,
         summary=summary,
@@ -149,16 +148,15 @@ def make_page(
         scale=run.rating_range,
         similarity=similarity,
         isotropy=_measure_isotropy(run, prompts, rows) if isinstance(rows, Rows) else (),
-        provenance={
-            "encoder": manifest["encoder"],
-            "store_dtype": manifest["store_dtype"],
-            "data": manifest["data"],
-            "settings": settings,
-            "prompts": {prompt.name: prompt.to_json() for prompt in prompts},
-            **provenance(),
-        },
+        provenance={**describe_run(run, prompts), "settings": settings, **provenance()},
         dev_metric=run.dev_metric,
     )
+
+
+def describe_run(run: Run, prompts: Iterable[Prompt]) -> dict[str, Any]:
+    """Return the encoder, the data and the prompts of a run for a page's provenance."""
+    described = {key: run.manifest[key] for key in ("encoder", "store_dtype", "data")}
+    return described | {"prompts": {prompt.name: prompt.to_json() for prompt in prompts}}
 
 
 def _measure_isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:

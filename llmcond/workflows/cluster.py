@@ -102,9 +102,16 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     if labels:
         name, base_vectors = embeddings.embed_with_base(collection.texts)
         base_labels = [finder.cluster_base(base_vectors, one.k) for one in clusterings]
-        clusterings = _add_scores(
-            clusterings, base_labels, known_labels, labels, without_condition(name)
-        )
+        scored_columns = labels if len(labels) > 1 else [labels[0]] * len(clusterings)
+        clusterings = [
+            replace(
+                one,
+                scores=score_clusters(
+                    one.labels, base, known_labels[column], column, without_condition(name)
+                ),
+            )
+            for one, base, column in zip(clusterings, base_labels, scored_columns, strict=True)
+        ]
         if drawing is not None and conditions:
             described = describe_clusters(collection.texts, base_vectors, base_labels[0])
             separation = silhouette(base_vectors, base_labels[0], seed)
@@ -439,26 +446,6 @@ def _read_known_labels(
             )
         known_labels[name] = values
     return known_labels
-
-
-def _add_scores(
-    clusterings: Sequence[Clustering],
-    base: Sequence[Labels],
-    known_labels: Mapping[str, list[str | None]],
-    names: Sequence[str],
-    base_name: str,
-) -> list[Clustering]:
-    """Return clusterings with their scores, and the scores of clusters of the base's vectors."""
-    columns = names if len(names) > 1 else [names[0]] * len(clusterings)
-    return [
-        replace(
-            clustering,
-            scores=score_clusters(
-                clustering.labels, base_labels, known_labels[name], name, base_name
-            ),
-        )
-        for clustering, base_labels, name in zip(clusterings, base, columns, strict=True)
-    ]
 
 
 # -- output ------------------------------------------------------------------------------------

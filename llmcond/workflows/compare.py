@@ -22,7 +22,6 @@ from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_met
 from llmcond.base.output import Displayed, log, make_frame
 from llmcond.base.package import bundled_names, pretrained_folder
 from llmcond.base.system import provenance
-from llmcond.data.rows import QueryRows, Rows
 from llmcond.encoders import ResolvedEncoder, resolve
 from llmcond.evaluation.paired import MIN_PAIRS
 from llmcond.evaluation.results import (
@@ -43,7 +42,7 @@ from llmcond.options.common import RunOptions
 from llmcond.options.encoding import ExtractOptions
 from llmcond.options.scoring import CompareOptions, ComparePromptsOptions, CompareSystemsOptions
 from llmcond.prompts import Prompt, list_fields, load_prompt
-from llmcond.report.content import Page, make_page
+from llmcond.report.content import Page, describe_run, make_page
 from llmcond.report.page import check_figures, check_page, write_figures, write_page
 from llmcond.report.tables import FEW_PAIRS, summary
 from llmcond.runs import Run, open_any_run, run_exists
@@ -167,9 +166,23 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     if options.report is not None or options.figures is not None:
         similarity = {system.result.name: system.similarity.mean(axis=0) for system in systems}
         seconds = round(time.monotonic() - began, 1)
-        page_settings = {**asdict(settings), "task": options.task, "seconds": seconds}
-        shown_rows = examples.rows(split)
-        page = _build_page(run, shown_rows, comparison, similarity, page_settings)
+        page = make_page(
+            run,
+            examples.rows(split),
+            comparison.results,
+            similarity,
+            title=f"Prompts compared: {run.encoder_name}",
+            summary=summary(comparison.results, baseline),
+            settings={
+                **asdict(settings),
+                "task": options.task,
+                "seconds": seconds,
+                "baseline": baseline,
+                "split": split,
+                "left_out": left_out,
+                "failures": comparison.failures,
+            },
+        )
         if options.report is not None:
             write_page(page, Path(options.report))
         if options.figures is not None:
@@ -329,30 +342,6 @@ def _fit_systems(
             group = (trial.recipe.name, trial.view.subtract)
             systems.append(ComparedSystem(group, result, similarity))
     return systems, grid
-
-
-def _build_page(
-    run: Run,
-    rows: Rows | QueryRows,
-    comparison: Comparison,
-    similarity: Mapping[str, NDArray[np.float32]],
-    settings: Mapping[str, Any],
-) -> Page:
-    return make_page(
-        run,
-        rows,
-        comparison.results,
-        similarity,
-        title=f"Prompts compared: {run.encoder_name}",
-        summary=summary(comparison.results, comparison.baseline),
-        settings={
-            **settings,
-            "baseline": comparison.baseline,
-            "split": comparison.results[0].split,
-            "left_out": comparison.left_out,
-            "failures": comparison.failures,
-        },
-    )
 
 
 Predictor: TypeAlias = AnyPredictor | CrossEncoder
@@ -559,7 +548,19 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     if options.report is not None:
         similarity = {system.result.name: system.similarity.mean(axis=0) for system in predicted}
         settings = {**asdict(options.select(CompareSystemsOptions)), "split": split}
-        page = _make_page(comparison, first, split, similarity, runs, settings)
+        described = {
+            source: describe_run(run, run.prompts().values()) for source, run in runs.items()
+        }
+        page = Page(
+            title=f"{len(compared)} systems compared on {split}",
+            summary=summary(compared, name),
+            results=compared,
+            rows=first.rows(split),
+            scale=first.run.rating_range,
+            similarity=similarity,
+            provenance={"settings": settings, "runs": described, **provenance()},
+            dev_metric=first.run.dev_metric,
+        )
         write_page(page, Path(options.report))
     return comparison
 
@@ -775,32 +776,3 @@ def _compare_subsets(
             for result in compare_with_baseline(members, baseline, part, [metric])
         }
     return subsets
-
-
-def _make_page(
-    comparison: SystemComparison,
-    examples: Examples,
-    split: str,
-    similarity: Mapping[str, NDArray[np.floating]],
-    runs: Mapping[str, Run],
-    settings: Mapping[str, Any],
-) -> Page:
-    described = {
-        source: {
-            "encoder": run.manifest["encoder"],
-            "store_dtype": run.manifest["store_dtype"],
-            "data": run.manifest["data"],
-            "prompts": {name: prompt.to_json() for name, prompt in run.prompts().items()},
-        }
-        for source, run in runs.items()
-    }
-    return Page(
-        title=f"{len(comparison.results)} systems compared on {split}",
-        summary=summary(comparison.results, comparison.baseline),
-        results=comparison.results,
-        rows=examples.rows(split),
-        scale=examples.run.rating_range,
-        similarity=similarity,
-        provenance={"settings": settings, "runs": described, **provenance()},
-        dev_metric=examples.run.dev_metric,
-    )
