@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 from typing_extensions import override
 
 from llmcond.base.errors import format_count
@@ -24,6 +23,7 @@ from llmcond.base.output import Column, Displayed, Table, log, make_frame
 from llmcond.base.package import __version__
 from llmcond.base.text import Condition, condition_json, condition_key, condition_text, shorten
 from llmcond.data.datasets import is_missing
+from llmcond.evaluation.analyses import STARTS, kmeans
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING
 from llmcond.report.figures import MapPanel, plot_maps
 from llmcond.report.page import write_html
@@ -39,21 +39,10 @@ NOISE = -1
 SAMPLE_SIZE = 2_000
 #: Mean silhouette up to which there is no substantial structure (Kaufman and Rousseeuw, 1990).
 CLEAR_SILHOUETTE = 0.25
-#: Number of starts of K-means, of which the tightest clustering is used; fewer when choosing K.
-STARTS, _STARTS_OF_CHOICE = 10, 2
+#: Number of starts of K-means when choosing K.
+_STARTS_OF_CHOICE = 2
 #: Number of principal components that HDBSCAN works on.
 _COMPONENTS = 5
-#: Up to this many vectors are clustered on one thread; ``llmcond.evaluation.analyses`` says why.
-_SINGLE_THREAD_ROWS = 2_000
-
-
-def kmeans(vectors: Vectors, k: int, seed: int, starts: int = STARTS) -> Labels:
-    """Cluster n vectors with K-means; return (n,) cluster numbers, 0 for the largest cluster."""
-    from sklearn.cluster import KMeans
-
-    with threadpool_limits(1 if len(vectors) <= _SINGLE_THREAD_ROWS else None):
-        labels = KMeans(n_clusters=k, n_init=starts, random_state=seed).fit_predict(vectors)
-    return number_by_size(labels)
 
 
 def distinct_vectors(vectors: Vectors) -> Vectors:

@@ -164,12 +164,25 @@ def measure_isotropy(
     return {"name": name, **figures, "n_zero": len(vectors) - len(nonzero)}, cosines
 
 
-#: The number of K-means starts, of which the tightest clustering is used.
-_N_INIT = 10
+#: The number of K-means starts, of which the tightest clustering is used, because Lloyd's algorithm
+#: ends in a local minimum near its start.
+STARTS = 10
 
 #: Up to this number of vectors, K-means uses one thread. OpenMP threads spin while they wait for
 #: each other, which takes longer than the work if other processes use the same cores.
 _MAX_SINGLE_THREADED = 2_000
+
+
+def kmeans(
+    points: NDArray[np.floating], k: int, seed: int, starts: int = STARTS
+) -> NDArray[np.int64]:
+    """Cluster n points, (n, d), with K-means; return (n,) the number of each point's cluster."""
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(1 if len(points) <= _MAX_SINGLE_THREADED else None):
+        clusters = KMeans(n_clusters=k, n_init=starts, random_state=seed).fit_predict(points)
+    return np.asarray(clusters, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +224,6 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
         UserError: There are no vectors, values are not finite, or there are fewer distinct vectors
             than conditions.
     """
-    from sklearn.cluster import KMeans
-    from threadpoolctl import threadpool_limits
-
     points = _as_points(vectors)
     conditions = tuple(dict.fromkeys(labels))
     k = len(conditions)
@@ -224,9 +234,7 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
             f"the {len(points)} vectors under {k} conditions have {distinct} distinct values, but "
             f"{k} clusters need at least {k}. Give more sentences, or fewer conditions."
         )
-    # Lloyd's algorithm ends in a local minimum near its start, hence several starts.
-    with threadpool_limits(1 if len(points) <= _MAX_SINGLE_THREADED else None):
-        clusters = KMeans(n_clusters=k, n_init=_N_INIT, random_state=seed).fit_predict(points)
+    clusters = kmeans(points, k, seed)
     index_of = {condition: i for i, condition in enumerate(conditions)}
     counts = np.zeros((k, k), dtype=np.int64)
     np.add.at(counts, ([index_of[label] for label in labels], clusters), 1)

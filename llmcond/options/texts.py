@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from llmcond.base.errors import UserError
+from llmcond.base.errors import UserError, shortened_repr
 from llmcond.base.files import (
     PAGE_SUFFIXES,
     check_figure,
@@ -46,8 +46,17 @@ _Rate = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 def _parse_clusters(text: str) -> int | str:
-    """Convert a text to an integer if it is one; clustering checks any other text."""
+    """Convert a text to an integer, unless it is ``auto``."""
+    if text != "auto" and not text.isdecimal():
+        raise UserError(f"--clusters is {shortened_repr(text)}; expected a number or auto.")
     return int(text) if text.isdecimal() else text
+
+
+def _check_clusters(k: int | str) -> None:
+    if isinstance(k, int) and k < 2:
+        raise UserError(
+            f"--clusters is {k}; it must be at least 2, because one would hold all texts."
+        )
 
 
 def ranges_path(out: Path) -> Path:
@@ -160,6 +169,7 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
         "auto",
         metavar="K",
         parse=_parse_clusters,
+        check=_check_clusters,
         help="number of K-means clusters; auto: the number with the highest silhouette, or the "
         "number of labels of the guide",
         conflicts="--method hdbscan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.base.arrays import as_matrix
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import finite_or_none, get_metric
 from llmcond.base.output import Column, Table
@@ -19,6 +18,7 @@ from llmcond.base.system import provenance
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.evaluation.analyses import MAX_VECTORS, measure_isotropy
 from llmcond.evaluation.results import Result
+from llmcond.heads import PairArrays
 from llmcond.prompts import Prompt
 from llmcond.report.tables import (
     Cell,
@@ -29,7 +29,7 @@ from llmcond.report.tables import (
     p_value_text,
     text_column,
 )
-from llmcond.runs import Run
+from llmcond.runs import Run, RunEmbeddingHead
 from llmcond.runs.examples import RowFeatures, zero_shot_heads
 
 #: The kinds of subsets of queries in results, and what they are called on the page.
@@ -140,6 +140,14 @@ def make_page(
     """
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
+    isotropy: Sequence[Mapping[str, Any]] = ()
+    if isinstance(rows, Rows):
+        rated, store, data = np.flatnonzero(rows.rated)[:MAX_VECTORS], run.store(), rows
+        heads = (head for prompt in prompts for head in zero_shot_heads(run, prompt))
+        # New features for each head, so that memory holds one prompt's features at a time.
+        isotropy = measure_predictors(
+            heads, lambda head: RowFeatures(data, store).pairs(head.view).take(rated)
+        )
     return Page(
         title=title,
         summary=summary,
@@ -147,7 +155,7 @@ def make_page(
         rows=rows,
         scale=run.rating_range,
         similarity=similarity,
-        isotropy=_measure_isotropy(run, prompts, rows) if isinstance(rows, Rows) else (),
+        isotropy=isotropy,
         provenance={**describe_run(run, prompts), "settings": settings, **provenance()},
         dev_metric=run.dev_metric,
     )
@@ -159,20 +167,22 @@ def describe_run(run: Run, prompts: Iterable[Prompt]) -> dict[str, Any]:
     return described | {"prompts": {prompt.name: prompt.to_json() for prompt in prompts}}
 
 
-def _measure_isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
-    """Measure the isotropy of every prompt's features, with and without subtraction."""
-    rated, store = np.flatnonzero(rows.rated)[:MAX_VECTORS], run.store()
-    measurements = []
-    for prompt in prompts:
-        # New features for each prompt, so that memory holds one prompt's features at a time.
-        features = RowFeatures(rows, store)
-        for zeroshot in zero_shot_heads(run, prompt):
-            pairs = features.pairs(zeroshot.view).take(rated)
-            sides = [as_matrix(side).read() for side in (pairs.first, pairs.second)]
-            identity = {"head": "none", "prompt": prompt.name, "subtract": zeroshot.view.subtracts}
-            figures, cosines = measure_isotropy(zeroshot.name, np.concatenate(sides))
-            measurements.append({**figures, **identity, "cosines": cosines})
-    return measurements
+def measure_predictors(
+    predictors: Iterable[RunEmbeddingHead],
+    pairs_of: Callable[[RunEmbeddingHead], PairArrays],
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Measure the isotropy of the embeddings of both sides of pairs by each predictor."""
+    rows = []
+    for predictor in predictors:
+        pairs, view = pairs_of(predictor), predictor.view
+        vectors = [
+            predictor.head.transform(side, pairs.condition) for side in (pairs.first, pairs.second)
+        ]
+        figures, cosines = measure_isotropy(predictor.name, np.concatenate(vectors), seed)
+        identity = {"head": predictor.recipe, "prompt": view.name, "subtract": view.subtracts}
+        rows.append({**figures, **identity, "cosines": cosines})
+    return rows
 
 
 def difference_table(results: Sequence[Result]) -> Table | None:

@@ -24,7 +24,7 @@ from llmcond.clustering import (
     describe_clusters,
     distinct_vectors,
     hdbscan,
-    kmeans,
+    number_by_size,
     quality_text,
     score_clusters,
     silhouette,
@@ -41,7 +41,7 @@ from llmcond.data.datasets import (
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.rows import to_arrow
-from llmcond.evaluation.analyses import ConditionCheck, find_calibration, sample_texts
+from llmcond.evaluation.analyses import ConditionCheck, find_calibration, kmeans, sample_texts
 from llmcond.options.texts import ClusterOptions
 from llmcond.runs.embedder import EmbeddingModel
 from llmcond.runs.similarity import report_foreign_texts
@@ -63,7 +63,8 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     run_folder, conditions, guide = options.resolve_folder(), options.conditions(), options.guide
     texts, text, labels, seed = options.texts, options.text, options.labels, options.seed
     _check_options(options, conditions, guide is not None, labels)
-    finder = _ClusterFinder.of(options)
+    k = None if options.clusters == "auto" else options.clusters
+    finder = _ClusterFinder(options.method, k, options.min_cluster_size, seed)
     out, report, map_file = (
         None if file is None else Path(file) for file in (options.out, options.report, options.map)
     )
@@ -224,36 +225,17 @@ class _ClusterFinder:
         k: the number of clusters of K-means; None: the best by silhouette.
         min_size: the fewest texts in a cluster of HDBSCAN; None: one in 100, and at least 5.
         seed: the random seed of K-means.
-        follows_guide: whether k is the number of a guide's labels.
     """
 
     method: Method
     k: int | None
     min_size: int | None
     seed: int
-    follows_guide: bool = False
-
-    @classmethod
-    def of(cls, options: ClusterOptions) -> _ClusterFinder:
-        """Return the algorithm that the options name.
-
-        Raises:
-            UserError: the options contradict each other.
-        """
-        k, method, min_size = options.clusters, options.method, options.min_cluster_size
-        if not (k == "auto" or isinstance(k, int)):
-            raise UserError(f"--clusters is {shortened_repr(k)}; expected a number or auto.")
-        if k != "auto" and k < 2:
-            raise UserError(
-                f"--clusters is {k}; it must be at least 2, because one would hold all texts."
-            )
-        return cls(method, None if k == "auto" else k, min_size, options.seed)
 
     def with_guide(self, labels: Iterable[str] | None) -> _ClusterFinder:
         """Return a copy that finds as many clusters as a guide has labels, unless k was given."""
         chooses = self.k is None and self.method == "kmeans"
-        k = len(set(labels or ()))
-        return replace(self, k=k, follows_guide=True) if k and chooses else self
+        return replace(self, k=len(set(labels or ())) or None) if chooses else self
 
     def check_texts(self, collection: Collection) -> int:
         """Return the number of distinct texts, and log how many are repeated.
@@ -286,19 +268,13 @@ class _ClusterFinder:
         Raises:
             UserError: there are fewer than 2, or fewer than clusters.
         """
-        holds = f"{source} {format_count(n, f'distinct {noun}')}"
-        if n < 2:
+        k = self.k or 2
+        if n < k:
             raise UserError(
-                f"{holds}, and clusters need at least 2. Give texts that differ in more than case "
-                "and spaces."
+                f"{source} {format_count(n, f'distinct {noun}')}, and {k} clusters need at least "
+                f"{k}. Give more texts that differ in more than case and spaces, or ask for fewer "
+                "clusters (--clusters, or the labels of the guide)."
             )
-        if self.k is not None and n < self.k:
-            setting = (
-                f"the guide has {self.k} labels. Label with at most {n}"
-                if self.follows_guide
-                else f"--clusters is {self.k}. Give at most {n}"
-            )
-            raise UserError(f"{holds}, but {setting}, or give more texts.")
 
     def __call__(self, vectors: Vectors, source: str) -> tuple[Labels, Mapping[int, float]]:
         """Return the (n,) cluster labels of n vectors, and the silhouette of every k tried.
@@ -311,7 +287,7 @@ class _ClusterFinder:
             minimum = self.min_size or max(5, len(vectors) // 100)
             return hdbscan(vectors, min(minimum, len(vectors))), {}
         k, silhouettes = (self.k, {}) if self.k else choose_k(vectors, self.seed)
-        return kmeans(vectors, k, self.seed), silhouettes
+        return number_by_size(kmeans(vectors, k, self.seed)), silhouettes
 
     def cluster_base(self, vectors: Vectors, k: int) -> Labels:
         """Return the (n,) labels of base vectors, in ``k`` clusters if the method is K-means.
@@ -322,7 +298,7 @@ class _ClusterFinder:
         if distinct < 2:
             return np.zeros(len(vectors), dtype=np.int64)
         if self.method == "kmeans":
-            return kmeans(vectors, min(k, distinct), self.seed)
+            return number_by_size(kmeans(vectors, min(k, distinct), self.seed))
         return self(vectors, "")[0]
 
     def make_clustering(

@@ -40,7 +40,6 @@ from llmcond.evaluation.analyses import (
     find_calibration,
     frobenius_variance,
     impurity,
-    measure_isotropy,
     most_changed,
     project_2d,
     sample_texts,
@@ -57,7 +56,7 @@ from llmcond.options.scoring import (
     TiesOption,
 )
 from llmcond.options.texts import CheckConditionOptions
-from llmcond.report.content import make_page
+from llmcond.report.content import make_page, measure_predictors
 from llmcond.report.figures import Point, plot_clusters, plot_curve, plot_isotropy
 from llmcond.report.page import check_page, write_page
 from llmcond.report.tables import estimate_text, highest_or_lowest
@@ -311,11 +310,6 @@ class _Split:
     def pairs(self, predictor: RunEmbeddingHead) -> PairArrays:
         return self.features.pairs(predictor.view).take(self.rated)
 
-    def embeddings(self, predictor: RunEmbeddingHead, side: str) -> NDArray[np.float32]:
-        pairs = self.pairs(predictor)
-        vectors = pairs.first if side == "first" else pairs.second
-        return predictor.head.transform(vectors, pairs.condition)
-
     def texts(self, column: Sequence[str]) -> list[str]:
         return [column[i] for i in self.rated]
 
@@ -438,16 +432,10 @@ def _describe(predictor: RunEmbeddingHead) -> dict[str, Any]:
 def _analyse_isotropy(
     predictors: Sequence[RunEmbeddingHead], data: _Split, seed: int, figure: Path | None
 ) -> list[dict[str, Any]]:
-    results = [_measure_isotropy(predictor, data, seed) for predictor in predictors]
+    results = measure_predictors(predictors, data.pairs, seed)
     if figure is not None:
         plot_isotropy(results, figure)
     return [{key: row[key] for key in row if key != "cosines"} for row in results]
-
-
-def _measure_isotropy(predictor: RunEmbeddingHead, data: _Split, seed: int) -> dict[str, Any]:
-    vectors = np.concatenate([data.embeddings(predictor, side) for side in ("first", "second")])
-    figures, cosines = measure_isotropy(predictor.name, vectors, seed)
-    return {**figures, **_describe(predictor), "cosines": cosines}
 
 
 def _analyse_clusters(
@@ -472,14 +460,13 @@ def _analyse_clusters(
         positions += [i for i, text in enumerate(conditions) if text == name][:n_sentences]
     labels = [conditions[i] for i in positions]
     by_name = {predictor.name: predictor for predictor in predictors}
-    vectors = {
-        name: data.embeddings(predictor, "first")[positions] for name, predictor in by_name.items()
-    }
-    results = {}
-    for name, points in vectors.items():
+    vectors, results = {}, {}
+    for name, predictor in by_name.items():
+        pairs = data.pairs(predictor)
+        points = vectors[name] = predictor.head.transform(pairs.first, pairs.condition)[positions]
         result = impurity(points, labels, seed=seed)
         figures = {"impurity": result.value, **asdict(result)}
-        results[name] = {"name": name, **figures, **_describe(by_name[name])}
+        results[name] = {"name": name, **figures, **_describe(predictor)}
     kinds = np.array([names.index(text) for text in labels])
     for head in fitted:
         # Zero-shot on separate features is e(s) - e(c), which clusters by condition already.

@@ -149,7 +149,10 @@ def test_guide_rows_apply_to_their_condition_only(call, write_rows, tmp_path):
 INVALID = [
     ((), "neither --condition nor --guide"),
     ((*PLACE, *PLACE, "--values", "", "--values", "a"), "'the place' is given more than once"),
-    ((*PLACE, "--clusters", "49"), "48 distinct texts, but --clusters is 49. Give at most 48"),
+    (
+        (*PLACE, "--clusters", "49"),
+        "48 distinct texts, and 49 clusters need at least 49",
+    ),
     (
         (*PLACE, "--method", "hdbscan", "--min-cluster-size", "49"),
         "--min-cluster-size is 49, but texts.csv has 48 texts. Give at most 48, or more texts",
