@@ -14,10 +14,10 @@ from llmcond.clustering import (
     compute_maps,
     describe_clusters,
     hdbscan,
-    kmeans,
     number_by_size,
     score_clusters,
 )
+from llmcond.evaluation.analyses import kmeans
 
 
 def blobs(sizes, distance=6.0, dim=8, seed=0):
@@ -52,7 +52,7 @@ def test_choose_k_without_separate_clusters():
 
 def test_same_seed_gives_same_clusters_largest_first():
     points, _ = blobs([20, 50, 30], distance=2)
-    labels, repeated_labels = kmeans(points, 3, 7), kmeans(points, 3, 7)
+    labels, repeated_labels = (number_by_size(kmeans(points, 3, 7)) for _ in range(2))
     assert labels.tolist() == repeated_labels.tolist()
     assert np.bincount(labels).tolist() == sorted(np.bincount(labels), reverse=True)
     numbered = number_by_size(np.array([5, NOISE, NOISE, NOISE, 2, 2]))

@@ -237,7 +237,7 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
     clusters = kmeans(points, k, seed)
     index_of = {condition: i for i, condition in enumerate(conditions)}
     counts = np.zeros((k, k), dtype=np.int64)
-    np.add.at(counts, ([index_of[label] for label in labels], clusters), 1)
+    np.add.at(counts, (np.array([index_of[label] for label in labels]), clusters), 1)
     return Impurity(impurity_from_counts(counts), conditions, tuple(map(tuple, counts.tolist())), k)
 
 
