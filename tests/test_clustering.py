@@ -157,7 +157,7 @@ def test_scores_match_scikit_learn_and_have_intervals():
     assert values["base_ari"] == pytest.approx(adjusted_rand_score(truth[20:], bad[20:]))
     assert values["minus_base_ari"] == pytest.approx(values["ari"] - values["base_ari"])
     renamed = np.array([2, 3, 1, 0])[good]
-    for difference in score_clusters(good, renamed, labels, "topic", "base").difference.values():
+    for *_, difference in score_clusters(good, renamed, labels, "topic", "base").metrics.values():
         assert (difference.value, difference.low, difference.high) == pytest.approx((0, 0, 0))
 
 
