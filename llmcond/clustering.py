@@ -7,7 +7,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.base.errors import format_count
-from llmcond.base.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite_or_none
+from llmcond.base.files import as_json
+from llmcond.base.metrics import Estimate, Floats, Indices, Metric, estimates_json
 from llmcond.base.output import Column, Displayed, Table, log, make_frame
 from llmcond.base.package import __version__
 from llmcond.base.text import Condition, condition_json, condition_key, condition_text, shorten
@@ -576,10 +577,6 @@ class ClusterSummary:
     name: str
     typical: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the cluster as ``--json`` prints it."""
-        return {**asdict(self), "typical": list(self.typical)}
-
 
 def describe_clusters(
     texts: Sequence[str], vectors: Vectors, labels: Labels
@@ -723,19 +720,18 @@ class Clustering(Displayed):
             The condition, the number of clusters and of texts in none, the clusters, silhouettes,
             scores and guide; not the label of each text.
         """
-        return {
-            **condition_json(self.condition),
+        guided = {str(k): counts for k, counts in (self.guided or {}).items()} or None
+        values = {
             "k": self.k,
             "noise": self.noise,
-            "clusters": [cluster.to_json() for cluster in self.clusters],
-            "silhouette": finite_or_none(self.silhouette),
+            "clusters": self.clusters,
+            "silhouette": self.silhouette,
             "silhouettes": {str(k): round(score, 4) for k, score in self.silhouettes.items()},
-            "scores": None if self.scores is None else self.scores.to_json(),
-            "guide": None if self.guide is None else dict(self.guide),
-            "guided": None
-            if self.guided is None
-            else {str(cluster): dict(counts) for cluster, counts in self.guided.items()},
+            "scores": self.scores,
+            "guide": self.guide,
+            "guided": guided,
         }
+        return {**condition_json(self.condition), **as_json(values)}
 
     @override
     def _displayed(self) -> Mapping[str, Any]:

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 
 from llmcond.base.arrays import EqualByValue
 from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import as_json, fields_as_json
 from llmcond.base.metrics import (
     DEFAULT_METRICS,
     Estimate,
     Floats,
     Metric,
     estimates_json,
-    finite_or_none,
     spearman,
 )
 from llmcond.base.package import DEFAULT_MODEL, bundled_folder
-from llmcond.base.records import RECORD, fields_as_json, read_record
+from llmcond.base.records import RECORD, read_record
 from llmcond.base.text import Condition, condition_json
 from llmcond.data.rows import Rows
 from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
@@ -575,16 +575,8 @@ class Agreement(EqualByValue):
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output, with means on 1 to 5."""
-        conditions = [
-            {**asdict(agreement), "spearman": finite_or_none(agreement.spearman)}
-            for agreement in self.by_condition
-        ]
-        return {
-            "n": self.n,
-            **estimates_json(self.metrics),
-            "confusion": self.confusion.tolist(),
-            "by_condition": conditions,
-        }
+        parts = {"confusion": self.confusion, "by_condition": self.by_condition}
+        return {"n": self.n, **estimates_json(self.metrics), **as_json(parts)}
 
 
 def agreement(rows: Rows, model: Floats) -> Agreement:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmcond.base.arrays import Array, MatrixLike, Positions, as_matrix
 from llmcond.base.errors import UserError
+from llmcond.base.files import as_json
 from llmcond.base.metrics import (
     DEFAULT_METRICS,
     Estimate,
@@ -335,10 +336,7 @@ class Result(Displayed):
             values["seed"] = self.seeds[0] if self.seeds else None
             values["selected_on"] = self.fits[0].get("selected_on") if self.fits else None
         if is_compared:
-            values |= {"difference": None, "against": self.against}
-            if self.difference is not None:
-                compared = self.difference.items()
-                values["difference"] = {name: difference_json(part) for name, part in compared}
+            values |= {"difference": as_json(self.difference), "against": self.against}
         for kind, parts in self.subsets.items():
             figures = {name: part.to_json() for name, part in parts.items()}
             if kind == "conditions":
@@ -350,39 +348,9 @@ class Result(Displayed):
                 values |= {f"n_{name}": part.pop("n") for name, part in figures.items()}
             if kind == "subsets":
                 for name, part in parts.items():
-                    figures[name]["difference"] = part.difference and difference_json(
-                        part.difference
-                    )
+                    figures[name]["difference"] = as_json(part.difference)
             values |= figures if kind in _TOP_LEVEL else {kind: figures}
         return values
-
-
-def difference_json(difference: PairedDifference) -> dict[str, Any]:
-    """Return a difference as a JSON object, with None for undefined figures."""
-    return {
-        key: finite_or_none(value) if isinstance(value, float) else value
-        for key, value in asdict(difference).items()
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class SettingsChoice:
-    """The held-out score of the choice of the best settings and epoch on dev.
-
-    Attributes:
-        metric: The metric that chooses.
-        score: The score on dev if settings and epochs are chosen on nine tenths of dev, and the
-            remaining tenth is predicted.
-        folds: How many of the tenths each result was chosen for, by the name and the settings.
-    """
-
-    metric: Metric
-    score: Estimate
-    folds: Mapping[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON value in the output of ``sweep``."""
-        return {**estimates_json({self.metric.name: self.score}), "folds": dict(self.folds)}
 
 
 def default_name(recipe: str, prompts: Sequence[str], plain: bool) -> str:

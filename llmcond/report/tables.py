@@ -19,7 +19,7 @@ from llmcond.base.metrics import (
 )
 from llmcond.base.output import Column, Table, line_limit, print_sentences
 from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
-from llmcond.evaluation.results import Result, SettingsChoice
+from llmcond.evaluation.results import Result
 
 if TYPE_CHECKING:
     from llmcond.evaluation.analyses import Agreement
@@ -435,9 +435,10 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def choice_sentence(choice: SettingsChoice) -> str:
+def choice_sentence(choice: Mapping[str, Any]) -> str:
     """Say what the choice of the best row of a sweep costs."""
-    metric, score = choice.metric, estimate_text(choice.metric, choice.score)
+    metric = get_metric(next(iter(choice)))
+    score = estimate_text(metric, recorded_estimate(choice, metric))
     return (
         f"Choosing the best of these rows on nine tenths of dev, and predicting the remaining "
         f"tenth, gives {metric.heading} {score}; the score of the best row is optimistic."

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from llmcond.base.arrays import Positions
 from llmcond.base.errors import UserError, nearest, shortened_repr
-from llmcond.base.files import write_json
+from llmcond.base.files import as_json, write_json
 from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.base.output import Displayed, log, make_frame
 from llmcond.base.package import bundled_names, pretrained_folder
@@ -27,13 +27,11 @@ from llmcond.evaluation.paired import MIN_PAIRS
 from llmcond.evaluation.results import (
     ComparedSystem,
     FittedResults,
-    Result,
     Results,
     RowCounts,
     Scored,
     Subset,
     compare_with_baseline,
-    difference_json,
     take_scored,
 )
 from llmcond.features.view import recipe_view
@@ -396,7 +394,10 @@ class SystemComparison(Displayed):
                 "value": finite_or_none(estimate.value),
                 "low": finite_or_none(estimate.low),
                 "high": finite_or_none(estimate.high),
-                **_difference_columns(result, name),
+                **{
+                    f"difference_{key}": value
+                    for key, value in as_json((result.difference or {}).get(name, {})).items()
+                },
             }
             for result in self.results
             for name, estimate in result.metrics.items()
@@ -406,13 +407,6 @@ class SystemComparison(Displayed):
     @override
     def _displayed(self) -> dict[str, Any]:
         return {"baseline": self.baseline, **self.results._displayed()}
-
-
-def _difference_columns(result: Result, metric: str) -> dict[str, Any]:
-    if result.difference is None:
-        return {}
-    columns = difference_json(result.difference[metric])
-    return {f"difference_{key}": value for key, value in columns.items()}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from llmcond.base.system import provenance
 from llmcond.evaluation.results import (
     FittedResults,
     Result,
-    SettingsChoice,
     best_first,
     score_results,
 )
@@ -351,8 +350,10 @@ class SweepResult(FittedResults):
     Attributes:
         results: the results, best first, with confidence intervals.
         failures: a line for each fit that failed; its result lacks that seed.
-        choice: the held-out score of the choice of the best result; None if dev is not scored, if
-            there is one result only, or if the epoch of a fit was not chosen on dev.
+        choice: the score on dev if settings and epochs are chosen on nine tenths of dev, and the
+            remaining tenth is predicted, as JSON; ``folds``: how many of the tenths each result was
+            chosen for. None if dev is not scored, if there is one result only, or if the epoch of a
+            fit was not chosen on dev.
 
     Examples:
         >>> import llmcond
@@ -369,11 +370,11 @@ class SweepResult(FittedResults):
         [16, 32]
     """
 
-    choice: SettingsChoice | None = None
+    choice: Mapping[str, Any] | None = None
 
     @override
     def to_json(self) -> dict[str, Any]:
-        choice = {} if self.choice is None else {"held_out_choice": self.choice.to_json()}
+        choice = {} if self.choice is None else {"held_out_choice": dict(self.choice)}
         return {**FittedResults.to_json(self), **choice}
 
 
@@ -467,7 +468,7 @@ def _add_held_out(result: Result, group: Sequence[_Fit], examples: Examples) -> 
 
 def _score_choice(
     results: Sequence[Result], groups: Sequence[Sequence[_Fit]], examples: Examples
-) -> SettingsChoice | None:
+) -> dict[str, Any] | None:
     """Score the choice of the best result on dev by held-out predictions."""
     held_out = [[record.held_out_arrays for _, record in group] for group in groups]
     complete = [[part for part in parts if part is not None] for parts in held_out]
@@ -478,4 +479,5 @@ def _score_choice(
     predicted, selected = choose_settings(complete, metric, rows.pair[rows.rated])
     (score,) = examples.score_held_out(predicted).values()
     labels = [f"{result.name} {format_settings(result.settings)}".rstrip() for result in results]
-    return SettingsChoice(metric, score, Counter(labels[i] for i in selected))
+    folds = Counter(labels[i] for i in selected)
+    return {**estimates_json({metric.name: score}), "folds": dict(folds)}
