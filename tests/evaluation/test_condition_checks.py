@@ -53,27 +53,21 @@ def test_clustered_vectors_score_higher_than_single_cloud():
     assert check_json["expected_accuracy_ci"][0] < check_json["expected_accuracy"]
 
 
-@pytest.mark.parametrize(
-    ("accuracy", "half_width", "verdict"),
-    [
+def test_verdicts_promise_nothing_and_advise_values_only_where_they_help():
+    vectors, values = sample_groups(20, 4, 1.0), Condition("the mood", "happy, sad")
+    for accuracy, half_width, verdict in (
         (0.70, 0.3, "clear groups"),
         (0.58, 0.3, "some groups"),
         (0.41, 0.3, "unclear"),
         (0.41, 0.28, "hardly any groups"),
-    ],
-)
-def test_verdicts_promise_nothing_and_advise_values_only_where_they_help(
-    accuracy, half_width, verdict
-):
-    calibration = Calibration(accuracy, {}, half_width, {})
-    vectors, values = sample_groups(20, 4, 1.0), Condition("the mood", "happy, sad")
-    check = ConditionCheck.of("the mood", vectors, calibration)
-    with_values = ConditionCheck.of(values, vectors, calibration).sentence()
-    assert check.verdict == check.to_json()["verdict"] == verdict
-    assert "works" not in check.sentence()
-    assert "(--guide of cluster, index and embed)" in check.sentence()
-    assert ("--values" in check.sentence()) == (verdict == "hardly any groups")
-    assert "--values" not in with_values
+    ):
+        calibration = Calibration(accuracy, {}, half_width, {})
+        check = ConditionCheck.of("the mood", vectors, calibration)
+        assert check.verdict == check.to_json()["verdict"] == verdict
+        assert "works" not in check.sentence()
+        assert "(--guide of cluster, index and embed)" in check.sentence()
+        assert ("--values" in check.sentence()) == (verdict == "hardly any groups")
+        assert "--values" not in ConditionCheck.of(values, vectors, calibration).sentence()
 
 
 def test_indicators_match_their_definitions():
@@ -92,10 +86,10 @@ def test_indicators_match_their_definitions():
     assert indicators(np.ones((5, 3))) == dict.fromkeys(INDICATORS, 0.0)
 
 
-@pytest.mark.parametrize(("low", "ranks"), [(0.1, True), (0.0, False)])
-def test_calibration_ranks_conditions_if_it_does_on_unseen_families(low, ranks):
-    measured = {"spearman_left_out": {"family": {"low": low}}}
-    assert Calibration(0.5, {}, 0.1, measured).ranks_conditions is ranks
+def test_calibration_ranks_conditions_if_it_does_on_unseen_families():
+    for low, ranks in ((0.1, True), (0.0, False)):
+        measured = {"spearman_left_out": {"family": {"low": low}}}
+        assert Calibration(0.5, {}, 0.1, measured).ranks_conditions is ranks
     assert CALIBRATION.ranks_conditions is False
 
 

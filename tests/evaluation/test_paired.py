@@ -1,5 +1,6 @@
 """Paired comparisons: compared with a slow reference; pairs, seeds, families, undefined metrics."""
 
+from dataclasses import astuple
 from itertools import combinations
 from math import isnan, nan
 
@@ -186,13 +187,8 @@ def test_verdict_uses_corrected_p():
     assert (among["spearman"].p_holm > 0.05, among["spearman"].verdict) == (True, "no evidence")
 
 
-def simulate_single_fits():
-    systems, rating, pair = simulate_rows(80, [1.0, 0.2, 0.6, 0.9, 1.2])
-    return bootstrap_metrics(systems, rating, pair)
-
-
 def test_several_baselines_share_one_holm_family():
-    result = simulate_single_fits()
+    result = bootstrap_metrics(*simulate_rows(80, [1.0, 0.2, 0.6, 0.9, 1.2]))
     family = paired_differences(result, {0: [1, 2], 4: [3]})
     alone = {**paired_differences(result, {0: [1, 2]}), **paired_differences(result, {4: [3]})}
     assert list(family) == list(alone) == [1, 2, 3]
@@ -208,10 +204,9 @@ def test_several_baselines_share_one_holm_family():
 
 
 def assert_undefined(difference):
-    figures = (difference.low, difference.high, difference.p, difference.p_holm, difference.minimum)
-    assert all(map(isnan, figures))
-    assert isnan(difference.value)
-    assert difference.verdict == "no evidence"
+    value, low, high, _, p, p_holm, minimum, verdict = astuple(difference)
+    assert all(map(isnan, (value, low, high, p, p_holm, minimum)))
+    assert verdict == "no evidence"
 
 
 @pytest.mark.filterwarnings("error")
@@ -262,52 +257,35 @@ def test_seeds_are_averaged_and_their_deviation_is_reported():
     assert deviations == [pytest.approx(np.std(scores, ddof=1)), None, None, None]
 
 
-def simulate_fits(rng, truth, quality, n_seeds, spread):
-    """Return predictions of several fits that are not equally good."""
-    errors = quality + spread * rng.standard_normal(n_seeds)
-    noise = rng.standard_normal(len(truth))
-    return np.array([truth + error * noise for error in errors])
+def assert_interval(figure, rows, seeds, seed_freedom):
+    """Check an interval from the variances of 200 pairs and of seeds."""
+    freedom = (rows + seeds) ** 2 / (rows**2 / 199 + seeds**2 / seed_freedom)
+    half = student.ppf(0.975, freedom) * np.sqrt(rows + seeds)
+    assert figure.high - figure.value == pytest.approx(half)
+    assert figure.value - figure.low == pytest.approx(half)
 
 
-def simulate_seeds(spread, n_seeds=3, n_pairs=200):
-    rng = np.random.default_rng(7)
-    pair = np.repeat(np.arange(n_pairs), 2)
-    truth = rng.standard_normal(2 * n_pairs)
+def test_intervals_cover_rows_and_seeds():
+    rng, pair = np.random.default_rng(7), np.repeat(np.arange(200), 2)
+    truth = rng.standard_normal(400)
     rating = np.round(truth * 2) / 2
-    systems = [simulate_fits(rng, truth, 1.0, n_seeds, spread) for i in range(5)]
-    return systems, rating, pair
-
-
-def test_seed_error_is_pooled_and_added():
-    systems, rating, pair = simulate_seeds(0.1)
-    results = compare(systems[1:], systems[0], rating, pair)
+    # The three fits of a system are not equally good.
+    errors, noise = 1 + 0.1 * rng.standard_normal((5, 3, 1)), rng.standard_normal((5, 1, 400))
+    systems = list(truth + errors * noise)
     scores = np.array([[spearmanr(fit, rating).statistic for fit in system] for system in systems])
-    pooled = scores.var(axis=1, ddof=1).mean()  # 5 systems of 3 seeds: 10 degrees of freedom
-    sampled = bootstrap_metrics(systems, rating, pair).sampled[0]
-    for i, result in enumerate(results, start=1):
-        rows = (sampled[i] - sampled[0]).var(ddof=1) * 200 / 199
-        seeds = 2 * pooled / 3
-        assert result["spearman"].seed_error == pytest.approx(np.sqrt(seeds))
-        freedom = (rows + seeds) ** 2 / (rows**2 / 199 + seeds**2 / 10)
-        half = student.ppf(0.975, freedom) * np.sqrt(rows + seeds)
-        assert result["spearman"].high - result["spearman"].value == pytest.approx(half)
-        assert result["spearman"].value - result["spearman"].low == pytest.approx(half)
-        assert result["accuracy"].seed_error > 0
-
-
-def test_estimates_have_intervals_over_rows_and_seeds():
-    systems, rating, pair = simulate_seeds(0.1)
     result = bootstrap_metrics(systems, rating, pair)
-    for i, system in enumerate(systems):
+    sampled = result.sampled[0]
+    for i, system_scores in enumerate(scores):
         spearman = result.estimates(i)["spearman"]
-        scores = [spearmanr(fit, rating).statistic for fit in system]
-        assert spearman.value == pytest.approx(np.mean(scores))
-        rows = result.sampled[0, i].var(ddof=1) * 200 / 199
-        seeds = np.var(scores, ddof=1) / len(scores)
-        freedom = (rows + seeds) ** 2 / (rows**2 / 199 + seeds**2 / (len(scores) - 1))
-        half = student.ppf(0.975, freedom) * np.sqrt(rows + seeds)
-        assert spearman.high - spearman.value == pytest.approx(half)
-        assert spearman.value - spearman.low == pytest.approx(half)
+        assert spearman.value == pytest.approx(system_scores.mean())
+        rows = sampled[i].var(ddof=1) * 200 / 199
+        assert_interval(spearman, rows, system_scores.var(ddof=1) / 3, 2)
+    pooled = scores.var(axis=1, ddof=1).mean()  # 5 systems of 3 seeds: 10 degrees of freedom
+    for i, difference in paired_differences(result, {0: range(1, 5)}).items():
+        rows = (sampled[i] - sampled[0]).var(ddof=1) * 200 / 199
+        assert difference["spearman"].seed_error == pytest.approx(np.sqrt(2 * pooled / 3))
+        assert_interval(difference["spearman"], rows, 2 * pooled / 3, 10)
+        assert difference["accuracy"].seed_error > 0
     # The deviation of two seeds is too uncertain for an interval.
     two_seeds = bootstrap_metrics([systems[0][:2]], rating, pair).estimates(0)["spearman"]
     assert np.isnan([two_seeds.low, two_seeds.high]).all()

@@ -29,7 +29,7 @@ def explain():
     return Explanation(SENTENCE, "Skiing", "exact", [first, second], {"encoder": "minilm"})
 
 
-def test_table_has_values_and_bars(capsys):
+def test_table_has_values_and_bars_and_cannot_control_the_terminal(capsys):
     show_explanation(explain())
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line.split() for line in printed.splitlines() if line.split()}
@@ -42,9 +42,6 @@ def test_table_has_values_and_bars(capsys):
     assert "Ã" not in printed
     assert lines["fun"][1] == "+0.000"
     assert "the sport: 0.900; the mood: 0.100" in " ".join(printed.split())
-
-
-def test_terminal_is_not_controlled_by_texts(capsys):
     tokens = [Token("\x1b[31mred", 0, 4, False)]
     explained = ConditionExplanation("the\x1b]0;x", tokens, np.ones(1), similarity=1.0)
     show_explanation(Explanation("\x1b[31mred", "b", "leave-one-out", [explained]))

@@ -138,8 +138,18 @@ def encode_texts(folder: Path | str, head: str | None = None) -> np.ndarray:
 # -- pushed files ------------------------------------------------------------------------------
 
 
+def assert_nothing_private(hub, folder: Path) -> None:
+    """Check that no pushed file has a text of the rows, or a path below a temporary folder."""
+    for name, content in hub.files().items():
+        if name != "README.md":
+            assert str(folder).encode() not in content, name
+            assert b"two men play" not in content, name
+
+
 @pytest.mark.parametrize("kind", ["merged", "adapter"])
-def test_pushed_files_suffice_to_load_model(request, hub, capsys, tmp_path, kind):
+def test_pushed_files_suffice_to_load_model_and_have_no_local_paths(
+    request, hub, base, data, capsys, tmp_path, tmp_path_factory, kind
+):
     folder = request.getfixturevalue(kind)
     expected, before = encode_texts(folder), read_file_states(folder)
     result = run_json(capsys, "push", REPO, "--run", folder)
@@ -162,19 +172,11 @@ def test_pushed_files_suffice_to_load_model(request, hub, capsys, tmp_path, kind
     # A second push changes nothing.
     assert push(run=folder, repo=REPO).items() == result.items()
     assert len(hub.commits) == 1
-
-
-@pytest.mark.parametrize("kind", ["merged", "adapter"])
-def test_local_paths_are_not_pushed(request, hub, base, data, tmp_path_factory, kind):
-    folder = request.getfixturevalue(kind)
     manifest = json.loads((folder / "run.json").read_text())
     assert manifest["data"]["source"] == str(data)
     assert manifest["encoder"]["name"] == str(folder)
-    push(run=folder, repo=REPO)
+    assert_nothing_private(hub, tmp_path_factory.getbasetemp())
     for name, content in hub.files().items():
-        if name != "README.md":
-            assert str(tmp_path_factory.getbasetemp()).encode() not in content, name
-            assert b"two men play" not in content, name
         if name.endswith(".json") and name != "tokenizer.json":
             assert str(Path.home()) not in content.decode()
             assert re.findall(r'"/[^"]*"', content.decode()) == [], name
@@ -222,9 +224,7 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(hub, frozen, capsys, tmp_pat
     assert not np.array_equal(expected, expected_linear)
     result = run_json(capsys, "push", REPO, "--run", frozen)
     assert result["files"] == sorted(EXPECTED["frozen"])
-    for name, content in hub.files().items():
-        assert str(tmp_path_factory.getbasetemp()).encode() not in content, name
-        assert b"two men play" not in content, name
+    assert_nothing_private(hub, tmp_path_factory.getbasetemp())
     manifest = json.loads(hub.files()["run.json"])
     assert manifest["data"]["source"] == "secret-rows.csv"
     assert (manifest["encoder"]["model"], manifest["encoder"]["revision"]) == ("minilm", None)
