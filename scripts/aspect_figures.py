@@ -21,8 +21,8 @@ from scipy.stats import t as student
 from sklearn.exceptions import ConvergenceWarning
 
 from llmcond.base.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite_or_none
-from llmcond.clustering import kmeans
 from llmcond.data.guides import AspectSample
+from llmcond.evaluation.analyses import kmeans
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING, bootstrap_metrics
 
 #: Minimum number of texts of a value that is clustered, and minimum and maximum number of such
