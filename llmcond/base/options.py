@@ -29,9 +29,10 @@ from llmcond.base.errors import UserError, did_you_mean, list_legal_values, shor
 from llmcond.base.text import check_string
 
 try:
-    from annotated_types import Ge, Lt
+    from annotated_types import Ge, Gt, Lt
 except ModuleNotFoundError:  # pydantic, which brings it, is missing if encoders are used alone
     Ge = namedtuple("Ge", "ge")  # type: ignore[no-redef]
+    Gt = namedtuple("Gt", "gt")  # type: ignore[no-redef]
     Lt = namedtuple("Lt", "lt")  # type: ignore[no-redef]
 
 _KEY = "option"
@@ -55,6 +56,10 @@ IndexPrecision = Literal["float16", "int8", "uint8", "binary", "ubinary"]
 #: A random seed in the range that all libraries accept.
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 Positive = Annotated[int, Ge(1)]
+#: A finite number above 0, since options reject infinity.
+PositiveNumber = Annotated[float, Gt(0)]
+#: A number of tokens; fewer than 8 would leave no room for a text and its special tokens.
+Length = Annotated[int, Ge(8)]
 #: A price or another finite amount.
 Amount = Annotated[float, Ge(0), Lt(math.inf)]
 

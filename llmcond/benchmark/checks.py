@@ -35,30 +35,22 @@ from llmcond.encoders.torch.engine import Engine, create_engine, torch_engine
 STORED = Path(__file__).with_name("nv_embed.json")
 
 
-def stored_encoder(device: str, folder: Path) -> ResolvedEncoder:
-    """Resolve the encoder whose vectors are stored, without loading it."""
+def golden_differences(device: str, folder: Path) -> tuple[float, str]:
+    """Return the largest distance of a device's vectors to the stored ones, and a note.
+
+    The stored inputs are token ids, with the index of the first pooled token.
+    """
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
     options = EncoderOptions(dtype="float32", max_tokens_per_batch=64)
-    return random_encoder("nv-embed-v2", folder, options, device, small=True, init_device="cpu")
-
-
-def stored_rows(stored: dict[str, Any]) -> list[Tokens]:
-    """Return the stored inputs: token ids, and the index of the first pooled token."""
-    return [
+    encoder = Encoder(
+        random_encoder("nv-embed-v2", folder, options, device, small=True, init_device="cpu")
+    )
+    rows = [
         Tokens(row["ids"], row["first"], len(row["ids"]), len(row["ids"]), len(row["ids"]))
         for row in stored["inputs"]
     ]
-
-
-def golden_differences(device: str, folder: Path) -> tuple[float, str]:
-    """Return the largest distance of a device's vectors to the stored ones, and a note."""
-    stored = json.loads(STORED.read_text(encoding="utf-8"))
-    encoder = Encoder(stored_encoder(device, folder))
-    rows, expected = stored_rows(stored), np.array(stored["vectors"], dtype=np.float32)
-    distances = [
-        float(np.linalg.norm(done.vectors - expected[list(done.inputs)], axis=1).max())
-        for done in encoder.engine.run(rows)
-    ]
-    return max(distances), f"{len(rows)} inputs"
+    vectors = _run_engine(torch_engine(encoder), rows)
+    return distance(vectors, np.array(stored["vectors"], dtype=np.float32)), f"{len(rows)} inputs"
 
 
 Vectors = NDArray[np.float32]

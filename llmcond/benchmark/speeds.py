@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity
 
 from llmcond.base.errors import first_line
 from llmcond.base.output import Table
@@ -225,32 +224,6 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
-    """A measurement that was skipped, and the reason."""
-
-    what: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """A profile of the first way.
-
-    Attributes:
-        model: The name of the encoder.
-        precision: The type of the weights.
-        inputs: The kind of inputs.
-        kernels: The ten kernels (on a CPU: operators) with the largest time, each with its fraction
-            of the total time and its number of calls.
-    """
-
-    model: str
-    precision: str
-    inputs: str
-    kernels: Sequence[tuple[str, float, int]]
-
-
-@dataclass(frozen=True, slots=True)
 class _Way:
     """A way to encode inputs.
 
@@ -305,9 +278,8 @@ def run_encoder(
     *,
     must_pack: bool,
     check: bool = True,
-    profile: bool = False,
-) -> Iterator[Check | Speed | Skipped | Profile]:
-    """Load an encoder, ``check`` it, and yield its speeds, and with ``profile`` also profiles.
+) -> Iterator[Check | Speed]:
+    """Load an encoder, ``check`` it, and yield its speeds; a failed timing is a check not run.
 
     For an NV-Embed, ``resolved`` must not fold the latent block. This function folds it, to compare
     both.
@@ -322,11 +294,6 @@ def run_encoder(
     for label, inputs, names in _list_inputs(loaded, scale):
         ways_of_inputs = [way for way in all_ways if names is None or way.name in names]
         yield from _measure(loaded, label, inputs, ways_of_inputs, scale)
-        if profile:
-            try:
-                yield _profile(loaded, label, inputs)
-            except RuntimeError as error:  # for example if the machine forbids profiling kernels
-                yield Skipped(f"{loaded.title}, {label}: profile", first_line(error))
 
 
 def _load(resolved: ResolvedEncoder) -> _Loaded:
@@ -435,7 +402,7 @@ def _measure(
     inputs: list[EncoderInput],
     candidate_ways: list[_Way],
     scale: Scale,
-) -> Iterator[Speed | Skipped]:
+) -> Iterator[Speed | Check]:
     encoder = loaded.encoder
     device, dtype = encoder.resolved.device, TORCH_DTYPES[encoder.identity.dtype]
     computed: dict[str, int] = {}
@@ -449,7 +416,7 @@ def _measure(
                 vectors[way.name] = way.encode(inputs)
         except Exception as error:  # for example out of memory, or any error of a peer
             what = f"{loaded.title}, {label}: {way.name}"
-            yield Skipped(what, f"{type(error).__name__}: {first_line(error)}")
+            yield Check(what, None, None, None, f"{type(error).__name__}: {first_line(error)}")
     working_ways = [way for way in candidate_ways if way.name in vectors]
     for _ in range(scale.rounds):
         for way in working_ways:
@@ -499,28 +466,6 @@ def _median_ratio(turns: list[tuple[float, float]], others: list[tuple[float, fl
     return statistics.median(other / seconds for (seconds, _), (other, _) in pairs)
 
 
-def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile:
-    encoder = loaded.encoder
-    gpu = encoder.resolved.device != "cpu"
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-    with (
-        engine_settings(torch_engine(encoder)),
-        torch.profiler.profile(activities=kinds, acc_events=True) as profiler,
-    ):
-        encoder.encode_with_counts(inputs)
-        synchronize(encoder.resolved.device)
-    timed = [
-        (event.key, event.self_device_time_total if gpu else event.self_cpu_time_total, event.count)
-        for event in profiler.key_averages()
-        # On a GPU, only kernels are counted, and not also the operators that launch them.
-        if not gpu or event.device_type.name == "CUDA"
-    ]
-    total = sum(time_total for _, time_total, _ in timed) or 1.0
-    longest = sorted(timed, key=lambda one: -one[1])[:10]
-    kernels = [(name, time_total / total, count) for name, time_total, count in longest]
-    return Profile(encoder.name, loaded.precision, label, kernels)
-
-
 def product_peak(device: str, dtype: torch.dtype, size: int) -> float:
     """Measure the product of matrices of ``size`` rows on a device, in FLOP/s: best of five."""
     first, second = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -567,60 +512,28 @@ def peak_memory(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-#: The number of characters of a kernel's name that are shown; names of templates have thousands.
-_MAX_NAME_LENGTH = 100
 _VERDICTS = {True: "yes", False: "**NO**", None: "not run"}
 
 
-def page(
-    machine: dict[str, Any],
-    checks: Sequence[Check],
-    speeds: Sequence[Speed],
-    skipped: Sequence[Skipped],
-    profiles: Sequence[Profile],
-) -> str:
-    """Return the machine, checks, speeds, skipped measurements and profiles as a page."""
+def page(machine: dict[str, Any], checks: Sequence[Check], speeds: Sequence[Speed]) -> str:
+    """Return the machine, the checks and the speeds as a page."""
     facts = {key: value for key, value in machine.items() if key != "versions"}
     machine_text = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items())
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = ["# llmcond bench", "", f"{machine_text}.", "", f"{versions}.", ""]
-    if checks:
-        lines += [
-            "## Checks",
-            "",
-            Table.of_rows([_check_row(check) for check in checks]).document("markdown"),
-        ]
-    lines += _speed_sections(speeds)
-    for profile in profiles:
-        subject = f"{profile.model}, {profile.precision}, {profile.inputs}"
-        rows = [
-            {
-                "kernel": name[:_MAX_NAME_LENGTH],
-                "share of the time": f"{share:.0%}",
-                "calls": f"{count:,}",
-            }
-            for name, share, count in profile.kernels
-        ]
-        lines += [
-            "",
-            f"## Where the time goes: {subject}",
-            "",
-            Table.of_rows(rows).document("markdown"),
-        ]
-    if skipped:
-        lines += ["", "## Not measured", ""]
-        lines += [f"- {item.what}: {item.why}" for item in skipped]
-    return "\n".join(lines) + "\n"
-
-
-def _check_row(check: Check) -> dict[str, str]:
-    return {
-        "check": check.name,
-        "difference": "" if check.difference is None else f"{check.difference:.1e}",
-        "at most": "" if check.bound is None else f"{check.bound:.0e}",
-        "passed": _VERDICTS[check.passed],
-        "note": check.note,
-    }
+    rows = [
+        {
+            "check": check.name,
+            "difference": "" if check.difference is None else f"{check.difference:.1e}",
+            "at most": "" if check.bound is None else f"{check.bound:.0e}",
+            "passed": _VERDICTS[check.passed],
+            "note": check.note,
+        }
+        for check in checks
+    ]
+    if rows:
+        lines += ["## Checks", "", Table.of_rows(rows).document("markdown")]
+    return "\n".join([*lines, *_speed_sections(speeds)]) + "\n"
 
 
 def _speed_sections(speeds: Sequence[Speed]) -> Iterator[str]:

@@ -78,8 +78,7 @@ class Bench(BenchOptions, Command):
         """Run the checks, then time the encoders.
 
         Returns:
-            A ``Benchmark``: the machine, the checks, the speed of each encoder, and what was
-            skipped and why.
+            A ``Benchmark``: the machine, the checks, and the speed of each encoder.
 
         Raises:
             UserError: a model is unknown, or a device, library or output folder is missing.

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from llmcond.base.errors import LlmcondError, UserError, first_line
 from llmcond.base.files import check_format, digest_file, read_json, write_json
 from llmcond.base.output import log
-from llmcond.base.package import is_plugin
 from llmcond.base.system import require_libraries
-from llmcond.encoders.settings import CHOICES, MODEL_SETTINGS
+from llmcond.encoders.settings import MODEL_SETTINGS, EncoderOptions
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -139,23 +138,17 @@ def read_encoder_record(folder: Path) -> EncoderRecord | None:
         for name, kind in _RECORD_TYPES.items()
         if not isinstance(values.get(name, ...), kind)
     }
-    if "quantize" not in invalid and values["quantize"] not in CHOICES["quantize"]:
-        invalid["quantize"] = values["quantize"]
-    if "settings" not in invalid:
-        invalid |= {k: v for k, v in values["settings"].items() if not _is_setting(k, v)}
+    invalid |= {k: v for k, v in values.get("settings", {}).items() if k not in MODEL_SETTINGS}
     for name, value in invalid.items():
         raise LlmcondError(
             f"{path} has {name} = {value!r}, which training never writes, so the file is damaged. "
             "Copy it again."
         )
+    try:
+        EncoderOptions(quantize=values["quantize"], **values["settings"])
+    except UserError as error:
+        raise LlmcondError(f"{path} is damaged. {error} Copy the file again.") from error
     return EncoderRecord(**values)
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    # The types are compared exactly, because isinstance accepts a bool as an int.
-    if type(value) is not MODEL_SETTINGS.get(name):
-        return False
-    return (name == "pooling" and is_plugin(str(value))) or value in CHOICES.get(name, (value,))
 
 
 # -- an adapter's files ------------------------------------------------------------------------

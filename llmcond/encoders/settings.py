@@ -1,9 +1,9 @@
 """The settings of an encoder, each declared once in ``EncoderSettings``, and known models.
 
-A field declares the setting's type, default, flag and help text. If the first source that states
-the setting does not simply decide it, the field also has the function that does. Two classes repeat
-these fields and add some: ``EncoderOptions`` holds what a user may choose, and ``EncoderIdentity``
-holds what decides an encoder's vectors, and is the key of its stored features.
+A field declares the setting's type, default, flag and help text; ``resolve`` decides its value for
+one encoder. Two classes repeat these fields and add some: ``EncoderOptions`` holds what a user may
+choose, and ``EncoderIdentity`` holds what decides an encoder's vectors, and is the key of its
+stored features.
 
 This module imports neither torch nor transformers, so that the command line can be built from it.
 """
@@ -12,31 +12,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
-from numbers import Integral, Real
 from pathlib import Path
 from string import Formatter
-from typing import Any, Generic, Literal, Never, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, Never, TypeVar
 
-from llmcond.base import package as plugins
-from llmcond.base.errors import LlmcondError, UserError, list_legal_values, shortened_repr
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.files import digest_bytes
-from llmcond.base.options import Option, check_argument, declaration_of, option
-from llmcond.base.output import log
-from llmcond.base.system import check_device_name, computes_natively
+from llmcond.base.options import (
+    Length,
+    Option,
+    Options,
+    Positive,
+    PositiveNumber,
+    declaration_of,
+    option,
+)
+from llmcond.base.system import check_device_name
 from llmcond.encoders.spec import (
-    ARCHITECTURES,
     POOLINGS,
     Attention,
     Dtype,
     Quantize,
     Runtime,
     get_pooling,
-    identify_pooling,
 )
 
 #: Where a router weights the tokens of an input: as they are pooled (``none``), or inside the last
@@ -57,59 +58,6 @@ READING_MODES: tuple[RouterMode, ...] = ("bi", *RELEASED_MODES)
 #: How a weight w scales a token (table 3): ``one-plus`` by 1 + A w, ``only`` by A w, and ``random``
 #: by 1 + A w with random weights instead of the router's.
 RouterWeight = Literal["one-plus", "only", "random"]
-
-
-def check_router(name: str, options: Mapping[str, Any], trained: Any, pooling: str | None) -> None:
-    """Check that the router settings and the pooling of an encoder fit together.
-
-    Args:
-        name: The encoder's name.
-        options: Router settings that the user has set, by their names.
-        trained: The router that the encoder was trained with, if any.
-        pooling: The pooling that the user has set, if any.
-
-    Raises:
-        UserError: If they do not fit together.
-    """
-    if options.get("router", "none") == "none":
-        if trained not in (None, "none"):
-            raise UserError(
-                f"{name} was trained with --router {trained}, and its vectors would be wrong "
-                "without it. Leave out --router none."
-            )
-        for setting in [option for option in options if option != "router"]:
-            raise UserError(
-                f"{setting} is {options[setting]!r}, but the encoder has no router. Add --router "
-                "csr."
-            )
-    elif options.get("router_mode") in RELEASED_MODES and pooling not in (None, "cls"):
-        raise UserError(
-            f"router_mode is {options['router_mode']!r}, which always uses the vector of the first "
-            f"token, but pooling is {pooling!r}. Leave out --pooling."
-        )
-    elif options.get("router_weight") == "random" and options.get("router_mode") in (
-        "hidden",
-        "heavy",
-    ):
-        raise UserError(
-            "router_weight is 'random', which uses neither queries nor keys, so it cannot be "
-            f"combined with router_mode {options['router_mode']!r}. Use --router-mode paper."
-        )
-
-
-def check_layers(name: str, mode: RouterMode, layers: int, pooling: str) -> None:
-    """Raise a UserError for a router in so few layers that it has almost no effect."""
-    if (
-        layers == 1
-        and mode not in RELEASED_MODES
-        and get_pooling(pooling).states in ("first", "last")
-    ):
-        raise UserError(
-            f"router_layers is 1, but {name} pools by {pooling}, so the router could only change "
-            "the weight of one token. Use --router-layers 3, or --pooling mean."
-        )
-
-
 #: ``after-instruction`` is NV-Embed-v2's own count; any encoder can have the others.
 PoolOver = Literal["all", "text", "after-instruction"]
 #: What becomes of an input that is longer than the encoder takes: its sentence is cut, or read in
@@ -120,204 +68,12 @@ LongTexts = Literal["cut", "windows"]
 TOKENIZER_DECIDES = "tokenizer"
 #: Raised when the engine itself changes the vectors it gives for the same identity.
 ENGINE_VERSION = 1
-_FALLBACK_LENGTH = 512
 
 #: The type of a setting that the user left open: None in options, never in an identity.
 Open = TypeVar("Open")
 #: The type of a setting that depends on the machine: "auto" in options, never in an identity.
 Auto = TypeVar("Auto")
 _T = TypeVar("_T")
-
-
-@dataclass
-class SettingSources:
-    """Everything that decides the settings of one encoder.
-
-    Attributes:
-        name: the encoder's name in messages.
-        device: the device that it will run on.
-        options: the user's choices. Training records fill in those that the user left open.
-        known: the settings of a known encoder of this name; None if the name is not known.
-        files: the settings that the checkpoint's files state.
-        poolings: the poolings that the encoder supports.
-        model_type: its architecture, as transformers names it.
-        positions: the number of token positions; None if the files do not state it.
-        no_float16: the reason why float16 must not be used; empty if it may be used.
-        trained_router: the router that the encoder was trained with, if any.
-        assumed: sentences for the user about settings that no source states.
-        settled: the settings that are decided so far, in their order.
-    """
-
-    name: str
-    device: str
-    options: EncoderOptions
-    known: Mapping[str, Any] | None
-    files: Mapping[str, Any]
-    poolings: Sequence[str]
-    model_type: str
-    positions: int | None
-    no_float16: str
-    trained_router: str | None
-    assumed: list[str]
-    settled: dict[str, Any] = field(default_factory=dict)
-
-    def find(self, name: str) -> Any:
-        """Return the value of the first source that states a setting, or None.
-
-        The sources are the options, the known encoder of this name and the checkpoint's files, in
-        this order.
-        """
-        states = (getattr(self.options, name), (self.known or {}).get(name), self.files.get(name))
-        return next((value for value in states if value is not None), None)
-
-    def settle(self, weights: str) -> EncoderIdentity:
-        """Decide all settings, and return the identity of the encoder with these weights.
-
-        Raises:
-            UserError: this encoder does not support one of the options.
-        """
-        router_options = {name: getattr(self.options, name) for name in ROUTER_SETTINGS}
-        router_options = {
-            name: value for name, value in router_options.items() if value is not None
-        }
-        check_router(self.name, router_options, self.trained_router, self.options.pooling)
-        for name, setting in SETTINGS.items():
-            if setting.settle is not None:
-                self.settled[name] = setting.settle(self)
-            elif (value := self.find(name)) is not None:
-                self.settled[name] = value
-        identity = EncoderIdentity(weights=weights, **self.settled)
-        if identity.routes_inside:
-            check_layers(self.name, identity.router_mode, identity.router_layers, identity.pooling)
-        return identity
-
-
-# -- resolving settings ------------------------------------------------------------------------
-
-
-def _settle_dtype(sources: SettingSources) -> Dtype:
-    """Return a dtype that the device computes natively: the chosen one, otherwise float32.
-
-    For ``auto`` it is the fastest one. On a CPU that is never float16, which overflows easily.
-    """
-    dtype, device = sources.options.dtype, sources.device
-    if sources.no_float16 and dtype == "float16":
-        raise UserError(f"{sources.name} does not work in float16: {sources.no_float16}.")
-    if dtype == "auto":
-        gpu_type: Dtype = "float32" if device == "cpu" or sources.no_float16 else "float16"
-        return "bfloat16" if computes_natively("bfloat16", device) else gpu_type
-    if computes_natively(dtype, device):
-        return dtype
-    _log_emulated(sources.name, dtype, device)
-    return "float32"
-
-
-@cache  # A command resolves the same encoder several times.
-def _log_emulated(name: str, dtype: Dtype, device: str) -> None:
-    log.info(
-        f"{name} is computed in float32, because {'this CPU' if device == 'cpu' else device} has "
-        f"no instructions for {dtype}, and emulating it would be slower and less exact"
-    )
-
-
-def _settle_pooling(sources: SettingSources) -> str:
-    """Return the chosen pooling, otherwise that of the model, otherwise the mean with a note."""
-    requested, legal, name = sources.options.pooling, sources.poolings, sources.name
-    if sources.options.router_mode in RELEASED_MODES:
-        return "cls"
-    if requested is not None and plugins.is_plugin(requested) and "latent" not in legal:
-        return identify_pooling(requested, name)
-    if requested is not None and requested not in legal:
-        raise UserError(f"pooling is {requested!r}, but {name} only supports {' or '.join(legal)}.")
-    pooling: str | None = sources.find("pooling")
-    if pooling is not None and pooling not in legal:
-        raise UserError(
-            f"{name} pools by {pooling!r}, which is not supported. Choose one with --pooling: "
-            f"{', '.join(legal)}."
-        )
-    if pooling is None:
-        sources.assumed.append(
-            "pooling mean: no pooling settings in the checkpoint (--pooling to change it)"
-        )
-    return pooling or "mean"
-
-
-def is_encoder(model_type: str) -> bool:
-    """Return whether an architecture is an encoder; common ones do not import transformers."""
-    return model_type in ARCHITECTURES or model_type in encoder_types()
-
-
-def encoder_types() -> frozenset[str]:
-    """Return the ``model_type`` of every encoder architecture in transformers."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    return frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-
-
-def _settle_attention(sources: SettingSources) -> Attention:
-    requested, recorded = sources.options.attention, sources.files.get("attention")
-    if sources.known is not None:
-        known: Attention = sources.known["attention"]
-        if requested not in (None, known):
-            raise UserError(
-                f"attention is {requested!r}, but {sources.name} was trained with {known} "
-                "attention; its vectors would be noise."
-            )
-        return known
-    if recorded != "causal" and is_encoder(sources.model_type):
-        if requested == "causal":
-            raise UserError(
-                f"attention is 'causal', but {sources.name} is an encoder ({sources.model_type}), "
-                "which is bidirectional."
-            )
-        return "bidirectional"
-    if requested is None and recorded is None:
-        sources.assumed.append(
-            "causal attention: the config of this decoder does not state it (--attention)"
-        )
-    return requested or recorded or "causal"
-
-
-def _settle_pool_over(sources: SettingSources) -> PoolOver:
-    default: PoolOver = (sources.known or {}).get("pool_over", "all")
-    requested, pooling = sources.options.pool_over or default, sources.settled["pooling"]
-    if requested == "after-instruction":
-        _check_choice("pool_over", requested, tuple(dict.fromkeys(("all", "text", default))))
-    if requested == "text" and not get_pooling(pooling).supports_pool_over:
-        raise UserError(
-            f"pool_over is 'text', but {sources.name} pools by {pooling}, which does not support "
-            "it. Use --pooling mean or last."
-        )
-    return requested
-
-
-def _settle_normalize(sources: SettingSources) -> bool:
-    recorded: bool | None = sources.find("normalize")
-    if recorded is None:
-        sources.assumed.append(
-            "unit L2 norm: the checkpoint does not state it (--no-normalize to change it)"
-        )
-    return recorded is None or recorded
-
-
-def _settle_max_length(sources: SettingSources) -> int:
-    limit, requested = sources.positions, sources.options.max_length
-    if requested is not None:
-        if requested > (limit or requested):
-            raise UserError(
-                f"max_length is {requested}; it must be at most {limit}, the number of positions "
-                f"that {sources.name} has."
-            )
-        return requested
-    recorded: int | None = sources.find("max_length")
-    if recorded is None:
-        recorded = min(limit or _FALLBACK_LENGTH, _FALLBACK_LENGTH)
-        most = f", up to the {limit:,} positions that it has" if limit and limit > recorded else ""
-        sources.assumed.append(
-            f"at most {recorded} tokens per input: the checkpoint states no maximum length "
-            f"(--max-length{most})"
-        )
-    return min(recorded, limit or recorded)
 
 
 # -- the settings ------------------------------------------------------------------------------
@@ -329,13 +85,11 @@ class Setting(Option):
 
     Attributes:
         settled_default: value if no source states the setting.
-        settle: function that decides the value; None: the first source that states it decides.
         unplain: reason why an encoder with another value than the default cannot be exported as
             modules of sentence-transformers; empty: it can.
     """
 
     settled_default: Any = dataclasses.MISSING
-    settle: Callable[[SettingSources], Any] | None = None
     unplain: str = ""
 
 
@@ -364,7 +118,6 @@ class EncoderSettings(Generic[Auto, Open]):
 
     dtype: Auto | Dtype = _setting(
         open_as="auto",
-        settle=_settle_dtype,
         help="number format of the computation; auto: the fastest that the device computes "
         "natively; a format that it would emulate is replaced by float32",
     )
@@ -375,27 +128,23 @@ class EncoderSettings(Generic[Auto, Open]):
         help="quantisation of the weights; 8bit and 4bit need the extra quantize",
     )
     pooling: str | Open = _setting(
-        settle=_settle_pooling,
         metavar="POOLING",
         help=f"pooling of the token vectors: {', '.join(POOLINGS)}, or a custom function, "
         "FILE.py:NAME or MODULE:NAME (default: the model's setting)",
     )
     attention: Attention | Open = _setting(
-        settle=_settle_attention, help="direction of the attention (default: the model's setting)"
+        help="direction of the attention (default: the model's setting)"
     )
     pool_over: PoolOver | Open = _setting(
         "all",
-        settle=_settle_pool_over,
         unplain="its encoder pools some of the tokens only",
         help="tokens to pool: all, those of the text without its instruction, or those "
         "after-instruction as NV-Embed-v2 counts them (default: the model's setting)",
     )
     normalize: bool | Open = _setting(
-        settle=_settle_normalize,
         help="scale vectors to unit L2 norm (default: the model's setting)",
     )
-    max_length: int | Open = _setting(
-        settle=_settle_max_length,
+    max_length: Length | Open = _setting(
         metavar="N",
         help="largest number of tokens per input, special tokens included (default: the model's "
         "setting)",
@@ -423,13 +172,13 @@ class EncoderSettings(Generic[Auto, Open]):
         help="with --router csr: how a weight w scales a token: by 1 + A w (one-plus), by A w "
         "(only), or by 1 + A w with random weights (random) (default: one-plus)",
     )
-    router_layers: int | Open = _setting(
+    router_layers: Positive | Open = _setting(
         3,
         metavar="N",
         help="with --router csr: number of layers, counted from the last, that have a router "
         "(default: 3)",
     )
-    router_strength: float | Open = _setting(
+    router_strength: PositiveNumber | Open = _setting(
         1.0,
         metavar="A",
         help="with --router csr: strength A of the router; see --router-weight (default: 1)",
@@ -451,7 +200,6 @@ class EncoderSettings(Generic[Auto, Open]):
     runtime: Auto | Runtime = _setting(
         "torch",
         open_as="auto",
-        settle=lambda sources: "torch",  # until the rest of the identity is known
         help="library that runs the encoder; auto: OpenVINO on a CPU if it is installed and "
         "supports the architecture (encoders like BERT), otherwise PyTorch",
     )
@@ -485,7 +233,7 @@ def _redeclare(auto: str, unset: str, *, settled: bool) -> Callable[[type[_T]], 
 
 @dataclass(frozen=True, kw_only=True)
 @_redeclare("Literal['auto'] | ", " | None", settled=False)
-class EncoderOptions(EncoderSettings[Literal["auto"], None]):
+class EncoderOptions(Options, EncoderSettings[Literal["auto"], None]):
     """The options of an encoder that a user may set; None means the default, often the model's.
 
     Raises:
@@ -501,7 +249,7 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
         "takes",
     )
     device: str = _option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
-    max_tokens_per_batch: int | None = _option(
+    max_tokens_per_batch: Positive | None = _option(
         metavar="N",
         help="largest number of tokens in one forward pass (default: depends on the device and its "
         "memory)",
@@ -519,34 +267,12 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        self._check_types()
-        for name, legal in CHOICES.items():
-            value = getattr(self, name)
-            if value is not None and not (name == "pooling" and plugins.is_plugin(value)):
-                _check_choice(name, value, legal)
+        super().__post_init__()
         check_device_name(self.device)
         if self.instruction_format:
             _check_instruction_format(self.instruction_format)
         if self.special_tokens not in (None, TOKENIZER_DECIDES):
             _check_special_tokens(self.special_tokens)
-        for name, least in (("max_tokens_per_batch", 1), ("router_layers", 1), ("max_length", 8)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} is {value}; it must be at least {least}.")
-        strength = self.router_strength
-        if strength is not None and not 0 < strength < math.inf:
-            raise UserError(f"router_strength is {strength:g}; it must be above 0.")
-
-    def _check_types(self) -> None:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if value is None:
-                value = setting.default
-            elif setting.name in _TYPES:
-                kind, accepted, expected = _TYPES[setting.name]
-                check_argument(setting.name, value, (accepted,), expected)
-                value = kind(value)  # JSON cannot encode NumPy's numbers.
-            object.__setattr__(self, setting.name, value)
 
     def filled_from(self, trained: Mapping[str, Any]) -> EncoderOptions:
         """Return these options with the open ones filled in from a training record."""
@@ -564,7 +290,7 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
         names = {option.name for option in fields(cls)}
         if values.get("router") == "none":
             names -= {*ROUTER_SETTINGS}  # an identity has their defaults
-        return cls(**{name: value for name, value in values.items() if name in names})
+        return cls(**{name: values[name] for name in names if values.get(name) is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -623,36 +349,10 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
 # -- derived from the settings -----------------------------------------------------------------
 
 
-def _literals(hint: Any) -> tuple[str, ...]:
-    """Return the values of all Literals within a type."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    return tuple(value for inner in get_args(hint) for value in _literals(inner))
-
-
-_HINTS = get_type_hints(EncoderOptions)
-#: Types of options, with what callers may pass, and the words for it in messages.
-_KINDS: Sequence[tuple[type, type, str]] = (
-    (bool, bool, "True or False"),
-    (int, Integral, "a whole number"),
-    (float, Real, "a number"),
-    (str, str, "a text"),
+#: Settings that default to the model's. Training records them.
+MODEL_SETTINGS = tuple(
+    setting.name for setting in fields(EncoderSettings) if setting.default is None
 )
-#: Legal values of the options that have choices.
-CHOICES = {name: legal for name, hint in _HINTS.items() if (legal := _literals(hint))}
-CHOICES["pooling"] = tuple(POOLINGS)
-#: The types of the other options: their type in Python, what callers may pass, and its words.
-_TYPES: Mapping[str, tuple[type, type, str]] = {
-    name: next(types for types in _KINDS if types[0] is hint or types[0] in get_args(hint))
-    for name, hint in _HINTS.items()
-    if name not in CHOICES or name == "pooling"
-}
-#: Settings that default to the model's, with their types. Training records them.
-MODEL_SETTINGS: dict[str, type] = {
-    setting.name: next((kind for kind in (bool, int, float) if kind in get_args(hint)), str)
-    for setting in fields(EncoderSettings)
-    if setting.default is None and (hint := _HINTS[setting.name])
-}
 #: The settings among them that a model has without a router.
 STATED = tuple(name for name in MODEL_SETTINGS if name not in ROUTER_SETTINGS)
 #: Settings that decide which tokens an encoder reads and pools.
@@ -669,13 +369,14 @@ def pooled_tokens(settings: Mapping[str, Any]) -> str:
     return _IN_WORDS[settings["pool_over"]]
 
 
+def encoder_types() -> frozenset[str]:
+    """Return the ``model_type`` of every encoder architecture in transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+
+
 # -- checks ------------------------------------------------------------------------------------
-
-
-def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        advice = list_legal_values(str(value), legal)
-        raise UserError(f"{name} is {shortened_repr(value)}. {advice}")
 
 
 def _check_instruction_format(template: str) -> None:

@@ -395,13 +395,8 @@ class ScaleOptions(WorkersOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderFlags(Options, EncoderOptions):
-    """Encoder settings as options."""
-
-    def __post_init__(self) -> None:
-        """Also check the encoder settings."""
-        super().__post_init__()
-        self.encoder_options()
+class EncoderFlags(EncoderOptions):
+    """Encoder settings as options of a command."""
 
     def encoder_options(self) -> EncoderOptions:
         """Return the encoder settings separately from the other options."""

@@ -93,7 +93,6 @@ class BenchOptions(DeviceOption):
     lengths: Sequence[int] = option(
         (512,), help="lengths, in tokens, of the long inputs to time, from 16 to 512 (default: 512)"
     )
-    profile: bool = option(False, help="also list the slowest kernels")
     out: str | Path | None = option(
         None,
         metavar="FILE.md",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from llmcond.base.output import Displayed
 from llmcond.base.system import choose_device, describe_machine
 from llmcond.benchmark.checks import Check, CheckEnvironment, run_checks
 from llmcond.benchmark.shapes import Shape, random_encoder
-from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, page, run_encoder
+from llmcond.benchmark.speeds import Scale, Speed, page, run_encoder
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading import release_memory
 from llmcond.encoders.resolve import ResolvedEncoder
@@ -36,15 +36,14 @@ class Benchmark(Displayed):
 
     Attributes:
         machine: the machine that was measured: its device, driver and versions.
-        checks: the checks of the vectors, with their outcomes.
+        checks: the checks of the vectors, with their outcomes. What could not be run on this
+            machine is a check without an outcome, whose note has the reason.
         speeds: the speeds of each encoder, one for each way of encoding.
-        skipped: what could not be run on this machine, with the reasons.
-        profiles: where the time goes, if ``profile`` was set.
 
     Examples:
         >>> import llmcond
         >>> machine = {"device": "cpu"}
-        >>> result = llmcond.Benchmark(machine, checks=[], speeds=[], skipped=[])
+        >>> result = llmcond.Benchmark(machine, checks=[], speeds=[])
         >>> result.failed
         []
     """
@@ -52,8 +51,6 @@ class Benchmark(Displayed):
     machine: dict[str, Any]
     checks: list[Check]
     speeds: list[Speed]
-    skipped: list[Skipped]
-    profiles: list[Profile] = field(default_factory=list)
 
     @property
     def failed(self) -> list[str]:
@@ -61,12 +58,12 @@ class Benchmark(Displayed):
         return [check.name for check in self.checks if check.passed is False]
 
     def to_markdown(self) -> str:
-        """Render the checks, the speeds and the profiles.
+        """Render the checks and the speeds.
 
         Returns:
             A page in Markdown.
         """
-        return page(self.machine, self.checks, self.speeds, self.skipped, self.profiles)
+        return page(self.machine, self.checks, self.speeds)
 
 
 def bench(options: BenchOptions) -> Benchmark:
@@ -85,13 +82,7 @@ def bench(options: BenchOptions) -> Benchmark:
     wrong_length = next((n for n in options.lengths if not 16 <= n <= _MAX_LENGTH), None)
     if wrong_length is not None:
         raise UserError(f"--lengths has {wrong_length}; expected numbers from 16 to {_MAX_LENGTH}.")
-    result = Benchmark(describe_machine(device), [], [], [], [])
-    results_by_type: dict[type, list[Any]] = {
-        Check: result.checks,
-        Speed: result.speeds,
-        Skipped: result.skipped,
-        Profile: result.profiles,
-    }
+    result = Benchmark(describe_machine(device), [], [])
 
     def write() -> None:
         if out is not None:
@@ -113,12 +104,14 @@ def bench(options: BenchOptions) -> Benchmark:
             try:
                 resolved, must_check = resolvers[name](kind), options.checks != "none"
                 is_random = resolved.checkpoint.random_device is not None
-                for outcome in run_encoder(
-                    resolved, scale, check=must_check, must_pack=is_random, profile=options.profile
-                ):
-                    results_by_type[type(outcome)].append(outcome)
+                for outcome in run_encoder(resolved, scale, check=must_check, must_pack=is_random):
+                    if isinstance(outcome, Speed):
+                        result.speeds.append(outcome)
+                    else:
+                        result.checks.append(outcome)
             except (LlmcondError, RuntimeError, MemoryError) as error:  # the device's errors too
-                result.skipped.append(Skipped(f"{name}, quantize {kind}", first_line(error)))
+                what = f"{name}, quantize {kind}"
+                result.checks.append(Check(what, None, None, None, first_line(error)))
             write()
     return result
 

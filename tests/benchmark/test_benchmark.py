@@ -39,7 +39,7 @@ def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
     page = tmp_path / "bench.md"
     options = ("--shape", "nv-embed-v2", "--quantize", "none", "--device", "cpu")
     options += ("--lengths", "32", "64")
-    result = run_json(capsys, "bench", "--quick", *options, "--profile", "--out", page)
+    result = run_json(capsys, "bench", "--quick", *options, "--out", page)
     for check in result["checks"]:
         needs_cuda = "CUDA" in check["name"] or "memory" in check["name"]
         assert check["passed"] is (None if needs_cuda else True), check["name"]
@@ -50,11 +50,6 @@ def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
     for row in result["speeds"]:
         assert row["tokens_per_second"] > row["inputs_per_second"] > 0
         assert 0 < row["peak_share"] < 2
-    for profile in result["profiles"]:
-        assert 0.5 < sum(share for _, share, _ in profile["kernels"]) <= 1
-    profiled = {profile["inputs"] for profile in result["profiles"]}
-    assert profiled == {"C-STS", "32 tokens", "64 tokens"}
-    assert result["skipped"] == []
     assert "| nv-embed-v2: stored vectors" in page.read_text()
 
 
@@ -63,7 +58,7 @@ def test_failed_checks_are_named_after_output(capsys):
     fine = checks.Check("c = d", 0.0, 0.1, True)
     not_run = checks.Check("e = f", None, 0.1, None, "needs CUDA")
     machine = {"device": "cpu", "versions": {}}
-    result = Benchmark(machine, [fine, bad, not_run], [], [speeds.Skipped("4bit", "no memory")])
+    result = Benchmark(machine, [fine, bad, not_run], [])
     command = Bench()
     command.show(result, "table")
     assert "**NO**" in capsys.readouterr().out

@@ -504,8 +504,8 @@ def test_quantisation_in_training_is_reported(tuned):
 
 def test_damaged_records_are_named(tuned):
     for change, message in (
-        ({"quantize": "5bit"}, "quantize = '5bit'"),
-        ({"settings": {"max_length": True}}, "max_length = True"),
+        ({"quantize": "5bit"}, "--quantize is '5bit'"),
+        ({"settings": {"max_length": True}}, "--max-length is True"),
         ({"settings": {"dtype": "float32"}}, "dtype = 'float32'"),
         ({"like": "nothing"}, "not a known model"),
         ({"base": None}, "does not name the encoder .* Set base to"),

@@ -11,9 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,22 +27,11 @@ from llmcond.encoders.torch.batching import PackedRow, RowSegment
 NAME = "llmcond_packed"
 
 
-class AttentionPlan(Protocol):
-    """A plan that says which tokens of a packed row attend to which."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute the attention of one packed row.
-
-        Args:
-            query: (heads, tokens, head_dim).
-            key: Like ``query``, with the same number of heads or fewer.
-            value: Like ``key``.
-            scale: Factor of the scores; None means head_dim ** -0.5.
-
-        Returns:
-            (tokens, heads, head_dim).
-        """
-        ...
+#: A plan, which says which tokens of a packed row attend to which, and computes their attention. It
+#: takes the row's queries, (heads, tokens, head_dim), its keys and values, of as many heads or
+#: fewer, and the factor of the scores; None means head_dim ** -0.5. It returns
+#: (tokens, heads, head_dim).
+AttentionPlan = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 class AttentionCall(NamedTuple):
@@ -92,7 +80,7 @@ def _compute_attention(
         for option in ("softcap", "position_bias", "s_aux"):
             if kwargs.get(option) is not None:
                 raise NotImplementedError(f"packed attention does not support {option}")
-        return packed.attend(query[0], key[0], value[0], scaling)[None]
+        return packed(query[0], key[0], value[0], scaling)[None]
 
     if router is None:
         return attend_without_router(), None
@@ -231,113 +219,29 @@ BRANCH_TOKENS, _BRANCH_TOKENS_ON_GPU = 192, 1_024
 _CALL_COST, _CALL_COST_ON_GPU = 64, 4_096
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """A row as a sequence of blocks of queries, each with its own keys.
-
-    Attributes:
-        blocks: The plans of the blocks, in the order of the row.
-        n_tokens: Number of tokens of the row's texts. The padding after them attends to nothing.
-    """
-
-    blocks: Sequence[AttentionPlan]
-    n_tokens: int
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute the attention of the row block by block, as ``AttentionPlan`` describes."""
-        heads, length, width = query.shape
-        parts = [block.attend(query, key, value, scale) for block in self.blocks]
-        if length > self.n_tokens:
-            parts.append(query.new_zeros(length - self.n_tokens, heads, width))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class _EvenBlock:
-    """Adjacent texts of one length."""
-
-    start: int
-    rows: int
-    length: int
-    causal: bool
-    mask: Tensor | None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        stop = self.start + self.rows * self.length
-        query, key, value = (
-            x[:, self.start : stop].view(len(x), self.rows, self.length, -1).transpose(0, 1)
-            for x in (query, key, value)
-        )
-        output = attend(query, key, value, scale, self.mask, self.causal)
-        return output.transpose(1, 2).flatten(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _UnevenBlock:
-    """Texts of about one length, padded to the longest.
-
-    Attributes:
-        rows: Number of texts.
-        positions: Position in the row of each token, (rows * longest,); padding has any position.
-        real: Indices into ``positions`` of the entries that are tokens.
-        causal: Whether a token sees only the tokens before it. If so, no token sees the padding
-            behind it, and keys need no mask.
-        mask: Added to the scores.
-    """
-
-    rows: int
-    positions: Tensor
-    real: Tensor
-    causal: bool
-    mask: Tensor | None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        # Tokens come first, as they do in memory, so that whole tokens are copied.
-        query, key, value = (
-            x.transpose(0, 1)
-            .index_select(0, self.positions)
-            .view(self.rows, -1, len(x), x.shape[2])
-            .transpose(1, 2)
-            for x in (query, key, value)
-        )
-        output = attend(query, key, value, scale, self.mask, self.causal)
-        return output.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
-
-
-@dataclass(frozen=True, slots=True)
-class _BranchBlock:
-    """Adjacent branches of a prefix tree, which see themselves and the path before them.
-
-    Attributes:
-        start: Position of the first query.
-        stop: Position behind the last query.
-        keys: Positions of the path and of the queries.
-        mask: Added to the scores, (1, 1, queries, keys).
-    """
-
-    start: int
-    stop: int
-    keys: Tensor
-    mask: Tensor
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        query = query[None, :, self.start : self.stop]
-        key, value = (x[None].index_select(2, self.keys) for x in (key, value))
-        output = attend(query, key, value, scale, self.mask, False)
-        return output[0].transpose(0, 1)
-
-
 def plan_attention(
     batch: PackedRow, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> AttentionPlan:
-    """Plan the attention of a packed row for PyTorch's scaled dot product attention."""
+    """Plan the attention of a packed row for PyTorch's scaled dot product attention.
+
+    The row is a sequence of blocks of queries, each with its own keys. The padding after its texts
+    attends to nothing.
+    """
     if batch.shared:
-        return Blocks(_plan_branches(batch, device, dtype), batch.n_tokens)
-    call_cost = _CALL_COST if device.type == "cpu" else _CALL_COST_ON_GPU
-    blocks = [
-        _plan_group(runs, causal, device, dtype) for runs in _group_runs(batch.segments, call_cost)
-    ]
-    return Blocks(blocks, batch.n_tokens)
+        blocks = _plan_branches(batch, device, dtype)
+    else:
+        call_cost = _CALL_COST if device.type == "cpu" else _CALL_COST_ON_GPU
+        groups = _group_runs(batch.segments, call_cost)
+        blocks = [_plan_group(runs, causal, device, dtype) for runs in groups]
+
+    def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        heads, length, width = query.shape
+        parts = [block(query, key, value, scale) for block in blocks]
+        if length > batch.n_tokens:
+            parts.append(query.new_zeros(length - batch.n_tokens, heads, width))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return attend_in_blocks
 
 
 def _group_runs(segments: Sequence[RowSegment], call_cost: int) -> list[list[tuple[int, int, int]]]:
@@ -367,18 +271,42 @@ def _plan_group(
         mask = _make_mask(visible, dtype)[None, None]
     if len(runs) == 1:
         start, rows, length = runs[0]
-        return _EvenBlock(start, rows, length, causal, mask)
+
+        def attend_even(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+            stop = start + rows * length
+            query, key, value = (
+                x[:, start:stop].view(len(x), rows, length, -1).transpose(0, 1)
+                for x in (query, key, value)
+            )
+            output = attend(query, key, value, scale, mask, causal)
+            return output.transpose(1, 2).flatten(0, 1)
+
+        return attend_even
     starts = [start + row * length for start, rows, length in runs for row in range(rows)]
     lengths = [length for _, rows, length in runs for _ in range(rows)]
     offsets = torch.arange(longest)
     real = offsets < torch.tensor(lengths)[:, None]
     positions = torch.where(real, torch.tensor(starts)[:, None] + offsets, starts[0])
-    if not causal:
+    if not causal:  # otherwise no token sees the padding behind it, and keys need no mask
         mask = _make_mask(move_to_device(real, device), dtype)[:, None, None]
     positions, token_indices = (
-        move_to_device(value, device) for value in (positions, real.flatten().nonzero()[:, 0])
+        move_to_device(value, device)
+        for value in (positions.flatten(), real.flatten().nonzero()[:, 0])
     )
-    return _UnevenBlock(len(lengths), positions.flatten(), token_indices, causal, mask)
+
+    def attend_uneven(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        # Tokens come first, as they do in memory, so that whole tokens are copied.
+        query, key, value = (
+            x.transpose(0, 1)
+            .index_select(0, positions)
+            .view(len(lengths), longest, len(x), x.shape[2])
+            .transpose(1, 2)
+            for x in (query, key, value)
+        )
+        output = attend(query, key, value, scale, mask, causal)
+        return output.transpose(1, 2).flatten(0, 1).index_select(0, token_indices)
+
+    return attend_uneven
 
 
 def _make_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -409,11 +337,21 @@ def _plan_branches(
 
     def make_block(path: Tensor, begin: int, start: int, stop: int) -> AttentionPlan:
         """Plan queries ``start`` to ``stop``; keys are the path and ``begin`` to ``stop``."""
-        keys = torch.cat([path, torch.arange(begin, stop)])
+        positions = torch.cat([path, torch.arange(begin, stop)])
         queries = torch.arange(start, stop)[:, None]
         # A token is visible to its own query and to those of later tokens in its branch.
-        mask = _make_mask((keys <= queries) & (queries < until[keys]), dtype)[None, None]
-        return _BranchBlock(start, stop, move_to_device(keys, device), move_to_device(mask, device))
+        visible = (positions <= queries) & (queries < until[positions])
+        mask = move_to_device(_make_mask(visible, dtype)[None, None], device)
+        keys = move_to_device(positions, device)
+
+        def attend_branches(
+            query: Tensor, key: Tensor, value: Tensor, scale: float | None
+        ) -> Tensor:
+            key, value = (x[None].index_select(2, keys) for x in (key, value))
+            output = attend(query[None, :, start:stop], key, value, scale, mask, False)
+            return output[0].transpose(0, 1)
+
+        return attend_branches
 
     blocks: list[AttentionPlan] = []
     # Families (siblings) that still have to be cut, as a stack.
@@ -457,80 +395,60 @@ def token_positions(path: list[RowSegment]) -> Tensor:
 _MAX_GATHERED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _KernelCall:
-    """The arguments of one call of a kernel, for some segments of a row.
-
-    Attributes:
-        queries: Positions of the queries in the row.
-        keys: Positions of the keys in the row, often those of the queries.
-        lengths: The cumulative numbers of queries and of keys of the segments, both
-            (segments + 1,), and the most queries and the most keys of a segment.
-    """
-
-    queries: slice
-    keys: slice | Tensor
-    lengths: tuple[Tensor, Tensor, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Varlen:
-    """The plan of a row for a kernel that takes segments of any length, such as FlashAttention's.
-
-    Attributes:
-        calls: The calls of the kernel, in the order of the row.
-        causal: Whether a token sees only itself and the tokens before it. If there are more keys
-            than queries, the last query is aligned with the last key.
-        kernel: A function with the signature of ``torch.nn.attention.varlen.varlen_attn``.
-    """
-
-    calls: Sequence[_KernelCall]
-    causal: bool
-    kernel: Callable[..., Any]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute the attention of the row, as ``AttentionPlan`` describes."""
-        options: dict[str, Any] = {"enable_gqa": True} if len(query) != len(key) else {}
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        options |= {"scale": scale, "window_size": (-1, 0) if self.causal else (-1, -1)}
-        parts = [
-            self.kernel(
-                query[call.queries], key[call.keys], value[call.keys], *call.lengths, **options
-            )
-            for call in self.calls
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def plan_varlen(
     batch: PackedRow, causal: bool, device: torch.device, kernel: Callable[..., Any]
-) -> Varlen:
+) -> AttentionPlan:
     """Plan the attention of a packed row for a kernel that takes segments of any length.
 
     If inputs share prefixes, the keys of each segment and its ancestors are gathered. The number of
-    segments per call is limited, so that memory stays bounded whatever the prefix tree.
+    segments per call is limited, so that memory stays bounded whatever the prefix tree. If there
+    are more keys than queries, the last query is aligned with the last key.
+
+    Args:
+        batch: The row.
+        causal: Whether a token sees only itself and the tokens before it.
+        device: Where the row is.
+        kernel: A function with the signature of ``torch.nn.attention.varlen.varlen_attn``.
     """
+    segments = batch.segments
     if not batch.shared:
-        return Varlen([_make_call(batch.segments, None, device)], causal, kernel)
-    limit = _MAX_GATHERED * batch.n_tokens
-    positions = [token_positions([*batch.ancestors(i), s]) for i, s in enumerate(batch.segments)]
-    cuts, size = [0], 0
-    for index, keys in enumerate(positions):
-        if size and size + len(keys) > limit:
-            cuts.append(index)
-            size = 0
-        size += len(keys)
-    parts = [slice(*ends) for ends in pairwise([*cuts, len(positions)])]
-    calls = [_make_call(batch.segments[part], positions[part], device) for part in parts]
-    return Varlen(calls, causal, kernel)
+        calls = [_make_call(segments, None, device)]
+    else:
+        limit = _MAX_GATHERED * batch.n_tokens
+        positions = [token_positions([*batch.ancestors(i), s]) for i, s in enumerate(segments)]
+        cuts, size = [0], 0
+        for index, keys in enumerate(positions):
+            if size and size + len(keys) > limit:
+                cuts.append(index)
+                size = 0
+            size += len(keys)
+        parts = [slice(*ends) for ends in pairwise([*cuts, len(positions)])]
+        calls = [_make_call(segments[part], positions[part], device) for part in parts]
+
+    def attend_in_calls(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        options: dict[str, Any] = {"enable_gqa": True} if len(query) != len(key) else {}
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        options |= {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
+        outputs = [
+            kernel(query[queries], key[keys], value[keys], *lengths, **options)
+            for queries, keys, lengths in calls
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    return attend_in_calls
 
 
 def _make_call(
     segments: Sequence[RowSegment], positions: list[Tensor] | None, device: torch.device
-) -> _KernelCall:
-    """Create the kernel call for some segments.
+) -> tuple[slice, slice | Tensor, tuple[Tensor, Tensor, int, int]]:
+    """Return the arguments of a kernel's call for some segments.
 
     ``positions`` has the key positions of each segment; None means that each sees itself only.
+
+    Returns:
+        The positions of the queries in the row, those of the keys, and the lengths: the cumulative
+        numbers of queries and of keys, both (segments + 1,), and the most queries and the most keys
+        of a segment.
     """
 
     def accumulate_lengths(lengths: list[int]) -> tuple[Tensor, int]:
@@ -540,13 +458,10 @@ def _make_call(
     queries = slice(segments[0].start, segments[-1].stop)
     offsets, longest = accumulate_lengths([segment.length for segment in segments])
     if positions is None:
-        return _KernelCall(queries, queries, (offsets, offsets, longest, longest))
+        return queries, queries, (offsets, offsets, longest, longest)
     key_offsets, most_keys = accumulate_lengths([len(keys) for keys in positions])
-    return _KernelCall(
-        queries,
-        move_to_device(torch.cat(positions), device),
-        (offsets, key_offsets, longest, most_keys),
-    )
+    keys = move_to_device(torch.cat(positions), device)
+    return queries, keys, (offsets, key_offsets, longest, most_keys)
 
 
 def varlen_kernels(device: torch.device, dtype: torch.dtype) -> list[Callable[..., Any]]:

@@ -43,7 +43,7 @@ from llmcond.encoders.settings import (
     RouterMode,
 )
 from llmcond.encoders.tokenizing import Tokens, record_row, record_weights
-from llmcond.encoders.torch.attention import NAME, AttentionCall, AttentionPlan
+from llmcond.encoders.torch.attention import NAME, AttentionCall
 from llmcond.encoders.torch.batching import PackedRow, concatenate_inputs
 from llmcond.encoders.torch.forward import (
     Forward,
@@ -361,11 +361,12 @@ class _Router:
     """
 
     #: The tokens that are scaled, (batch, tokens); None: all.
-    scaled_tokens: Tensor | None = None
+    scaled_tokens: Any = None
+    #: The weights of ``CsrPasses.sample_weights``; None: the router computes them.
+    random_weights: Tensor | None = None
 
-    def __init__(self, csr: CsrPasses, random_weights: Tensor | None = None) -> None:
-        """Create the router; ``random_weights`` are those of ``CsrPasses.sample_weights``."""
-        self.csr, self._random_weights, self.states = csr, random_weights, torch.empty(0)
+    def __init__(self, csr: CsrPasses) -> None:
+        self.csr, self.states = csr, torch.empty(0)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention of a layer, (batch, tokens, heads, head_dim), before W_O."""
@@ -380,9 +381,9 @@ class _Router:
 
     def token_weights(self, call: AttentionCall) -> Tensor:
         """Return the weight of each token in a routed layer, (batch, tokens)."""
-        if self._random_weights is None:
+        if self.random_weights is None:
             return self.compute_weights(call)
-        return self._random_weights[self.csr.routed_index(call.module)]
+        return self.random_weights[self.csr.routed_index(call.module)]
 
     def compute_weights(self, call: AttentionCall) -> Tensor:
         """Compute the router's own weights."""
@@ -411,86 +412,108 @@ class _Router:
         return key.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-class _QueryRecorder(_Router):
-    """Records the queries of conditions: the query of one token of each, in the last layer.
+class _ConditionForward(_Router):
+    """The pass of conditions, whose result is their queries, those of one token of each.
 
     Attributes:
-        queries: The queries, (m, d).
+        n_tokens: Number of tokens that go through the network, including padding.
     """
 
-    def __init__(self, csr: CsrPasses, positions: list[int], device: torch.device) -> None:
-        """Record the queries of the tokens at m positions among all tokens of a pass."""
-        super().__init__(csr)
-        self._positions = move_to_device(torch.tensor(positions), device)
-        self.queries = torch.empty(0)
-
-    @override
-    def attend(self, call: AttentionCall) -> Tensor:
-        # Each layer overwrites the queries of the previous one, so those of the last layer remain.
-        queries = self.keys(call.query)
-        self.queries = queries.index_select(0, self._positions.to(queries.device)).float()
-        return call.attend()
-
-
-class _ConditionForward:
-    """The pass of conditions, whose result is their queries."""
-
     def __init__(self, csr: CsrPasses, forward: PaddedForward | PackedForward) -> None:
-        self._csr, self._forward, self.n_tokens = csr, forward, forward.n_tokens
+        super().__init__(csr)
+        self._forward, self.n_tokens, self._queries = forward, forward.n_tokens, torch.empty(0)
 
     def prepare(self) -> None:
         """Create the network's arguments."""
         forward = self._forward
         forward.prepare()
         # A condition's query is that of a token that sees the whole condition.
-        tokens = (len(row.ids) - 1 if self._csr.causal else 0 for row in forward.rows)
+        tokens = (len(row.ids) - 1 if self.csr.causal else 0 for row in forward.rows)
         positions = [forward.token_position(index, token) for index, token in enumerate(tokens)]
-        self._router = _QueryRecorder(self._csr, positions, forward.runtime.device)
-        forward.arguments["router"] = self._router
+        self._positions = move_to_device(torch.tensor(positions), forward.runtime.device)
+
+    @override
+    def attend(self, call: AttentionCall) -> Tensor:
+        # Each layer overwrites the queries of the previous one, so those of the last layer remain.
+        queries = self.keys(call.query)
+        self._queries = queries.index_select(0, self._positions.to(queries.device)).float()
+        return call.attend()
 
     def pooled(self) -> Tensor:
         """Run the network; return the query of each condition, (m, d)."""
-        self._forward.hidden()
-        return self._router.queries
+        self._forward.hidden(router=self)
+        return self._queries
 
 
 # -- sentences -----------------------------------------------------------------------------------
 
 
-class _SentenceRouter(_Router):
-    """Scales the tokens of each sentence by their similarity to the query of its condition."""
+class _RoutedForward(_Router):
+    """The pass of sentences, each under one condition.
+
+    It scales the tokens of each sentence by their similarity to the query of its condition.
+
+    Attributes:
+        n_tokens: Number of tokens that leave the network, including padding.
+    """
+
+    #: For each token of a row that leaves the network, its index in the row that enters it, if the
+    #: sentences are repeated at the first routed layer.
+    _expand: Any = None
 
     def __init__(
         self,
         csr: CsrPasses,
-        device: torch.device,
-        queries: Tensor,
-        real: Tensor,
-        positions: Tensor,
-        n: int,
-        random_weights: Tensor | None,
+        forward: PaddedForward | PackedForward,
+        queries: Sequence[Any],
+        distinct_indices: Sequence[int] = (),
     ) -> None:
-        """Create the router of m sentences.
+        """Create a routed pass of m sentences.
 
         Args:
             csr: The router's settings, layers and formula.
-            device: Where the network's inputs are.
-            queries: The query of each sentence's condition, (m, d).
-            real: Whether there is a token or padding, (m, longest), on the CPU.
-            positions: The positions of each sentence's tokens among those of the pass,
-                (m, longest), on the CPU.
-            n: Number of tokens of the pass.
-            random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
+            forward: The pass of the sentences without a router.
+            queries: The query of each sentence's condition, (d,).
+            distinct_indices: For each sentence, the index of its segment in the row that enters the
+                network, if some sentences share a segment.
         """
-        super().__init__(csr, random_weights)
+        super().__init__(csr)
+        self._forward, self.n_tokens = forward, forward.n_tokens
+        self._query_list, self._distinct_indices = queries, torch.tensor(distinct_indices)
+
+    def prepare(self) -> None:
+        """Create the network's arguments."""
+        forward, move = self._forward, partial(move_to_device, device=self._forward.runtime.device)
+        forward.prepare()
+        lengths = torch.tensor([len(row.ids) for row in forward.rows])
+        starts = torch.tensor([forward.token_position(index, 0) for index in range(len(lengths))])
+        offsets = torch.arange(int(lengths.max()))
+        real = offsets < lengths[:, None]
+        # The positions of each sentence's tokens among those of the pass, (m, longest).
+        positions = torch.where(real, starts[:, None] + offsets, 0)
         # For each token of the pass, the index of its weight among m * longest weights. Tokens
         # outside the sentences have the zero that is appended to the weights.
-        weight_indices = torch.full((n,), real.numel())
+        weight_indices = torch.full((self.n_tokens,), real.numel())
         weight_indices[positions[real]] = torch.arange(real.numel())[real.flatten()]
         # Tensors are copied to the device once, rather than in each layer.
-        self._queries, self._real, self._positions, self._weight_indices = (
-            move_to_device(tensor, device) for tensor in (queries, real, positions, weight_indices)
+        self._queries = move(torch.stack([torch.as_tensor(query) for query in self._query_list]))
+        self._real, self._positions, self._weight_indices = map(
+            move, (real, positions, weight_indices)
         )
+        self.random_weights = self.csr.sample_weights(
+            [row.ids for row in forward.rows], len(offsets)
+        )
+        if isinstance(forward, PackedForward) and len(forward.batch.segments) < len(lengths):
+            segment_starts = torch.tensor([segment.start for segment in forward.batch.segments])
+            segment_starts = segment_starts[self._distinct_indices]
+            expand = torch.zeros(self.n_tokens, dtype=torch.long)
+            expand[positions[real]] = torch.where(real, segment_starts[:, None] + offsets, 0)[real]
+            self._expand = move(expand)
+            self._plan = plan_row_attention(forward.runtime, forward.output_batch)
+
+    def pooled(self) -> Tensor:
+        """Run the network; return one vector per sentence, (m, width) in float32."""
+        return self._forward.pooled(router=self)
 
     @override
     def token_weights(self, call: AttentionCall) -> Tensor:
@@ -506,29 +529,18 @@ class _SentenceRouter(_Router):
         scores = self.csr.scores(call.module, self._queries, keys)
         return scores.masked_fill(~self._real.to(all_keys.device), float("-inf")).softmax(dim=1)
 
-
-class _ExpandingRouter(_SentenceRouter):
-    """A sentence router that repeats the sentences of a packed row at the first routed layer."""
-
-    def __init__(self, expand: Tensor, plan: AttentionPlan, *args: Any) -> None:
-        """Create the router.
-
-        Args:
-            expand: For each token of the expanded row, its index in the original row.
-            plan: The attention plan of the expanded row.
-            *args: Arguments of ``_SentenceRouter``.
-        """
-        super().__init__(*args)
-        self._expand, self._plan = expand, plan
-
     @override
     def enter_first_layer(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._expand is None:
+            return None
         states = _get_states(args, kwargs)
         self._n = states.shape[1]
         return self.enter_layer(*_replace_states(self._expand_row(states), args, kwargs))
 
     @override
     def enter_layer(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._expand is None:
+            return None
         rest = {key: self._expand_row(v) for key, v in kwargs.items() if key != "hidden_states"}
         return args, {**kwargs, **rest, "packed": self._plan}
 
@@ -540,60 +552,10 @@ class _ExpandingRouter(_SentenceRouter):
         return value.index_select(1, self._expand.to(value.device)) if is_row else value
 
 
-class _RoutedForward:
-    """The pass of sentences, each under one condition."""
-
-    def __init__(
-        self,
-        csr: CsrPasses,
-        forward: PaddedForward | PackedForward,
-        queries: Sequence[Any],
-        distinct_indices: Sequence[int] = (),
-    ) -> None:
-        """Create a routed pass.
-
-        Args:
-            csr: The router's settings, layers and formula.
-            forward: The pass of the sentences without a router.
-            queries: The query of each sentence's condition.
-            distinct_indices: For each sentence, the index of its segment in the row that enters the
-                network, if some sentences share a segment.
-        """
-        self._csr, self._forward, self._queries = csr, forward, queries
-        self._distinct_indices, self.n_tokens = torch.tensor(distinct_indices), forward.n_tokens
-
-    def prepare(self) -> None:
-        """Create the network's arguments."""
-        forward, device = self._forward, self._forward.runtime.device
-        forward.prepare()
-        lengths = torch.tensor([len(row.ids) for row in forward.rows])
-        starts = torch.tensor([forward.token_position(index, 0) for index in range(len(lengths))])
-        offsets = torch.arange(int(lengths.max()))
-        real = offsets < lengths[:, None]
-        positions = torch.where(real, starts[:, None] + offsets, 0)
-        queries = torch.stack([torch.as_tensor(query) for query in self._queries])
-        random_weights = self._csr.sample_weights([row.ids for row in forward.rows], len(offsets))
-        arguments = self._csr, device, queries, real, positions, self.n_tokens, random_weights
-        if isinstance(forward, PaddedForward) or len(forward.batch.segments) == len(lengths):
-            forward.arguments["router"] = _SentenceRouter(*arguments)
-            return
-        segment_starts = torch.tensor([segment.start for segment in forward.batch.segments])
-        segment_starts = segment_starts[self._distinct_indices]
-        expand = torch.zeros(self.n_tokens, dtype=torch.long)
-        expand[positions[real]] = torch.where(real, segment_starts[:, None] + offsets, 0)[real]
-        plan = plan_row_attention(forward.runtime, forward.output_batch)
-        expand = move_to_device(expand, device)
-        forward.arguments["router"] = _ExpandingRouter(expand, plan, *arguments)
-
-    def pooled(self) -> Tensor:
-        """Run the network; return one vector per sentence, (m, width) in float32."""
-        return self._forward.pooled()
-
-
 # -- sentences that are read together with their conditions --------------------------------------
 
 
-class _TriEncoderForward(PaddedForward):
+class _TriEncoderForward(PaddedForward, _Router):
     """The tri-encoder of the authors' code: sentences attend to their condition in every layer.
 
     The separator of a sentence is repeated at its beginning, and the state of this first token is
@@ -610,10 +572,10 @@ class _TriEncoderForward(PaddedForward):
         rows: Sequence[Tokens],
         queries: Sequence[Any],
     ) -> None:
-        super().__init__(runtime, [_prepend_separator(row, runtime) for row in rows])
+        PaddedForward.__init__(self, runtime, [_prepend_separator(row, runtime) for row in rows])
+        _Router.__init__(self, csr)
         distinct = {id(query): query for query in queries}
         index_of = {key: index for index, key in enumerate(distinct)}
-        self._csr = csr
         self._condition_indices = torch.tensor([index_of[id(query)] for query in queries])
         self._conditions = PaddedForward(runtime, list(distinct.values()))
         self.n_tokens += self._conditions.n_tokens
@@ -625,41 +587,16 @@ class _TriEncoderForward(PaddedForward):
         self._condition_indices = move_to_device(self._condition_indices, self.runtime.device)
 
     @override
-    def pooled(self) -> Tensor:
+    def pooled(self, **router: Any) -> Tensor:
         conditions, indices = self._conditions, self._condition_indices
-        states = conditions.hidden().index_select(0, indices)
+        # The states of each sentence's condition, (m, c, d), and a mask of keys, (m, c + n).
+        self._condition = conditions.hidden().index_select(0, indices)
+        self._n = self._condition.shape[1]
         masks = conditions.arguments["attention_mask"].index_select(0, indices)
         visible = torch.cat([masks, self.arguments["attention_mask"]], dim=1).bool()
-        random_weights = self._csr.sample_weights([row.ids for row in self.rows], self.width)
-        self.arguments["router"] = _TriEncoderRouter(self._csr, states, visible, random_weights)
-        return super().pooled()
-
-
-def _prepend_separator(row: Tokens, runtime: ForwardSettings) -> Tokens:
-    """Return a sentence with its last token, a separator, repeated at its beginning."""
-    # A sentence of the maximum length loses its last word.
-    words = row.ids[:-1] if len(row.ids) < runtime.max_length else row.ids[:-2]
-    ids = [row.ids[-1], *words, row.ids[-1]]
-    return replace(row, ids=ids, first=0, last=len(ids), second=len(ids))
-
-
-class _TriEncoderRouter(_Router):
-    """The router of the tri-encoder, which adds the condition's states to those of sentences."""
-
-    def __init__(
-        self, csr: CsrPasses, condition: Tensor, visible: Tensor, random_weights: Tensor | None
-    ) -> None:
-        """Create the router.
-
-        Args:
-            csr: The router's settings, layers and formula.
-            condition: The states of each sentence's condition, (m, c, d).
-            visible: A mask of keys, (m, c + n).
-            random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
-        """
-        super().__init__(csr, random_weights)
-        self._condition, self._visible = condition, visible[:, None, None]
-        self._n = condition.shape[1]
+        self._visible = visible[:, None, None]
+        self.random_weights = self.csr.sample_weights([row.ids for row in self.rows], self.width)
+        return super().pooled(router=self)
 
     @override
     def enter_attention(self, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -689,7 +626,15 @@ class _TriEncoderRouter(_Router):
         return (output[0][:, self._n :], *output[1:])
 
 
-class _BiEncoderForward(PaddedForward):
+def _prepend_separator(row: Tokens, runtime: ForwardSettings) -> Tokens:
+    """Return a sentence with its last token, a separator, repeated at its beginning."""
+    # A sentence of the maximum length loses its last word.
+    words = row.ids[:-1] if len(row.ids) < runtime.max_length else row.ids[:-2]
+    ids = [row.ids[-1], *words, row.ids[-1]]
+    return replace(row, ids=ids, first=0, last=len(ids), second=len(ids))
+
+
+class _BiEncoderForward(PaddedForward, _Router):
     """The paper's bi-encoder: the tokens of sentence and condition in one sequence.
 
     The weights of the sentence's tokens are the attention of the condition's first token to them,
@@ -708,8 +653,9 @@ class _BiEncoderForward(PaddedForward):
             (_cut_sentence(row, condition, csr, runtime), condition)
             for row, condition in zip(rows, queries, strict=True)
         ]
-        super().__init__(runtime, [self.join(*pair) for pair in pairs])
-        self._csr, self._sentences = csr, [sentence.ids for sentence, _ in pairs]
+        PaddedForward.__init__(self, runtime, [self.join(*pair) for pair in pairs])
+        _Router.__init__(self, csr)
+        self._sentences = [sentence.ids for sentence, _ in pairs]
         self.lengths = torch.tensor([len(ids) for ids in self._sentences])
         # The positions of the tokens whose attention weights the sentences.
         if csr.causal:
@@ -729,16 +675,26 @@ class _BiEncoderForward(PaddedForward):
     def prepare(self) -> None:
         super().prepare()
         device = self.runtime.device
-        real = self.arguments["attention_mask"].bool()
+        self.query_positions = move_to_device(self.query_positions, device)
+        self._real = self.arguments["attention_mask"].bool()
         lengths = move_to_device(self.lengths, device)
-        in_sentence = torch.arange(self.width, device=device) < lengths[:, None]
-        self.arguments["router"] = _BiEncoderRouter(
-            self._csr,
-            move_to_device(self.query_positions, device),
-            real,
-            in_sentence,
-            self._csr.sample_weights(self._sentences, self.width),
-        )
+        self.scaled_tokens = torch.arange(self.width, device=device) < lengths[:, None]
+        self.random_weights = self.csr.sample_weights(self._sentences, self.width)
+
+    @override
+    def pooled(self, **router: Any) -> Tensor:
+        return super().pooled(router=self)
+
+    @override
+    def compute_weights(self, call: AttentionCall) -> Tensor:
+        query, device = call.query, call.query.device
+        # Groups of heads share a key head.
+        key = call.key.repeat_interleave(query.shape[1] // call.key.shape[1], dim=1)
+        queries = query[torch.arange(len(query), device=device), :, self.query_positions.to(device)]
+        visible = self._real[:, None, None]
+        attended = _attention_weights(queries[:, :, None], key, visible, call.scale)
+        weights: Tensor = attended * self.scaled_tokens.to(device)
+        return weights / weights.sum(dim=1, keepdim=True)
 
 
 def _cut_sentence(
@@ -780,9 +736,9 @@ class _ReleasedBiEncoderForward(_BiEncoderForward):
     def prepare(self) -> None:
         super().prepare()
         device = self.runtime.device
-        real = self.arguments["attention_mask"].bool()
+        real = self._real
         offsets = torch.arange(self.width, device=device)
-        is_query = offsets == move_to_device(self.query_positions, device)[:, None]
+        is_query = offsets == self.query_positions[:, None]
         # (m, queries, keys): all real tokens are visible, but the condition's first token is
         # visible to itself only.
         visible = real[:, None] & (~is_query[:, None] | is_query[:, :, None])
@@ -790,42 +746,6 @@ class _ReleasedBiEncoderForward(_BiEncoderForward):
         visible |= ~real[:, :, None]
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         self.arguments["attention_mask"] = mask.masked_fill(~visible, float("-inf"))[:, None]
-
-
-class _BiEncoderRouter(_Router):
-    """The router of the bi-encoder."""
-
-    def __init__(
-        self,
-        csr: CsrPasses,
-        query_positions: Tensor,
-        real: Tensor,
-        sentence: Tensor,
-        random_weights: Tensor | None,
-    ) -> None:
-        """Create the router.
-
-        Args:
-            csr: The router's settings, layers and formula.
-            query_positions: Position of the token whose attention weights the sentence, (m,).
-            real: Whether there is a token or padding, (m, tokens).
-            sentence: Whether a token belongs to the sentence, (m, tokens).
-            random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
-        """
-        super().__init__(csr, random_weights)
-        self._positions, self._real, self._sentence = query_positions, real, sentence
-        self.scaled_tokens = sentence
-
-    @override
-    def compute_weights(self, call: AttentionCall) -> Tensor:
-        query, device = call.query, call.query.device
-        # Groups of heads share a key head.
-        key = call.key.repeat_interleave(query.shape[1] // call.key.shape[1], dim=1)
-        queries = query[torch.arange(len(query), device=device), :, self._positions.to(device)]
-        visible = self._real[:, None, None]
-        weights = _attention_weights(queries[:, :, None], key, visible, call.scale)
-        weights = weights * self._sentence.to(device)
-        return weights / weights.sum(dim=1, keepdim=True)
 
 
 def _attention_weights(query: Tensor, key: Tensor, visible: Tensor, scale: float | None) -> Tensor:

@@ -291,14 +291,18 @@ class PaddedForward:
         self.arguments = {key: move_to_device(value, device) for key, value in arguments.items()}
         self._counted = move_to_device(counted, device)
 
-    def hidden(self) -> Tensor:
-        """Run the network; return the vectors of all tokens, (inputs, longest, width)."""
-        hidden: Tensor = self.runtime.network(**self.arguments).last_hidden_state
+    def hidden(self, **router: Any) -> Tensor:
+        """Run the network, with the ``router`` inside if one is given.
+
+        Returns:
+            The vectors of all tokens, (inputs, longest, width).
+        """
+        hidden: Tensor = self.runtime.network(**self.arguments, **router).last_hidden_state
         return hidden
 
-    def pooled(self) -> Tensor:
+    def pooled(self, **router: Any) -> Tensor:
         """Run the network; return one vector per input or per route, (vectors, width) float32."""
-        output: Any = self.runtime.network(**self.arguments)
+        output: Any = self.runtime.network(**self.arguments, **router)
         if self._routes:
             spans = [(row.first, row.last) for row in self.rows]
             return pool_routed(output.last_hidden_state, spans, self._routes)
@@ -401,14 +405,14 @@ class PackedForward:
         pooled = offsets < torch.tensor(self._lengths)[:, None]
         return torch.where(pooled, torch.tensor(starts)[:, None] + offsets, 0), counted & pooled
 
-    def hidden(self) -> Tensor:
-        """Run the network; return the vectors of all tokens of the row, (tokens, width)."""
-        hidden: Tensor = self.runtime.network(**self.arguments).last_hidden_state
+    def hidden(self, **router: Any) -> Tensor:
+        """Run the network as in ``PaddedForward``; return all tokens' vectors, (tokens, width)."""
+        hidden: Tensor = self.runtime.network(**self.arguments, **router).last_hidden_state
         return hidden[0]
 
-    def pooled(self) -> Tensor:
+    def pooled(self, **router: Any) -> Tensor:
         """Run the network; return one vector per input or per route, (vectors, width) float32."""
-        hidden = self.hidden()
+        hidden = self.hidden(**router)
         pooled = self._pooled.to(hidden.device)
         # The backward pass of hidden[pooled] would add up gradients one by one, in any order.
         hidden = hidden.index_select(0, pooled.flatten()).view(*pooled.shape, -1)
@@ -434,22 +438,10 @@ def plan_row_attention(runtime: ForwardSettings, batch: PackedRow) -> AttentionP
             return plan_attention(batch, causal, device, runtime.dtype)
         return plan_varlen(batch, causal, device, runtime.kernel)
 
-    return _PlanPerDevice(cache(plan)) if runtime.on_several_devices else plan(runtime.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanPerDevice:
-    """The plan of a row for a network whose layers are on several devices.
-
-    Attributes:
-        plan: Returns the plan for a device.
-    """
-
-    plan: Callable[[torch.device], AttentionPlan]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute the attention of the row on the query's device; see ``AttentionPlan``."""
-        return self.plan(query.device).attend(query, key, value, scale)
+    if not runtime.on_several_devices:
+        return plan(runtime.device)
+    plan_once = cache(plan)
+    return lambda query, *rest: plan_once(query.device)(query, *rest)
 
 
 def _roberta_positions(

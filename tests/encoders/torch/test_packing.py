@@ -57,7 +57,7 @@ def check_plans(batch, causal, heads=(4, 4), width=8):
     states = random_states(batch, heads, width)
     expected = reference(batch, causal, *states)
     for plan in make_plans(batch, causal):
-        output = plan.attend(*states, SCALE)
+        output = plan(*states, SCALE)
         assert output.shape == (batch.n_tokens, heads[0], width)
         assert (output - expected).abs().max() < 1e-5
 
@@ -149,7 +149,7 @@ def test_bfloat16_is_close_to_float32(causal, heads):
         states = random_states(batch, heads, dtype=torch.bfloat16)
         expected = reference(batch, causal, *states)
         for plan in make_plans(batch, causal, torch.bfloat16):
-            output = plan.attend(*states, SCALE)
+            output = plan(*states, SCALE)
             assert output.dtype == torch.bfloat16
             # Scores, weights and sums each have 8 bits of precision.
             assert (output - expected).norm() / expected.norm() < 3 * 2**-8
@@ -161,12 +161,12 @@ def test_output_does_not_depend_on_other_texts(causal):
     batch = pack([70, 9, 9, 8, 3, 1], 1_000)[0]
     query, key, value = random_states(batch)
     for plan in make_plans(batch, causal):
-        before = plan.attend(query, key, value, SCALE)
+        before = plan(query, key, value, SCALE)
         for segment in batch.segments:
             tokens = slice(segment.start, segment.stop)
             factors = torch.full((batch.n_tokens, 1), 1e4)
             factors[tokens] = 1
-            after = plan.attend(query, key * factors, value * factors, SCALE)
+            after = plan(query, key * factors, value * factors, SCALE)
             assert torch.equal(after[tokens], before[tokens])
 
 
@@ -200,13 +200,13 @@ def test_keys_of_a_call_are_limited(name, monkeypatch):
     monkeypatch.setattr(attention, "scaled_dot_product_attention", record_sizes)
     monkeypatch.setattr(attention, "SHORT", 0)
     plan = plan_attention(batch, True, CPU, torch.float32)
-    plan.attend(*states, SCALE)
+    plan(*states, SCALE)
     assert max(n_queries for n_queries, _ in sizes) <= attention.BRANCH_TOKENS
     assert max(n_keys for _, n_keys in sizes) <= longest + attention.BRANCH_TOKENS
     if name == "one prefix, many branches":  # they share calls
-        assert len(plan.blocks) <= 1 + -(-500 // attention.BRANCH_TOKENS)
+        assert len(sizes) <= 1 + -(-500 // attention.BRANCH_TOKENS)
 
-    plan_varlen(batch, True, CPU, count_keys).attend(*states, SCALE)
+    plan_varlen(batch, True, CPU, count_keys)(*states, SCALE)
     limit = max(attention._MAX_GATHERED * batch.n_tokens, longest)
     assert max(key_counts) <= limit
     # No two successive calls would fit into one.
