@@ -11,16 +11,17 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmcond.base.errors import LlmcondError, UserError, first_line
 from llmcond.base.files import check_format, digest_file, read_json, write_json
 from llmcond.base.output import log
 from llmcond.base.system import require_libraries
 from llmcond.encoders.settings import MODEL_SETTINGS, EncoderOptions
+from llmcond.encoders.spec import IGNORED_WEIGHTS
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -69,9 +70,6 @@ _PLAIN_VALUES = {"bias": "none", "megatron_core": "megatron.core", "peft_type": 
 _ADAPTER_NAME = "default"
 #: Prefix that peft puts before each tensor's name in an adapter's file.
 PREFIX = "base_model.model."
-#: Heads of other tasks, which an encoder does not load.
-_HEADS = re.compile(r"(lm_head|embed_out|score|cls|classifier|qa_outputs)\.")
-_HEADS_AND_POOLER = re.compile(rf"{_HEADS.pattern}|(\w+\.)?pooler\.")
 #: The types of the fields of ``EncoderRecord`` in its file.
 _RECORD_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("base", "revision", "like", "base_weights", "dev_of"), str | None),
@@ -290,9 +288,11 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
     try:
         if updates is None:
             _attach_with_peft(network, folder, name, merge=merge)
-        else:
-            for update in updates:
-                _add(update)
+        for layer, scale, down, up in updates or ():
+            # The sum is computed in float32, so that a weight of fewer bits is rounded once.
+            weight = layer.weight.data
+            weight += scale * (up.to(weight.device).float() @ down.to(weight.device).float())
+            _check_overflow(weight)
     except (RuntimeError, ValueError) as error:
         raise LlmcondError(
             f"the adapter {name} cannot be added to the weights of its base: {first_line(error)}"
@@ -314,17 +314,12 @@ def check_adapter(network: Any, folder: Path, name: str, *, merge: bool) -> None
         _inject(network, folder, name)
 
 
-class _Update(NamedTuple):
-    """What a plain adapter adds to the weight of one layer: scale B A."""
+def _read_updates(
+    network: Any, folder: Path, name: str
+) -> list[tuple[Any, float, Any, Any]] | None:
+    """Return what a plain adapter adds to each layer: the layer, the scale, A and B.
 
-    layer: Any
-    scale: float
-    down: Any
-    up: Any
-
-
-def _read_updates(network: Any, folder: Path, name: str) -> list[_Update] | None:
-    """Return what a plain adapter adds to each layer; None if only peft can apply the adapter.
+    The result is None if only peft can apply the adapter.
 
     Raises:
         UserError: the adapter belongs to another architecture.
@@ -346,21 +341,11 @@ def _read_updates(network: Any, folder: Path, name: str) -> list[_Update] | None
         return None
     if not expected:
         raise _other_base_error(network, record, name)
-    _check_ranks(record, tensors, name)
-    tensors = _drop_other_heads(network, tensors, expected)
-    _check_tensors(tensors, expected, expected, network, name)
+    tensors = _check_tensors(tensors, expected, expected, network, name)
     return [
-        _Update(modules[key.removesuffix(".lora_A.weight")], scale, tensors[key], tensors[up])
+        (modules[key.removesuffix(".lora_A.weight")], scale, tensors[key], tensors[up])
         for key, up in zip(*[iter(expected)] * 2, strict=True)
     ]
-
-
-def _add(update: _Update) -> None:
-    """Add B A in float32, so that a weight of fewer bits is rounded once."""
-    weight = update.layer.weight.data
-    down, up = (factor.to(weight.device).float() for factor in (update.down, update.up))
-    weight += update.scale * (up @ down)
-    _check_overflow(weight)
 
 
 def _check_overflow(weight: Any) -> None:
@@ -406,7 +391,6 @@ def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]
     record, tensors = read_lora(folder, name), _read_tensors(folder, name)
     root = _find_root(network, tensors)
     try:
-        _check_ranks(record, tensors, name)
         config = _build_lora_config(record, name, root)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # problems are reported below
@@ -428,9 +412,8 @@ def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]
     state_keys = {state_key: state_key for state_key in state} | {
         key: key_of[id(adapter_state[key])] for key in adapter_state
     }
-    tensors = _drop_other_heads(network, tensors, state_keys)
     expected = {key: tuple(state[state_key].shape) for key, state_key in state_keys.items()}
-    _check_tensors(tensors, expected, adapter_state, network, name)
+    tensors = _check_tensors(tensors, expected, adapter_state, network, name)
     return root, {state_keys[key]: value for key, value in tensors.items()}
 
 
@@ -447,14 +430,6 @@ def _other_base_error(network: Any, record: Mapping[str, Any], name: str) -> Use
         "has none of them, so it belongs to another base. The linear layers of this base are "
         f"{', '.join(dict.fromkeys(key.rpartition('.')[2] for key in linear))}."
     )
-
-
-def _drop_other_heads(
-    network: Any, tensors: Mapping[str, Any], expected: Container[str]
-) -> dict[str, Any]:
-    """Return the tensors without those of heads and poolers that the network does not have."""
-    left_out = _HEADS_AND_POOLER if getattr(network, "pooler", None) is None else _HEADS
-    return {k: v for k, v in tensors.items() if k in expected or not left_out.match(k)}
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, Any]:
@@ -498,17 +473,6 @@ def _find_root(network: Any, names: Iterable[str]) -> Any:
     for bits in ("is_loaded_in_8bit", "is_loaded_in_4bit"):
         setattr(root, bits, getattr(network, bits, False))
     return root
-
-
-def _check_ranks(record: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> None:
-    """Raise a ``UserError`` for ranks that exceed all tensors, before memory is allocated."""
-    largest = max((size for value in tensors.values() for size in value.shape), default=0)
-    ranks = [record.get("r"), *(record.get("rank_pattern") or {}).values()]
-    for rank in (rank for rank in ranks if isinstance(rank, int) and rank > largest):
-        raise UserError(
-            f"{CONFIG} of {name} has a rank of {rank:,}, but its tensors have at most {largest:,} "
-            "rows, so the two files do not belong together. Copy both again."
-        )
 
 
 def _build_lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
@@ -556,8 +520,13 @@ def _check_tensors(
     adapter_keys: Iterable[str],
     network: Any,
     name: str,
-) -> None:
-    """Raise a ``UserError`` for missing tensors, unexpected ones, and ones of a wrong shape."""
+) -> dict[str, Any]:
+    """Return the tensors of an adapter without those of heads of other tasks.
+
+    Raises:
+        UserError: tensors are missing, unexpected or of a wrong shape.
+    """
+    tensors = {k: v for k, v in tensors.items() if k in expected or not IGNORED_WEIGHTS.search(k)}
     description = f"{name} on its base ({network.config.model_type})"
     missing = [key for key in adapter_keys if key not in tensors]
     unexpected = [key for key in tensors if key not in expected]
@@ -576,6 +545,7 @@ def _check_tensors(
                 f"{expected[key]}. It was "
                 "trained on another base, or with a rank other than the one in its config."
             )
+    return tensors
 
 
 def summarize_names(names: Iterable[str], what: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -65,12 +64,6 @@ SETTINGS = (
 )  # fmt: skip
 #: The records of an encoder that ``llmcond train-lora`` trained, and of a run.
 RECORDS = (ENCODER_RECORD, TRAINING_RECORD, RUN_RECORD, CREDITS)
-#: Weights that an encoder may ignore: heads of other tasks, and buffers of older versions.
-IGNORED_WEIGHTS = re.compile(
-    r"^(\w+\.)?(lm_head|embed_out|cls|classifier|score|qa_outputs|predictions|"
-    r"vocab_(transform|layer_norm|projector)|(discriminator|generator)_predictions(_head)?)\.|"
-    r"^(mlp|head|decoder)\.|(^|\.)pooler\.|\.(position_ids|inv_freq|masked_bias)$"
-)
 #: The same weights in other formats.
 _COPIES = ("onnx/*", "openvino/*", "original/*", "consolidated*")
 
@@ -122,7 +115,7 @@ class Checkpoint:
         else:
             patterns = (*WEIGHT_FILES, *_SETTINGS)
             paths = {path for pattern in patterns for path in self.folder.glob(pattern)}
-            names = _list_shards(self.folder)
+            names = [path.name for path in weight_files(self.folder)]
             for name in dense_folders(self.folder):
                 # modules.json decides which dense layers are used, and in which order.
                 names += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]
@@ -229,58 +222,43 @@ def fetch_weights(checkpoint: Checkpoint) -> None:
         UserError: the checkpoint has no weights that can be loaded.
         LlmcondError: the hub cannot be reached, or the download is incomplete.
     """
-    repo = checkpoint.repo
-    if repo is not None and (
-        not has_weights(checkpoint.folder) or _find_missing_files(checkpoint.folder)
-    ):
-        _download_weights(checkpoint, repo, checkpoint.folder.name)
-    if not has_weights(checkpoint.folder):
+    folder, repo = checkpoint.folder, checkpoint.repo
+    if repo is not None and (not weight_files(folder) or _find_missing_files(folder)):
+        from huggingface_hub import is_offline_mode
+
+        with hub_errors(repo, folder.name, checkpoint.known):
+            download_files(repo, folder.name, SAFETENSORS)
+            if not any(folder.glob("*.safetensors")):
+                download_files(repo, folder.name, _PICKLED_WEIGHTS)
+        if is_offline_mode() and not weight_files(folder):
+            raise LlmcondError(
+                f"the weights of {checkpoint.name} are not downloaded, and HF_HUB_OFFLINE is set. "
+                "Unset it, and check the connection."
+            )
+    if not weight_files(folder):
         raise UserError(
-            f"the weights of {checkpoint.name} are missing: {repo or checkpoint.folder} has no "
+            f"the weights of {checkpoint.name} are missing: {repo or folder} has no "
             "model.safetensors, no shards of it and no pytorch_model.bin."
         )
-    absent = _find_missing_files(checkpoint.folder)
-    if absent:
+    if absent := _find_missing_files(folder):
         raise LlmcondError(
             f"{checkpoint.name} lacks {len(absent)} files of its weights (first: {absent[0]}) in "
-            f"{checkpoint.folder}. Download or copy it again."
+            f"{folder}. Download or copy it again."
         )
 
 
-def _download_weights(checkpoint: Checkpoint, repo: str, commit: str) -> None:
-    from huggingface_hub import is_offline_mode
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def weight_files(folder: Path, suffix: str = "") -> list[Path]:
+    """Return a checkpoint's weight files, in the choice that transformers makes.
 
-    unavailable = LlmcondError(
-        f"the weights of {checkpoint.name} are not downloaded, and the hub cannot be "
-        "reached. Check the connection, and that HF_HUB_OFFLINE is not set."
-    )
-    with hub_errors(repo, commit, checkpoint.known):
-        try:
-            download_files(repo, commit, SAFETENSORS)
-            if not any(checkpoint.folder.glob("*.safetensors")):
-                download_files(repo, commit, _PICKLED_WEIGHTS)
-        except LocalEntryNotFoundError as error:
-            raise unavailable from error
-    if is_offline_mode() and not has_weights(checkpoint.folder):
-        raise unavailable
-
-
-def has_weights(folder: Path) -> bool:
-    """Return whether a folder has a weight file of a supported name, or an index of shards."""
-    names = (f"{name}{end}" for name in _WEIGHT_NAMES for end in ("", ".index.json"))
-    return any((folder / name).is_file() for name in names)
-
-
-def weight_files(folder: Path, name: str = "model.safetensors") -> list[Path]:
-    """Return a checkpoint's weight files, in the choice that transformers makes; may be empty.
-
-    By default, these are safetensors files. The ``name`` pytorch_model.bin selects PyTorch's
-    pickled format.
+    These are safetensors files if there are any, otherwise PyTorch's pickled format. Shards are
+    those that the index lists, whether they exist or not. A ``suffix`` selects one format.
     """
-    if (folder / name).is_file():
-        return [folder / name]
-    return [folder / shard for shard in _read_shard_index(folder / f"{name}.index.json")]
+    for name in (name for name in _WEIGHT_NAMES if name.endswith(suffix)):
+        if (folder / name).is_file():
+            return [folder / name]
+        if shards := _read_shard_index(folder / f"{name}.index.json"):
+            return [folder / shard for shard in shards]
+    return []
 
 
 def _read_shard_index(index: Path) -> list[str]:
@@ -304,19 +282,9 @@ def _find_missing_files(folder: Path) -> list[str]:
     """Return the weight files that a checkpoint lacks."""
     # A dense layer in PyTorch's pickled format is not listed: loading it reports the format.
     dense = [f for f in dense_folders(folder) if not (folder / f / "pytorch_model.bin").is_file()]
-    expected_files = [*(f"{name}/model.safetensors" for name in dense), *_list_shards(folder)]
+    expected_files = [f"{name}/model.safetensors" for name in dense]
+    expected_files += [path.name for path in weight_files(folder)]
     return [name for name in expected_files if not (folder / name).is_file()]
-
-
-def _list_shards(folder: Path) -> list[str]:
-    """Return the shards that are loaded; none if all weights are in one file."""
-    if (folder / "model.safetensors").is_file():
-        return []
-    return [
-        shard
-        for name in _WEIGHT_NAMES
-        for shard in _read_shard_index(folder / f"{name}.index.json")
-    ]
 
 
 def settings_files(folder: Path) -> list[Path]:
@@ -635,8 +603,8 @@ def hub_errors(
         )
         at_revision = f" at revision {revision!r}" if revision else ""
         raise LlmcondError(
-            f"{repo} is neither an existing folder nor in the hub's cache{at_revision}, and the "
-            "Hugging Face hub cannot be reached. Check the connection and the name"
+            f"{repo} is neither an existing folder nor complete in the hub's cache{at_revision}, "
+            "and the Hugging Face hub cannot be reached. Check the connection and the name"
             f"{remedy}.{suggestion}"
         ) from error
     except hub.EntryNotFoundError as error:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,10 +59,6 @@ from llmcond.encoders.tokenizing import (
     recording_weights,
     strip_router,
 )
-
-if TYPE_CHECKING:
-    from llmcond.encoders.resolve import ResolvedEncoder
-
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -236,6 +232,9 @@ class TokenWeights:
 
 
 _Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+#: The vectors of a work unit, their numbers of tokens, the number of tokens that were computed, and
+#: for each vector a digest of everything that it is computed from.
+_UnitResult = tuple[NDArray[np.float32], NDArray[np.int32], int, list[bytes]]
 
 
 @dataclass(frozen=True)
@@ -512,26 +511,25 @@ class Encoder:
             check_inputs([EncoderInput("", text) for text in column])
         sizes = [sum(map(len, row)) for row in rows]
         order = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
-        vectors, n_cut = np.empty((len(rows), self.dim), dtype=np.float32), 0
 
-        def encode(unit: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        def encode(unit: Sequence[int]) -> _UnitResult:
             with self._state.tokenizer_lock:
                 tokens = self._tokenizer.join_rows([rows[index] for index in unit])
             n_tokens = np.array([row.n_tokens for row in tokens], dtype=np.int32)
-            return np.concatenate(self._run(tokens)[0]), n_tokens
+            results, computed = self._run(tokens)
+            keys = [digest_bytes(repr(row.ids).encode(), size=_DIGEST_BYTES) for row in tokens]
+            return np.concatenate(results), n_tokens, computed, keys
 
+        vectors = np.empty((len(rows), self.dim), dtype=np.float32)
+        n_tokens = np.empty(len(rows), dtype=np.int32)
+        units = _split_chunks(order, self._unit)
         map_units = self._state.threads.map if self.concurrency.threads > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
             if bar is not None:
                 bar.start(len(rows), sum(sizes))
-            units = _split_chunks(order, self._unit)
-            for unit, (unit_vectors, n_tokens) in self._map_units_timed(
-                units, encode, map_units, sizes, bar
-            ):
-                check_finite(unit_vectors, [rows[index] for index in unit])
-                vectors[unit] = unit_vectors
-                n_cut += int((n_tokens > self.identity.max_length).sum())
-        if n_cut:
+            self._encode_units(units, encode, (vectors, n_tokens), map_units, sizes, bar)
+        check_finite(vectors, rows)
+        if n_cut := int((n_tokens > self.identity.max_length).sum()):
             warnings.warn(
                 f"{n_cut} of {len(rows)} rows are longer than the {self.identity.max_length} "
                 f"tokens that {self.name} accepts; their sentences were cut, their conditions were "
@@ -697,7 +695,6 @@ class Encoder:
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
-        computed = 0
         router_indices = [row for row in order if self._is_query(inputs[row], queries)]
         if router_indices:
             known_queries = [queries[inputs[row].text] for row in router_indices]
@@ -710,9 +707,36 @@ class Encoder:
         remaining = [row for row in order if row not in encoded]
         units = list(_group_units(remaining, inputs, unit_size or self._unit))
         work = partial(self._encode_unit, inputs, queries)
+        computed = self._encode_units(units, work, (vectors, n_tokens), map_units, sizes, bar)
+        cut = (n_tokens > self.identity.max_length) & (self.identity.long_texts == "cut")
+        return Encoded(vectors, n_tokens, cut, computed)
+
+    def _encode_units(
+        self,
+        units: Sequence[list[int]],
+        work: Callable[[list[int]], _UnitResult],
+        results: tuple[NDArray[np.float32], NDArray[np.int32]],
+        map_units: _Map,
+        sizes: Sequence[int],
+        bar: ExtractionBar | None,
+    ) -> int:
+        """Write the vectors and token counts of units into ``results``; advance the progress bar.
+
+        Returns:
+            The number of tokens that were computed.
+        """
+        vectors, n_tokens = results
+        map_units = map_units if len(units) > 1 else map
+        n_threads = 1 if map_units is map else self.concurrency.threads
         first_index: dict[bytes, int] = {}
-        for unit, result in self._map_units_timed(units, work, map_units, sizes, bar):
-            vectors[unit], n_tokens[unit], n_computed, digests = result
+        total = 0
+
+        def timed(unit: list[int]) -> tuple[_UnitResult, float]:
+            began = time.monotonic()
+            return work(unit), time.monotonic() - began
+
+        for unit, (result, seconds) in zip(units, map_units(timed, units), strict=True):
+            vectors[unit], n_tokens[unit], computed, digests = result
             # Rounding depends on the batch, so equal inputs in two batches would get slightly
             # different vectors. Subtracting one from the other would leave nothing but that noise.
             sources = [
@@ -720,44 +744,16 @@ class Encoder:
             ]
             if sources != unit:
                 vectors[unit] = vectors[sources]
-            computed += n_computed
-        cut = (n_tokens > self.identity.max_length) & (self.identity.long_texts == "cut")
-        return Encoded(vectors, n_tokens, cut, computed)
-
-    def _map_units_timed(
-        self,
-        units: Sequence[list[int]],
-        work: Callable[[list[int]], _Result],
-        map_units: _Map,
-        sizes: Sequence[int],
-        bar: ExtractionBar | None,
-    ) -> Iterator[tuple[list[int], _Result]]:
-        """Yield each unit with the result of ``work``, and advance the progress bar.
-
-        The second item of a result must be the numbers of tokens.
-        """
-        map_units = map_units if len(units) > 1 else map
-        n_threads = 1 if map_units is map else self.concurrency.threads
-
-        def timed(unit: list[int]) -> tuple[Any, float]:
-            began = time.monotonic()
-            return work(unit), time.monotonic() - began
-
-        for unit, (result, seconds) in zip(units, map_units(timed, units), strict=True):
-            yield unit, result
+            total += computed
             if bar is not None:
                 size = sum(sizes[index] for index in unit)
                 bar.advance(len(unit), size, int(result[1].sum()), seconds / n_threads)
+        return total
 
     def _encode_unit(
         self, every: Sequence[EncoderInput], queries: RouterQueries, unit: Sequence[int]
-    ) -> tuple[NDArray[np.float32], NDArray[np.int32], int, list[bytes]]:
-        """Encode the inputs of one work unit, given by their positions in ``every``.
-
-        Returns:
-            Vectors, numbers of tokens, the number of tokens that were computed, and for each
-            vector a digest of everything that it is computed from.
-        """
+    ) -> _UnitResult:
+        """Encode the inputs of one work unit, given by their positions in ``every``."""
         inputs = [every[index] for index in unit]
         # Either all inputs of a unit have a router, or none has.
         groups = group_routed_inputs(inputs) or [[position] for position in range(len(inputs))]

@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     MODEL_MAPPING,
@@ -30,7 +29,6 @@ from llmcond.base.files import digest_bytes, format_bytes
 from llmcond.base.system import free_memory, is_installed, require_libraries, require_quantization
 from llmcond.encoders.adapter import ROUTER, attach, check_adapter, summarize_names
 from llmcond.encoders.checkpoint import (
-    IGNORED_WEIGHTS,
     WEIGHT_FILES,
     Checkpoint,
     check_dense,
@@ -38,9 +36,10 @@ from llmcond.encoders.checkpoint import (
     read_settings,
     weight_files,
 )
+from llmcond.encoders.openvino.support import read_dense
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import encoder_types
-from llmcond.encoders.spec import Attention, Dtype, Quantize, get_pooling
+from llmcond.encoders.spec import IGNORED_WEIGHTS, Attention, Dtype, Quantize, get_pooling
 from llmcond.encoders.torch.csr import passes_class
 from llmcond.encoders.torch.forward import LatentConfig, NVEmbedModel, read_config
 
@@ -243,7 +242,7 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
         # The weights are read tensor by tensor. With memory mapping, which transformers uses by
         # default, the whole checkpoint would count as used memory until the last weight is
         # quantised.
-        for file in weight_files(folder):
+        for file in weight_files(folder, ".safetensors"):
             opened: Any = safe_open(file, framework="pt", device="cpu", backend="pread")
             slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
     network, report = network_class(config).from_pretrained(
@@ -281,7 +280,7 @@ def read_all_weights(network: nn.Module, checkpoint: Checkpoint) -> dict[str, Te
     state = dict(network.state_dict())
     names = build_on_meta(load_config(checkpoint)).state_dict().keys()
     weights = {name: state[name] for name in names if name in state}
-    for path in weight_files(checkpoint.folder):
+    for path in weight_files(checkpoint.folder, ".safetensors"):
         with safe_open(path, framework="pt", backend="pread") as file:
             for name in (names - weights.keys()) & set(file.keys()):
                 weights[name] = file.get_tensor(name)
@@ -323,22 +322,14 @@ def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, in
 
     Raises:
         UserError: as ``check_dense``.
-        LlmcondError: the weights cannot be read.
+        LlmcondError: as ``read_dense``.
     """
     layers: list[nn.Module] = []
-    for name, activation in check_dense(resolved.checkpoint).items():
-        folder = resolved.checkpoint.folder / name
-        try:
-            tensors = load_file(folder / "model.safetensors")
-            linear = nn.Linear(width, len(tensors["linear.weight"]), "linear.bias" in tensors)
-            linear.load_state_dict(
-                {key.removeprefix("linear."): value.float() for key, value in tensors.items()}
-            )
-        except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-            raise LlmcondError(
-                f"the dense layer {name} of {resolved.checkpoint.name} cannot be loaded from its "
-                f"model.safetensors, the only supported format: {first_line(error)}"
-            ) from error
+    for weight, bias, activation in read_dense(resolved.checkpoint, width):
+        linear = nn.Linear(width, len(weight), bias is not None)
+        linear.weight = nn.Parameter(torch.from_numpy(weight))
+        if bias is not None:
+            linear.bias = nn.Parameter(torch.from_numpy(bias))
         layers += [linear, getattr(nn, activation)()]
         width = linear.out_features
     return nn.Sequential(*layers).to(resolved.device).requires_grad_(False), width

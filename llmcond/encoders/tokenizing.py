@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -596,10 +596,6 @@ def check_inputs(inputs: Sequence[EncoderInput]) -> None:
                     f"the {name} at position {position} is {shortened_repr(text)}, not a text."
                 )
             check_string(text, f"the {name} at position {position}")
-
-
-if TYPE_CHECKING:
-    pass
 
 
 class OutOfMemoryError(LlmcondError):

@@ -306,7 +306,7 @@ def _stage_encoder(run: Run, tuned: EncoderRecord, staged: Path) -> dict[str, st
     folder, identity, merged = run.folder, run.identity, tuned.base is None
     encoder = [CONFIG, WEIGHTS]
     if merged:
-        weights = weight_files(folder) or [folder / "model.safetensors"]
+        weights = weight_files(folder, ".safetensors") or [folder / "model.safetensors"]
         paths = {*settings_files(folder), folder / "config.json", *weights}
         encoder = sorted(path.relative_to(folder).as_posix() for path in paths)
     router = [ROUTER] if (folder / ROUTER).is_file() else []

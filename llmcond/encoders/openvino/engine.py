@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from llmcond.base.errors import UserError, first_line
 from llmcond.base.files import format_bytes
 from llmcond.base.system import cpu_threads, free_memory
 from llmcond.encoders.checkpoint import fetch_weights, read_settings
-from llmcond.encoders.openvino.support import CannotRunError, read_dense, read_tensors
+from llmcond.encoders.openvino.support import CannotRunError, open_tensors, read_dense
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import ARCHITECTURES, GELU, bytes_needed, get_pooling, import_openvino
 from llmcond.encoders.tokenizing import (
@@ -234,9 +234,8 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
     if needed > free_memory():
         raise CannotRunError(f"it needs {format_bytes(needed)} of memory")
     fetch_weights(checkpoint)
-    if can_read(checkpoint.folder):
-        tokenizer: Any = JsonTokenizer(checkpoint.folder, checkpoint.name)
-    else:  # transformers takes seconds to import
+    tokenizer: Any = read_tokenizer(checkpoint.folder, checkpoint.name)
+    if tokenizer is None:  # transformers takes seconds to import
         from llmcond.encoders.loading import load_config, load_tokenizer
 
         tokenizer = load_tokenizer(checkpoint, load_config(checkpoint, resolved.identity.attention))
@@ -284,7 +283,9 @@ class OpenVinoEngine:
         config = read_settings(resolved.checkpoint.folder / "config.json", {})
         self._pooling = get_pooling(self._identity.pooling)
         pooler = self._pooling.part == "pooler"
-        tensors = read_tensors(resolved.checkpoint, config, pooler=pooler)
+        with ExitStack() as stack:
+            stored = open_tensors(resolved.checkpoint, config, stack, pooler=pooler)
+            tensors = {name: tensor.read() for name, tensor in stored.items()}
         self._pooler = [tensors[f"pooler.dense.{name}"] for name in ("weight", "bias") if pooler]
         width = int(config["hidden_size"])
         self._dense = read_dense(resolved.checkpoint, width)
@@ -326,36 +327,39 @@ class OpenVinoEngine:
         check_token_ids(rows, self._n_ids, self._name)
         lengths = [len(row.ids) for row in rows]
         waiting = deque(plan_packed(lengths, self.budget, self.streams))
-        idle, running = self._idle_requests(), deque[_RunningBatch]()
+        # A running batch is kept with its inputs, because OpenVINO does not copy them.
+        idle, running = self._idle_requests(), deque[tuple[list[int], PackedInputs, Any]]()
         try:
             while waiting or running:
                 if waiting and idle:
                     before_batch()
                     batch = waiting.popleft()
                     inputs = pack_inputs([rows[index] for index in batch], self._config)
-                    running.append(_RunningBatch(batch, inputs, idle.pop()))
-                    running[-1].request.start_async(inputs.arrays, share_inputs=True)
+                    running.append((batch, inputs, idle.pop()))
+                    running[-1][2].start_async(inputs.arrays, share_inputs=True)
                     continue
-                done = running.popleft()
+                batch, _, request = running.popleft()
                 try:
-                    states = done.finish()
+                    request.wait()
                 except (MemoryError, RuntimeError) as error:
-                    waiting.extendleft(_split_batch(done.batch, lengths, error))
+                    waiting.extendleft(_split_batch(batch, lengths, error))
                     continue
                 finally:
-                    idle.append(done.request)
-                batch_routes = [routes[index] for index in done.batch] if routes else []
-                pooled = self._pool(states, [rows[index] for index in done.batch], batch_routes)
+                    idle.append(request)
+                # The states of the tokens, (n, width), until the next batch of the request begins.
+                states: Vectors = request.get_output_tensor().data
+                batch_routes = [routes[index] for index in batch] if routes else []
+                pooled = self._pool(states, [rows[index] for index in batch], batch_routes)
                 vectors = pooled if queries else self.finish_states(pooled)
-                if len(done.batch) > 1 and not np.isfinite(vectors).all():
+                if len(batch) > 1 and not np.isfinite(vectors).all():
                     # Attention multiplies other inputs of a batch by 0, which leaves NaN as it is.
-                    waiting.extendleft(_halve(done.batch))
+                    waiting.extendleft(_halve(batch))
                     continue
-                yield BatchVectors(done.batch, vectors, len(states))
+                yield BatchVectors(batch, vectors, len(states))
         finally:
-            for unfinished in running:
+            for _, _, unfinished in running:
                 with suppress(RuntimeError):  # only the first error is raised
-                    unfinished.request.wait()
+                    unfinished.wait()
 
     def finish_states(self, states: Vectors) -> Vectors:
         """Turn states that left the pooling, (n, width), into vectors of inputs, (n, dim)."""
@@ -388,29 +392,6 @@ class OpenVinoEngine:
             return pooled
         weight, bias = self._pooler
         return _ACTIVATIONS["Tanh"](pooled @ weight.T + bias)
-
-
-class _RunningBatch(NamedTuple):
-    """A batch that a stream is computing.
-
-    Attributes:
-        batch: Positions of the batch's inputs.
-        inputs: The network's inputs. They must stay alive, because OpenVINO does not copy them.
-        request: The inference request.
-    """
-
-    batch: list[int]
-    inputs: PackedInputs
-    request: Any
-
-    def finish(self) -> Vectors:
-        """Wait for the states of the tokens, (n, width).
-
-        The array is overwritten by the next batch of the same request.
-        """
-        self.request.wait()
-        states: Vectors = self.request.get_output_tensor().data
-        return states
 
 
 def plan_packed(lengths: Sequence[int], max_tokens: int, streams: int) -> list[list[int]]:
@@ -526,69 +507,64 @@ _DEFAULTS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def can_read(folder: Path) -> bool:
-    """Return whether ``JsonTokenizer`` can read a checkpoint's tokenizer.
+def read_tokenizer(folder: Path, name: str) -> JsonTokenizer | None:
+    """Read a checkpoint's tokenizer, unless transformers would build another one than its file has.
+
+    Args:
+        folder: The checkpoint's folder.
+        name: The checkpoint's name in error messages.
 
     Raises:
         UserError: If one of its files cannot be read.
     """
-    if not (folder / _FILE).is_file():
-        return False
-    file, config = read_settings(folder / _FILE, {}), read_settings(folder / _CONFIG, {})
+    from tokenizers import Tokenizer
+
+    config = read_settings(folder / _CONFIG, {})
     family = _FAMILIES.get(str(config.get("tokenizer_class")))
-    if family in (None, _UNCHANGED):
-        return family is not None
-    model = file.get("model")
-    model_type = model.get("type") if isinstance(model, dict) else None
-    pipeline = [file.get("normalizer"), file.get("pre_tokenizer"), model_type]
-    return bool(_simplify(pipeline) == _expected_pipeline(family, config, file))
+    if family is None or not (folder / _FILE).is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / _FILE))
+        if family != _UNCHANGED:
+            parts = [tokenizer.normalizer, tokenizer.pre_tokenizer, type(tokenizer.model).__name__]
+            expected = _expected_pipeline(family, config, tokenizer.normalizer)
+            if _describe_parts(parts) != _describe_parts(expected):
+                return None
+        special_tokens = {**read_settings(folder / "special_tokens_map.json", {}), **config}
+        return JsonTokenizer(tokenizer, {**_DEFAULTS[family], **special_tokens})
+    except UserError:
+        raise
+    except Exception as error:  # the only type that tokenizers raises
+        raise UserError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
 
 
-def _expected_pipeline(
-    family: str, config: Mapping[str, Any], file: Mapping[str, Any]
-) -> list[Any]:
-    """Return the normalizer, the pre-tokenizer and the type of model that transformers creates."""
+def _expected_pipeline(family: str, config: Mapping[str, Any], normalizer: Any) -> list[Any]:
+    """Return the normalizer, the pre-tokenizer and the type of model that transformers creates.
+
+    ``normalizer`` is that of the file, from which transformers reads the character map of XLM-R.
+    """
+    from tokenizers import normalizers, pre_tokenizers
+
     if family in (_BERT, _MPNET):
-        normalizer = {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": config.get("tokenize_chinese_chars", True),
-            "strip_accents": config.get("strip_accents"),
-            "lowercase": config.get("do_lower_case", True),
-        }
-        return [normalizer, {"type": "BertPreTokenizer"}, "WordPiece"]
+        created = normalizers.BertNormalizer(
+            handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+            strip_accents=config.get("strip_accents"),
+            lowercase=config.get("do_lower_case", True),
+        )
+        return [created, pre_tokenizers.BertPreTokenizer(), "WordPiece"]
     if family == _XLM_R:
         prefix = config.get("add_prefix_space", True) is True
-        metaspace = {
-            "type": "Metaspace",
-            "replacement": "▁",
-            "prepend_scheme": "always" if prefix else "never",
-        }
-        splitters = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]}
-        # transformers reads the character map from the file, if it has one.
-        return [file.get("normalizer") and {"type": "Precompiled"}, splitters, "Unigram"]
+        metaspace = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
+        splitters = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace])
+        kept = normalizer if isinstance(normalizer, normalizers.Precompiled) else None
+        return [kept, splitters, "Unigram"]
     prefix = config.get("add_prefix_space", False)  # the default of RoBERTa
-    level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
-    return [None, level, "BPE"]
+    return [None, pre_tokenizers.ByteLevel(add_prefix_space=prefix), "BPE"]
 
 
-def _simplify(value: Any) -> Any:
-    """Bring a part of tokenizer.json to the form of ``_expected_pipeline``, without defaults."""
-    if isinstance(value, list):
-        return [_simplify(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    simplified = {key: _simplify(item) for key, item in value.items()}
-    if value.get("type") == "Metaspace":
-        if simplified.pop("add_prefix_space", False):  # older files, before prepend_scheme
-            simplified.setdefault("prepend_scheme", "always")
-        if simplified.get("split") is True:
-            del simplified["split"]
-        simplified.pop("str_rep", None)
-    if value.get("type") == "ByteLevel" and simplified.get("use_regex") is True:
-        del simplified["use_regex"]
-    simplified.pop("precompiled_charsmap", None)
-    return simplified
+def _describe_parts(parts: Sequence[Any]) -> list[Any]:
+    """Return the settings of the parts of a tokenizer, defaults included."""
+    return [part if isinstance(part, str | None) else part.__getstate__() for part in parts]
 
 
 class JsonTokenizer:
@@ -605,38 +581,18 @@ class JsonTokenizer:
 
     is_fast = True
 
-    def __init__(self, folder: Path, name: str) -> None:
-        """Read a tokenizer for which ``can_read`` returns True.
-
-        Args:
-            folder: The checkpoint's folder.
-            name: The checkpoint's name in error messages.
-
-        Raises:
-            UserError: If tokenizer.json cannot be read.
-        """
-        from tokenizers import Tokenizer
-
-        try:
-            self._tokenizer = Tokenizer.from_file(str(folder / _FILE))
-        except Exception as error:  # the only type that tokenizers raises
-            raise UserError(
-                f"the tokenizer of {name} cannot be loaded: {first_line(error)}"
-            ) from error
+    def __init__(self, tokenizer: Any, settings: Mapping[str, Any]) -> None:
+        """Wrap a tokenizer of the library tokenizers; the settings name its special tokens."""
+        self._tokenizer = tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        config = read_settings(folder / _CONFIG, {})
-        special_tokens = {**read_settings(folder / "special_tokens_map.json", {}), **config}
-        self.truncation_side = str(config.get("truncation_side", "right"))
-        self.unk_token: str | None = None
-        self.unk_token_id = self.sep_token_id = self.pad_token_id = self.eos_token_id = None
-        defaults = _DEFAULTS[_FAMILIES[str(config.get("tokenizer_class"))]]
-        for key in _SPECIAL:
-            token = special_tokens.get(key, defaults.get(key))
-            token = token.get("content") if isinstance(token, dict) else token
-            if key == "unk_token":
-                self.unk_token = token
-            setattr(self, f"{key}_id", token and self._tokenizer.token_to_id(token))
+        self.truncation_side = str(settings.get("truncation_side", "right"))
+        tokens = {key: settings.get(key) for key in _SPECIAL}
+        texts = {key: t.get("content") if isinstance(t, dict) else t for key, t in tokens.items()}
+        self.unk_token = texts["unk_token"]
+        self.unk_token_id, self.sep_token_id, self.pad_token_id, self.eos_token_id = (
+            text and self._tokenizer.token_to_id(text) for text in texts.values()
+        )
 
     def __call__(
         self, texts: Sequence[str], pair: str | None = None, **options: Any

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from llmcond.base.errors import first_line, install_command
+from llmcond.base.errors import LlmcondError, first_line, install_command
 from llmcond.base.system import is_installed, native_bfloat16
 from llmcond.encoders.adapter import CONFIG, PREFIX, WEIGHTS, NotPlainError, plain_lora
 from llmcond.encoders.checkpoint import (
-    IGNORED_WEIGHTS,
     Checkpoint,
     check_dense,
-    has_weights,
     read_settings,
     weight_files,
 )
@@ -29,6 +28,7 @@ from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import (
     ACTIVATIONS,
     ARCHITECTURES,
+    IGNORED_WEIGHTS,
     get_pooling,
     import_openvino,
     linear_layers,
@@ -38,51 +38,6 @@ from llmcond.encoders.spec import (
 
 class CannotRunError(Exception):
     """OpenVINO cannot run an encoder. The message says why; PyTorch may be able to run it."""
-
-
-def check_files(checkpoint: Checkpoint, config: Mapping[str, Any], *, pooler: bool) -> None:
-    """Check that a checkpoint and its adapter have the expected tensors and shapes.
-
-    If the checkpoint's weights have not been downloaded yet, only the adapter is checked.
-
-    Args:
-        checkpoint: The checkpoint.
-        config: The checkpoint's config.
-        pooler: Whether the encoder uses the dense layer on the first token.
-
-    Raises:
-        CannotRunError: If they have other tensors or shapes, or cannot be read.
-    """
-    _tensor_shapes(config, pooler=pooler)
-    with ExitStack() as stack:
-        if has_weights(checkpoint.folder):
-            _find_tensors(checkpoint, config, stack, pooler=pooler)
-        if checkpoint.adapter is not None:
-            _find_factors(checkpoint.adapter, config, stack, pooler=pooler)
-
-
-def read_tensors(
-    checkpoint: Checkpoint, config: Mapping[str, Any], *, pooler: bool
-) -> dict[str, NDArray[np.float32]]:
-    """Read a network's tensors by their names, and merge an adapter into them.
-
-    The arguments are those of ``check_files``.
-
-    Raises:
-        CannotRunError: As in ``check_files``, or if an adapter has values that are not finite.
-    """
-    with ExitStack() as stack:
-        entries = _find_tensors(checkpoint, config, stack, pooler=pooler)
-        tensors = {name: tensor.read() for name, tensor in entries.items()}
-        if checkpoint.adapter is None:
-            return tensors
-        scale, factors = _find_factors(checkpoint.adapter, config, stack, pooler=pooler)
-        for name, (down, up) in factors.items():
-            added = scale * (up.read() @ down.read())
-            if not np.isfinite(added).all():
-                raise CannotRunError(f"its adapter is not finite at {name}")
-            tensors[name] = tensors[name] + added
-    return tensors
 
 
 class DenseWeights(NamedTuple):
@@ -106,22 +61,29 @@ def read_dense(checkpoint: Checkpoint, width: int) -> list[DenseWeights]:
 
     Raises:
         UserError: As in ``check_dense``.
-        CannotRunError: If weights cannot be read, or are not those of a dense layer.
+        LlmcondError: If weights cannot be read, or are not those of a dense layer.
     """
     layers = []
     for name, activation in check_dense(checkpoint).items():
-        with ExitStack() as stack:
-            path = checkpoint.folder / name / "model.safetensors"
-            tensors = {tensor.key: tensor.read() for tensor in _list_tensors(path, stack)}
-        weight = tensors.get("linear.weight", np.empty((0, 0), dtype=np.float32))
-        if not tensors.keys() <= {"linear.weight", "linear.bias"} or weight.shape[1:] != (width,):
-            raise CannotRunError(f"its layer {name} has other tensors than expected")
+        try:
+            with ExitStack() as stack:
+                path = checkpoint.folder / name / "model.safetensors"
+                tensors = {tensor.key: tensor.read() for tensor in _list_tensors(path, stack)}
+            weight, bias = tensors.pop("linear.weight"), tensors.pop("linear.bias", None)
+            shapes = weight.shape[1:], weight.shape[:1] if bias is None else bias.shape
+            if tensors or shapes != ((width,), weight.shape[:1]):
+                raise CannotRunError(f"expected a weight of {width} columns, and a bias or none")
+        except (CannotRunError, KeyError) as error:
+            raise LlmcondError(
+                f"the dense layer {name} of {checkpoint.name} cannot be loaded from its "
+                f"model.safetensors, the only supported format: {first_line(error)}"
+            ) from error
         width = len(weight)
-        layers.append(DenseWeights(weight, tensors.get("linear.bias"), activation))
+        layers.append(DenseWeights(weight, bias, activation))
     return layers
 
 
-class _StoredTensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file of weights.
 
     Attributes:
@@ -135,7 +97,7 @@ class _StoredTensor(NamedTuple):
     read: Callable[[], NDArray[np.float32]]
 
 
-def _list_tensors(path: Path, stack: ExitStack) -> Iterator[_StoredTensor]:
+def _list_tensors(path: Path, stack: ExitStack) -> Iterator[StoredTensor]:
     """Yield the tensors of a file, sorted by name; it stays open until ``stack`` is closed."""
     try:
         if path.suffix == ".bin":
@@ -143,14 +105,14 @@ def _list_tensors(path: Path, stack: ExitStack) -> Iterator[_StoredTensor]:
 
             tensors = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
             for key, value in sorted(tensors.items()):
-                yield _StoredTensor(key, tuple(value.shape), partial(_to_array, value))
+                yield StoredTensor(key, tuple(value.shape), partial(_to_array, value))
             return
         file: Any = stack.enter_context(safe_open(path, "numpy"))
     except Exception as error:  # a damaged file makes libraries raise any kind of error
         raise CannotRunError(f"{path.name} cannot be read: {first_line(error)}") from error
     for key in sorted(file.keys()):
         entry = file.get_slice(key)
-        yield _StoredTensor(key, tuple(entry.get_shape()), partial(_read_tensor, path, file, key))
+        yield StoredTensor(key, tuple(entry.get_shape()), partial(_read_tensor, path, file, key))
 
 
 def _to_array(tensor: Any) -> NDArray[np.float32]:
@@ -175,72 +137,76 @@ def _read_tensor(path: Path, file: Any, key: str) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])
 
 
-def _find_tensors(
+def open_tensors(
     checkpoint: Checkpoint, config: Mapping[str, Any], stack: ExitStack, *, pooler: bool
-) -> dict[str, _StoredTensor]:
-    """Return the tensors of the network by their names without the prefix.
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a network by their names, to be read with its adapter merged in.
+
+    Args:
+        checkpoint: The checkpoint. If its weights have not been downloaded yet, the result is
+            empty, and only the adapter is checked.
+        config: The checkpoint's config.
+        stack: The files stay open until it is closed.
+        pooler: Whether the encoder uses the dense layer on the first token.
 
     Raises:
-        CannotRunError: If a tensor is missing, unknown or of another shape.
+        CannotRunError: If the checkpoint or its adapter has other tensors or shapes than expected,
+            or cannot be read.
     """
-    shapes = _tensor_shapes(config, pooler=pooler)
-    prefix = ARCHITECTURES[config["model_type"]].prefix
-    tensors: dict[str, _StoredTensor] = {}
-    folder = checkpoint.folder
-    for path in weight_files(folder) or weight_files(folder, "pytorch_model.bin"):
-        for tensor in _list_tensors(path, stack):
-            name = tensor.key.removeprefix(prefix)
-            for new, old in (("weight", "gamma"), ("bias", "beta")):  # names in the oldest files
-                name = name.replace(f"LayerNorm.{old}", f"LayerNorm.{new}")
-            if name in shapes:
-                tensors[name] = tensor
-            elif not IGNORED_WEIGHTS.search(tensor.key):
-                raise CannotRunError(f"its weights have the tensor {tensor.key}")
-    for name, shape in shapes.items():
-        if name not in tensors:
-            raise CannotRunError(f"its weights lack the tensor {name}")
-        if tensors[name].shape != shape:
-            raise CannotRunError(f"its weights have another shape than config.json at {name}")
+    try:
+        shapes = tensor_shapes(config, pooler=pooler)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CannotRunError(f"its config.json lacks a size ({error})") from error
+    prefix, folder = ARCHITECTURES[config["model_type"]].prefix, checkpoint.folder
+    tensors: dict[str, StoredTensor] = {}
+    if paths := weight_files(folder):
+        tensors = _match_tensors(paths, shapes, (prefix,), "its weights differ", stack)
+    if checkpoint.adapter is not None:
+        layers = linear_layers(config, pooler=pooler)
+        try:
+            scale, shapes = plain_lora(read_settings(checkpoint.adapter / CONFIG, {}), layers)
+        except NotPlainError as error:
+            raise CannotRunError(f"its adapter has {error}") from error
+        paths = [checkpoint.adapter / WEIGHTS]
+        factors = _match_tensors(paths, shapes, (PREFIX, prefix), "its adapter differs", stack)
+        for layer in {name.partition(".lora_")[0] for name in shapes} if tensors else ():
+            name = f"{layer}.weight"
+            down, up = (factors[f"{layer}.lora_{part}.weight"] for part in "AB")
+            read = partial(_add_factors, tensors[name], scale, down, up)
+            tensors[name] = tensors[name]._replace(read=read)
     return tensors
 
 
-def _find_factors(
-    folder: Path, config: Mapping[str, Any], stack: ExitStack, *, pooler: bool
-) -> tuple[float, dict[str, tuple[_StoredTensor, _StoredTensor]]]:
-    """Return the scale of an adapter, and the factors A and B for each adapted weight.
-
-    Raises:
-        CannotRunError: If it is not a plain LoRA adapter of this network.
-    """
-    try:
-        layers = linear_layers(config, pooler=pooler)
-        scale, shapes = plain_lora(read_settings(folder / CONFIG, {}), layers)
-    except NotPlainError as error:
-        raise CannotRunError(f"its adapter has {error}") from error
-    prefix = ARCHITECTURES[config["model_type"]].prefix
-    tensors = {}
-    for tensor in _list_tensors(folder / WEIGHTS, stack):
-        name = tensor.key.removeprefix(PREFIX).removeprefix(prefix)
-        if pooler or not name.startswith("pooler."):
+def _match_tensors(
+    paths: Iterable[Path],
+    shapes: Mapping[str, tuple[int, ...]],
+    prefixes: Iterable[str],
+    owner: str,
+    stack: ExitStack,
+) -> dict[str, StoredTensor]:
+    """Return the tensors of files by their names without prefixes, which must have these shapes."""
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in chain.from_iterable(_list_tensors(path, stack) for path in paths):
+        name = tensor.key
+        for prefix in prefixes:
+            name = name.removeprefix(prefix)
+        for new, old in (("weight", "gamma"), ("bias", "beta")):  # names in the oldest files
+            name = name.replace(f"LayerNorm.{old}", f"LayerNorm.{new}")
+        if name in shapes or not IGNORED_WEIGHTS.search(name):
             tensors[name] = tensor
-    for name in tensors.keys() ^ shapes.keys():
-        raise CannotRunError(f"its adapter has tensors of other layers than its config: {name}")
-    for name, tensor in tensors.items():
-        if tensor.shape != shapes[name]:
-            raise CannotRunError(f"its adapter has other shapes than expected at {name}")
-    names = {name.partition(".lora_")[0] for name in shapes}
-    return scale, {
-        f"{name}.weight": (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
-        for name in names
-    }
+    stored_shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for name in sorted(name for name, _ in stored_shapes.items() ^ shapes.items()):
+        raise CannotRunError(f"{owner} from its config in the tensor {name}")
+    return tensors
 
 
-def _tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:
-    """Call ``tensor_shapes``; raise a CannotRunError if config.json lacks a size."""
-    try:
-        return tensor_shapes(config, pooler=pooler)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CannotRunError(f"its config.json lacks a size ({error})") from error
+def _add_factors(
+    base: StoredTensor, scale: float, down: StoredTensor, up: StoredTensor
+) -> NDArray[np.float32]:
+    added = scale * (up.read() @ down.read())
+    if not np.isfinite(added).all():
+        raise CannotRunError(f"its adapter is not finite at {up.key}")
+    return base.read() + added
 
 
 #: Settings of a config that change what a network computes, with their supported values.
@@ -290,7 +256,8 @@ def _find_reasons(
     pooler = pooling.part == "pooler"
     try:
         for adapter in checkpoint.members or (checkpoint.adapter,):
-            check_files(replace(checkpoint, adapter=adapter), config, pooler=pooler)
+            with ExitStack() as stack:
+                open_tensors(replace(checkpoint, adapter=adapter), config, stack, pooler=pooler)
     except CannotRunError as error:
         yield str(error)
 

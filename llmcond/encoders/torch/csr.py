@@ -274,6 +274,14 @@ class _TrialRouter:
         self.head_size = call.query.shape[3]
         return call.attend() * self._factor
 
+    @torch.inference_mode()
+    def run(self, network: Any) -> Tensor:
+        """Return the states of two tokens."""
+        device = network.get_input_embeddings().weight.device
+        ids, mask = torch.tensor([[[1, 2]], [[1, 1]]]).to(device)
+        hidden: Tensor = network(input_ids=ids, attention_mask=mask, router=self).last_hidden_state
+        return hidden.float()
+
 
 def _find_attention_modules(network: Any, name: str) -> tuple[list[nn.Module], int]:
     """Return the attention module of each layer, in the order of their calls, and the head size.
@@ -281,39 +289,24 @@ def _find_attention_modules(network: Any, name: str) -> tuple[list[nn.Module], i
     Raises:
         UserError: If a router cannot act inside this network.
     """
-    description = f"{name} ({network.config.model_type})"
-    advice = "Leave out --router: routed pooling works with any encoder."
-    trial = _TrialRouter(1.0)
+    trial, obstacle = _TrialRouter(1.0), ""
     if getattr(network, "_supports_attention_backend", False):
         network.set_attn_implementation(NAME)
-        plain, doubled = _run_trial(network, trial), _run_trial(network, _TrialRouter(2.0))
+        plain, doubled = trial.run(network), _TrialRouter(2.0).run(network)
     if not trial.modules:
-        raise UserError(
-            f"{description} computes its attention without transformers' attention "
-            "interface, which a router inside the encoder needs. BERT, RoBERTa, Mistral and Qwen "
-            f"have it. {advice}"
-        )
-    if len(set(trial.modules)) < len(trial.modules):
-        raise UserError(
-            f"{description} shares its weights between layers, so a router cannot be in "
-            f"some of them only. {advice}"
-        )
-    if (plain - doubled).norm() < _MIN_CHANGE * plain.norm():
+        obstacle = "computes its attention without transformers' attention interface"
+    elif len(set(trial.modules)) < len(trial.modules):
+        obstacle = "shares its weights between layers, so only some of them cannot have a router"
+    elif (plain - doubled).norm() < _MIN_CHANGE * plain.norm():
         # Gemma does this. Its vectors would silently ignore the condition.
+        obstacle = "scales the output of its attention to a fixed norm, which undoes the router's"
+    if obstacle:
         raise UserError(
-            f"{description} scales the output of its attention to a fixed norm, so a "
-            f"router, which scales it too, would change nothing. {advice}"
+            f"{name} ({network.config.model_type}) {obstacle}, so it cannot have a router inside. "
+            "BERT, RoBERTa, Mistral and Qwen can. Leave out --router: routed pooling works with "
+            "any encoder."
         )
     return trial.modules, trial.head_size
-
-
-@torch.inference_mode()
-def _run_trial(network: Any, router: Any) -> Tensor:
-    """Return the states of two tokens."""
-    device = network.get_input_embeddings().weight.device
-    ids, mask = torch.tensor([[[1, 2]], [[1, 1]]]).to(device)
-    hidden: Tensor = network(input_ids=ids, attention_mask=mask, router=router).last_hidden_state
-    return hidden.float()
 
 
 def _find_layers(network: nn.Module, modules: Sequence[nn.Module], name: str) -> list[nn.Module]:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -68,29 +68,6 @@ _log = logging.getLogger(__name__)
 #: Largest difference between the vectors of packed and of padded inputs, as a share of their norm.
 #: Rounding stays well below it; texts that see each other, or wrong positions, go well above it.
 _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingBatch:
-    """A batch whose vectors are complete once a GPU has done the queued work; on a CPU at once.
-
-    Attributes:
-        inputs: Positions of the batch's inputs.
-        n_tokens: Number of computed tokens, including padding.
-        vectors: The vectors on the CPU.
-        copied: GPU event after which ``vectors`` are complete; None on a CPU.
-    """
-
-    inputs: Sequence[int]
-    n_tokens: int
-    vectors: Tensor
-    copied: torch.cuda.Event | None
-
-    def finish(self) -> BatchVectors:
-        """Wait for the vectors, without the engine's lock: other threads can queue work."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return BatchVectors(self.inputs, self.vectors.numpy(), self.n_tokens)
 
 
 class Engine:
@@ -195,19 +172,19 @@ class Engine:
         while waiting:
             budget, done = self.budget, set()
             planned = self._plan_batches(rows, waiting, budget, routes=routes, queries=queries)
-            pending: deque[_PendingBatch] = deque()
+            pending: deque[Callable[[], BatchVectors]] = deque()
             too_large: tuple[int, Sequence[int]] | None = None
             for inputs, forward in planned:
                 before_batch()
-                batch = self._start_batch(inputs, forward, queries=queries)
-                if batch is None:
+                finish = self._start_batch(inputs, forward, queries=queries)
+                if finish is None:
                     too_large = forward.n_tokens, inputs
                     break
-                pending.append(batch)
+                pending.append(finish)
                 done.update(inputs)
                 if len(pending) > self.batches_ahead:
-                    yield pending.popleft().finish()
-            yield from (batch.finish() for batch in pending)
+                    yield pending.popleft()()
+            yield from (finish() for finish in pending)
             if too_large is not None:
                 self._shrink_budget(budget, too_large[0], [rows[i] for i in too_large[1]])
             waiting = [index for index in waiting if index not in done]
@@ -303,14 +280,24 @@ class Engine:
 
     def _start_batch(
         self, inputs: Sequence[int], forward: Forward, *, queries: bool
-    ) -> _PendingBatch | None:
-        """Start to compute a batch; return None if there is not enough memory for it."""
+    ) -> Callable[[], BatchVectors] | None:
+        """Start to compute a batch; return None if there is not enough memory for it.
+
+        The result waits for the vectors, without the engine's lock: other threads can queue work.
+        """
         try:
+            n_tokens = forward.n_tokens
             with torch.inference_mode():
                 forward.prepare()
                 with self._device_lock:
                     vectors, copied = copy_to_cpu(self._compute_vectors(forward, queries=queries))
-                return _PendingBatch(inputs, forward.n_tokens, vectors, copied)
+
+            def finish() -> BatchVectors:
+                if copied is not None:
+                    copied.synchronize()
+                return BatchVectors(inputs, vectors.numpy(), n_tokens)
+
+            return finish
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
