@@ -12,7 +12,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,12 @@ class EncoderRecord:
             an ensemble.
     """
 
-    base: str | None
-    revision: str | None
-    like: str | None
-    settings: Mapping[str, Any]
-    quantize: str
-    base_weights: str | None
+    base: str | None = None
+    revision: str | None = None
+    like: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    quantize: str = "none"
+    base_weights: str | None = None
     cross: bool = False
     dev_of: str | None = None
     members: int = 1

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -405,18 +404,18 @@ def _read_folder(
     for path in (path for name in (*SETTINGS, *WEIGHT_FILES) for path in folder.glob(name)):
         _check_regular(path)
     if (folder / "config.json").is_file():
-        tuned = read_encoder_record(folder)
+        tuned = read_encoder_record(folder) or EncoderRecord()
         known = _find_recorded_like(tuned, folder) or entry
         _check_like(name, known, entry)
         config = {} if known else read_settings(folder / "config.json", {})
         if config.get("model_type") == "nvembed":  # unique to NV-Embed-v2
             known = find_model("nvidia/NV-Embed-v2")
-        record = (tuned.settings, tuned.cross, tuned.dev_of) if tuned else ({}, False, None)
+        record = tuned.settings, tuned.cross, tuned.dev_of
         return Checkpoint(name, folder, known, repo, None, *record)
     if not (folder / CONFIG).is_file():
-        tuned = read_encoder_record(folder)
-        if tuned is not None and tuned.members > 1:
-            members = member_folders(folder, tuned.members)
+        ensemble = read_encoder_record(folder)
+        if ensemble is not None and ensemble.members > 1:
+            members = member_folders(folder, ensemble.members)
             return replace(_read_adapter(name, members[0], entry), members=members)
         if (folder / RUN_RECORD).is_file():
             raise UserError(
@@ -437,13 +436,10 @@ def _read_folder(
 
 def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
     """Return the checkpoint of an adapter's base, with the adapter."""
-    config, tuned = read_lora(folder, name), read_encoder_record(folder)
-    recorded = _find_recorded_like(tuned, folder)
-    if tuned is not None:
-        config_file, key, base_name, revision = ENCODER_RECORD, "base", tuned.base, tuned.revision
-    else:
-        config_file, key, revision = CONFIG, "base_model_name_or_path", config.get("revision")
-        base_name = config.get(key)
+    config, record = read_lora(folder, name), read_encoder_record(folder)
+    tuned = record or EncoderRecord(config.get("base_model_name_or_path"), config.get("revision"))
+    recorded, base_name, revision = _find_recorded_like(tuned, folder), tuned.base, tuned.revision
+    config_file, key = (ENCODER_RECORD, "base") if record else (CONFIG, "base_model_name_or_path")
     if not isinstance(base_name, str) or not base_name.strip():
         raise UserError(
             f"{name} is an adapter, and its {config_file} does not name the encoder that it "
@@ -466,28 +462,24 @@ def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoi
     except LlmcondError as error:
         raise type(error)(f"{description}, but its base cannot be loaded: {error}") from error
     _check_like(name, base.known, entry)
-    settings = {**base.recorded_settings, **(tuned.settings if tuned else {})}
-    if tuned is not None and tuned.quantize != "none":
+    settings = {**base.recorded_settings, **tuned.settings}
+    if tuned.quantize != "none":
         settings["quantize"] = tuned.quantize
-    cross = base.cross or (tuned is not None and tuned.cross)
-    dev_digest = tuned.dev_of if tuned and tuned.dev_of else base.dev_digest
     return replace(
         base,
         name=name,
         adapter=folder,
         recorded_settings=settings,
-        cross=cross,
-        dev_digest=dev_digest,
+        cross=base.cross or tuned.cross,
+        dev_digest=tuned.dev_of or base.dev_digest,
         base=base,
     )
 
 
-def _find_recorded_like(tuned: EncoderRecord | None, folder: Path) -> KnownModel | None:
+def _find_recorded_like(tuned: EncoderRecord, folder: Path) -> KnownModel | None:
     """Return the known model whose settings a checkpoint was trained with, if any."""
-    like = tuned.like if tuned else None
-    return (
-        None if like is None else _find_like(like, f"{folder / ENCODER_RECORD} says like {like!r}")
-    )
+    what = f"{folder / ENCODER_RECORD} says like {tuned.like!r}"
+    return None if tuned.like is None else _find_like(tuned.like, what)
 
 
 def _find_like(like: str, what: str) -> KnownModel:
@@ -549,7 +541,7 @@ def _find_package_folder(packaged: Packaged) -> Path | None:
         weights = Path(str(distribution.locate_file(f"{folder}/model.safetensors")))
         if not weights.is_file():
             continue
-        digest = _digest_weights(weights, weights.stat().st_mtime_ns)
+        digest = digest_file(weights)
         if digest != packaged.weights_sha256:
             raise LlmcondError(
                 f"{weights} has SHA-256 {digest}, not {packaged.weights_sha256}, so these are not "
@@ -557,11 +549,6 @@ def _find_package_folder(packaged: Packaged) -> Path | None:
             )
         return weights.parent
     return None
-
-
-@cache  # A command looks up its encoder several times.
-def _digest_weights(path: Path, modified: int) -> str:
-    return digest_file(path)
 
 
 @contextmanager

@@ -205,7 +205,6 @@ def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
     """
     settings = CheckpointSettings.read(checkpoint.folder)
     check_numbers(settings.config, checkpoint.name)
-    _check_special_tokens(checkpoint, settings)
     _check_kind(checkpoint, settings)
     if checkpoint.known is None:
         _check_code(checkpoint, settings)
@@ -242,24 +241,6 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
                 raise UserError(
                     f"config.json of {name} has {key} = {shortened_repr(value)}; expected "
                     f"{expected}. The file may be damaged: copy it again."
-                )
-
-
-def _check_special_tokens(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
-    """Raise a UserError if a special token is neither a text nor a description that has one."""
-    file = "special_tokens_map.json"
-    records = {
-        "tokenizer_config.json": settings.tokenizer,
-        file: read_settings(checkpoint.folder / file, {}),
-    }
-    for file, values in records.items():
-        for key in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
-            token = values.get(f"{key}_token")
-            content = token.get("content") if isinstance(token, dict) else token
-            if not isinstance(content, str | None):
-                raise UserError(
-                    f"{file} of {checkpoint.name} has {key}_token = {shortened_repr(token)}; "
-                    "expected a text. The file may be damaged: copy it again."
                 )
 
 

@@ -40,7 +40,7 @@ from llmcond.encoders.openvino.support import read_dense
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import encoder_types
 from llmcond.encoders.spec import IGNORED_WEIGHTS, Attention, Dtype, Quantize, get_pooling
-from llmcond.encoders.torch.csr import passes_class
+from llmcond.encoders.torch.csr import load_router
 from llmcond.encoders.torch.forward import LatentConfig, NVEmbedModel, read_config
 
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
@@ -437,7 +437,7 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     if "device_map" not in arguments:
         network = network.to(resolved.device)
     weights = (checkpoint.adapter or checkpoint.folder) / ROUTER
-    passes_class(identity).load_weights(network, identity, weights, resolved.device)
+    load_router(network, identity, weights, resolved.device)
     network = network.eval().requires_grad_(False)
     dense, dim = load_dense(resolved, int(config.hidden_size))
     return LoadedModel(network, dense, dim)

@@ -31,7 +31,7 @@ from llmcond.encoders.loading import (
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import MODEL_SETTINGS, STATED, find_model
 from llmcond.encoders.tokenizing import InputTokenizer, OutOfMemoryError, Tokens
-from llmcond.encoders.torch.csr import passes_class
+from llmcond.encoders.torch.csr import router_weights, train_router
 from llmcond.encoders.torch.engine import Engine, create_engine, is_out_of_memory
 from llmcond.finetune.loop import write_tensors
 from llmcond.finetune.settings import TuneSettings
@@ -149,7 +149,7 @@ def load_trainable(
     adapted = None if settings.full else add_adapters(loaded.network, settings, name)
     if settings.full:
         loaded.network.requires_grad_(True)
-    passes_class(identity).train_weights(loaded.network, identity, resolved.device)
+    train_router(loaded.network, identity, resolved.device)
     engine = create_engine(loaded, resolved, tokenizer.pad_id, frozen=False)
     if settings.gradient_checkpointing:
         _enable_gradient_checkpointing(loaded.network, name)
@@ -314,7 +314,7 @@ def save_encoder(
         _save_adapter(trainable, model, folder)
     identity, known = resolved.identity, resolved.checkpoint.known
     settings = MODEL_SETTINGS if identity.routes_inside else STATED
-    router = passes_class(identity).weights(trainable.network)
+    router = router_weights(trainable.network)
     if router:
         write_tensors(folder / ROUTER, router, _METADATA)
     tuned = EncoderRecord(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from llmcond.base.errors import LlmcondError, UserError, first_line
 from llmcond.base.files import write_text
@@ -26,8 +25,6 @@ from llmcond.options.encoding import BenchOptions
 _log = logging.getLogger(__name__)
 #: The most tokens of an input that is timed.
 _MAX_LENGTH = 512
-#: A function from a quantisation to an encoder that is not loaded yet.
-_Resolve = Callable[[Quantize], ResolvedEncoder]
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,8 @@ def bench(options: BenchOptions) -> Benchmark:
             written.
         LlmcondError: the hub cannot be reached.
     """
-    device, quantize, quick = choose_device(options.device), options.quantize, options.quick
+    device = choose_device(options.device)
+    names = [*options.model, *(options.shape or (() if options.model else ("minilm",)))]
     out = None if options.out is None else Path(options.out)
     wrong_length = next((n for n in options.lengths if not 16 <= n <= _MAX_LENGTH), None)
     if wrong_length is not None:
@@ -90,21 +88,24 @@ def bench(options: BenchOptions) -> Benchmark:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        resolvers = dict(_find_encoders(options.model, options.shape, device, folder, quick))
+        for name in options.model:  # a missing model is reported before anything is run
+            _resolve(name, "none", options, device, folder)
         for check in (
             run_checks(CheckEnvironment(device, folder)) if options.checks == "all" else ()
         ):
             _log.info("%s: %s", check.name, _describe_outcome(check))
             result.checks.append(check)
         write()
-        scale = Scale.of(device, options.lengths, quick=quick)
-        for name, kind in product(resolvers, quantize or get_args(Quantize)):
+        scale = Scale.of(device, options.lengths, quick=options.quick)
+        for name, kind in product(names, options.quantize or get_args(Quantize)):
             _log.info("timing %s, quantize %s", name, kind)
             release_memory(device)  # frees the memory of the previous encoder
             try:
-                resolved, must_check = resolvers[name](kind), options.checks != "none"
+                resolved = _resolve(name, kind, options, device, folder)
                 is_random = resolved.checkpoint.random_device is not None
-                for outcome in run_encoder(resolved, scale, check=must_check, must_pack=is_random):
+                for outcome in run_encoder(
+                    resolved, scale, check=options.checks != "none", must_pack=is_random
+                ):
                     if isinstance(outcome, Speed):
                         result.speeds.append(outcome)
                     else:
@@ -116,29 +117,18 @@ def bench(options: BenchOptions) -> Benchmark:
     return result
 
 
-def _find_encoders(
-    models: Sequence[str], shapes: Sequence[Shape], device: str, folder: Path, quick: bool
-) -> Iterator[tuple[str, _Resolve]]:
-    """Yield the encoders to time; a missing model is reported before anything is run."""
-    base_options = EncoderOptions(device=device, fold_latents=False)
-    for name in models:
-        max_length = resolve(name, base_options, identify=False).identity.max_length
-
-        def resolve_named(
-            kind: Quantize, name: str = name, length: int = min(max_length, _MAX_LENGTH)
-        ) -> ResolvedEncoder:
-            # The checks and timings are those of PyTorch's kernels.
-            options = replace(base_options, quantize=kind, max_length=length, runtime="torch")
-            return resolve(name, options, identify=False)
-
-        yield name, resolve_named
-    for shape in shapes or (() if models else ("minilm",)):
-
-        def make_random(kind: Quantize, shape: Shape = shape) -> ResolvedEncoder:
-            options = EncoderOptions(quantize=kind, max_length=_MAX_LENGTH, fold_latents=False)
-            return random_encoder(shape, folder, options, device, small=quick)
-
-        yield shape, make_random
+def _resolve(
+    name: str, kind: Quantize, options: BenchOptions, device: str, folder: Path
+) -> ResolvedEncoder:
+    """Resolve a model, or a shape with random weights, in a quantisation."""
+    # The checks and timings are those of PyTorch's kernels.
+    settings = EncoderOptions(device=device, quantize=kind, fold_latents=False, runtime="torch")
+    if name in options.model:
+        length = resolve(name, settings, identify=False).identity.max_length
+        settings = replace(settings, max_length=min(length, _MAX_LENGTH))
+        return resolve(name, settings, identify=False)
+    shape, settings = cast("Shape", name), replace(settings, max_length=_MAX_LENGTH)
+    return random_encoder(shape, folder, settings, device, small=options.quick)
 
 
 def _describe_outcome(check: Check) -> str:

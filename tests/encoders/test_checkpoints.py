@@ -130,7 +130,11 @@ INVALID_FILES = [
     ("sentence_bert_config.json", {"do_lower_case": True}, "has do_lower_case, which is not supp"),
     ("sentence_bert_config.json", {"model_args": {"hidden_act": "relu"}}, "has model_args = "),
     ("tokenizer_config.json", {"fast_tokenizer_files": ["x"]}, "names a file in fast_tokenizer_fi"),
-    ("tokenizer_config.json", {"pad_token": {"content": 7}}, r"has pad_token = .*; expected a tex"),
+    (
+        "tokenizer_config.json",
+        {"pad_token": {"content": 7}},
+        "the tokenizer of .* cannot be",
+    ),
     ("adapter_config.json", {}, "contains both a model and an adapter"),
     ("config.json", {"transformers_weights": "x/y.safetensors"}, "names a file in transformers_we"),
     ("config.json", {"num_attention_heads": 2.5}, r"= 2\.5; expected a whole number of at least 1"),

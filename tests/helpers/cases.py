@@ -42,6 +42,11 @@ class Case:
             checkpoints.change_json(path / "config.json", **self.config)
         return path
 
+    def load(self, path, **options):
+        """Load the encoder of a checkpoint with PyTorch in float32."""
+        options = {"max_length": MAX_LENGTH, "like": self.like, **self.options, **options}
+        return checkpoints.load_on_cpu(path, **options)
+
 
 CASES = {
     "sfr": Case(

@@ -488,23 +488,12 @@ _ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {
 
 _FILE = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
-#: Families of tokenizer classes in transformers; see ``_expected_pipeline``. transformers uses
-#: tokenizer.json unchanged for the family ``unchanged``.
-_BERT, _MPNET, _XLM_R, _ROBERTA, _UNCHANGED = "bert", "mpnet", "xlm-roberta", "roberta", "unchanged"
-_NAMES = {"Bert": _BERT, "MPNet": _MPNET, "XLMRoberta": _XLM_R, "Roberta": _ROBERTA}
-#: The family of each class.
-_FAMILIES = {f"{n}Tokenizer{end}": family for n, family in _NAMES.items() for end in ("", "Fast")}
-_FAMILIES |= dict.fromkeys(("PreTrainedTokenizerFast", "TokenizersBackend"), _UNCHANGED)
+#: Classes of transformers that use tokenizer.json unchanged.
+_UNCHANGED = ("PreTrainedTokenizerFast", "TokenizersBackend")
+#: Classes, without the end of their names, that rebuild its parts; see ``_expected_pipeline``.
+_REBUILT = ("Bert", "MPNet", "XLMRoberta", "Roberta")
+#: Special tokens. The classes that rebuild a tokenizer have defaults for the first three.
 _SPECIAL = ("unk_token", "sep_token", "pad_token", "eos_token")
-#: The default special tokens of a family, for those that no file names.
-_ROBERTA_DEFAULTS = {"sep_token": "</s>", "pad_token": "<pad>", "eos_token": "</s>"}
-_DEFAULTS: Mapping[str, Mapping[str, str]] = {
-    _BERT: {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]"},
-    _MPNET: {"unk_token": "[UNK]", **_ROBERTA_DEFAULTS},
-    _XLM_R: {"unk_token": "<unk>", **_ROBERTA_DEFAULTS},
-    _ROBERTA: {"unk_token": "<unk>", **_ROBERTA_DEFAULTS},
-    _UNCHANGED: {},
-}
 
 
 def read_tokenizer(folder: Path, name: str) -> JsonTokenizer | None:
@@ -520,18 +509,20 @@ def read_tokenizer(folder: Path, name: str) -> JsonTokenizer | None:
     from tokenizers import Tokenizer
 
     config = read_settings(folder / _CONFIG, {})
-    family = _FAMILIES.get(str(config.get("tokenizer_class")))
-    if family is None or not (folder / _FILE).is_file():
+    settings = {**read_settings(folder / "special_tokens_map.json", {}), **config}
+    kind = str(config.get("tokenizer_class"))
+    family = kind.removesuffix("Fast").removesuffix("Tokenizer")
+    is_rebuilt = family in _REBUILT and all(settings.get(key) for key in _SPECIAL[:3])
+    if not (folder / _FILE).is_file() or not (is_rebuilt or kind in _UNCHANGED):
         return None
     try:
         tokenizer = Tokenizer.from_file(str(folder / _FILE))
-        if family != _UNCHANGED:
+        if is_rebuilt:
             parts = [tokenizer.normalizer, tokenizer.pre_tokenizer, type(tokenizer.model).__name__]
             expected = _expected_pipeline(family, config, tokenizer.normalizer)
             if _describe_parts(parts) != _describe_parts(expected):
                 return None
-        special_tokens = {**read_settings(folder / "special_tokens_map.json", {}), **config}
-        return JsonTokenizer(tokenizer, {**_DEFAULTS[family], **special_tokens})
+        return JsonTokenizer(tokenizer, settings)
     except UserError:
         raise
     except Exception as error:  # the only type that tokenizers raises
@@ -545,19 +536,19 @@ def _expected_pipeline(family: str, config: Mapping[str, Any], normalizer: Any) 
     """
     from tokenizers import normalizers, pre_tokenizers
 
-    if family in (_BERT, _MPNET):
+    if family in ("Bert", "MPNet"):
         created = normalizers.BertNormalizer(
             handle_chinese_chars=config.get("tokenize_chinese_chars", True),
             strip_accents=config.get("strip_accents"),
             lowercase=config.get("do_lower_case", True),
         )
         return [created, pre_tokenizers.BertPreTokenizer(), "WordPiece"]
-    if family == _XLM_R:
+    if family == "XLMRoberta":
         prefix = config.get("add_prefix_space", True) is True
         metaspace = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
         splitters = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace])
-        kept = normalizer if isinstance(normalizer, normalizers.Precompiled) else None
-        return [kept, splitters, "Unigram"]
+        has_map = isinstance(normalizer, normalizers.Precompiled)
+        return [normalizer if has_map else None, splitters, "Unigram"]
     prefix = config.get("add_prefix_space", False)  # the default of RoBERTa
     return [None, pre_tokenizers.ByteLevel(add_prefix_space=prefix), "BPE"]
 

@@ -39,7 +39,6 @@ from llmcond.encoders.settings import (
     READING_MODES,
     RELEASED_MODES,
     EncoderIdentity,
-    RouterKind,
     RouterMode,
 )
 from llmcond.encoders.tokenizing import Tokens, record_row, record_weights
@@ -169,39 +168,6 @@ class CsrPasses(Passes):
         return _RoutedForward(
             self, forward, [routes[index] for index in batch.inputs], distinct_indices
         )
-
-    # -- weights -------------------------------------------------------------------------------
-
-    @staticmethod
-    @override
-    def load_weights(network: Any, identity: EncoderIdentity, file: Path, device: str) -> None:
-        if identity.router_mode != "heavy" or not file.is_file():
-            return
-        layers, width = identity.router_layers, int(network.config.hidden_size)
-        router = HeavyRouter(layers, width)
-        try:
-            router.load_state_dict(load_file(file))
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise LlmcondError(
-                f"{file} does not contain a router of {layers} layers and {width} dimensions. Set "
-                "--router-layers to the value that it was trained with, or copy the file again if "
-                "it is damaged."
-            ) from error
-        setattr(network, _ROUTER_ATTRIBUTE, router.to(device))
-
-    @staticmethod
-    @override
-    def train_weights(network: Any, identity: EncoderIdentity, device: str) -> None:
-        if identity.router_mode == "heavy":
-            router = getattr(network, _ROUTER_ATTRIBUTE, None)
-            router = router or HeavyRouter(identity.router_layers, int(network.config.hidden_size))
-            setattr(network, _ROUTER_ATTRIBUTE, router.to(device).requires_grad_(True))
-
-    @staticmethod
-    @override
-    def weights(network: Any) -> Mapping[str, Tensor]:
-        router: HeavyRouter | None = getattr(network, _ROUTER_ATTRIBUTE, None)
-        return {} if router is None else router.state_dict()
 
     # -- the router's formula ------------------------------------------------------------------
 
@@ -760,9 +726,39 @@ _READING_FORWARDS: Mapping[RouterMode, Callable[..., PaddedForward]] = {
 }
 
 
-_PASSES: Mapping[RouterKind, type[Passes]] = {"none": Passes, "csr": CsrPasses}
+# -- the weights of heavy routers ------------------------------------------------------------------
 
 
-def passes_class(identity: EncoderIdentity) -> type[Passes]:
-    """Return the class that creates an encoder's forward passes."""
-    return _PASSES[identity.router]
+def load_router(network: Any, identity: EncoderIdentity, file: Path, device: str) -> None:
+    """Load a heavy router's trained weights into a network, if the file exists.
+
+    Raises:
+        LlmcondError: If they cannot be read, or belong to another encoder.
+    """
+    if identity.router_mode != "heavy" or not file.is_file():
+        return
+    layers, width = identity.router_layers, int(network.config.hidden_size)
+    router = HeavyRouter(layers, width)
+    try:
+        router.load_state_dict(load_file(file))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise LlmcondError(
+            f"{file} does not contain a router of {layers} layers and {width} dimensions. Set "
+            "--router-layers to the value that it was trained with, or copy the file again if "
+            "it is damaged."
+        ) from error
+    setattr(network, _ROUTER_ATTRIBUTE, router.to(device))
+
+
+def train_router(network: Any, identity: EncoderIdentity, device: str) -> None:
+    """Make a heavy router's weights trainable; initialise them if the network has none yet."""
+    if identity.router_mode == "heavy":
+        router = getattr(network, _ROUTER_ATTRIBUTE, None)
+        router = router or HeavyRouter(identity.router_layers, int(network.config.hidden_size))
+        setattr(network, _ROUTER_ATTRIBUTE, router.to(device).requires_grad_(True))
+
+
+def router_weights(network: Any) -> Mapping[str, Tensor]:
+    """Return the weights of a network's heavy router by their names in its file; {} without any."""
+    router: HeavyRouter | None = getattr(network, _ROUTER_ATTRIBUTE, None)
+    return {} if router is None else router.state_dict()

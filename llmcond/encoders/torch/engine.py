@@ -53,12 +53,13 @@ from llmcond.encoders.tokenizing import (
 )
 from llmcond.encoders.torch import attention
 from llmcond.encoders.torch.batching import STEP, pack, pack_shared, plan_batches
-from llmcond.encoders.torch.csr import passes_class
+from llmcond.encoders.torch.csr import CsrPasses
 from llmcond.encoders.torch.forward import (
     Forward,
     ForwardSettings,
     PackedForward,
     PaddedForward,
+    Passes,
     find_pooling,
     skipped_id,
 )
@@ -142,7 +143,8 @@ class Engine:
         self._can_pack = getattr(config, "_attn_implementation", None) == "sdpa" and bool(
             getattr(model.network, "_supports_attention_backend", False)
         )
-        self.passes = passes_class(self.identity)(model.network, self.identity, self._name)
+        passes = CsrPasses if self.identity.routes_inside else Passes
+        self.passes = passes(model.network, self.identity, self._name)
         self.routes_inside = self.passes.routes_inside
         self.reads_routers = self.passes.reads_routers
         self.packs = self._choose_packing()
@@ -193,7 +195,6 @@ class Engine:
         self,
         rows: Sequence[Tokens],
         *,
-        padded: bool = False,
         routes: Sequence[Any] = (),
         queries: bool = False,
     ) -> Tensor:
@@ -204,7 +205,6 @@ class Engine:
 
         Args:
             rows: The inputs' tokens.
-            padded: Whether to pad all inputs instead of packing them, for comparisons.
             routes: As in ``run``. A routed input has one vector per route, in the order of routes.
             queries: As in ``run``.
 
@@ -217,9 +217,8 @@ class Engine:
         starts = [0, *accumulate(counts)]
         order: list[int] = []
         parts: list[Tensor] = []
-        planned = self._plan_batches(
-            rows, range(len(rows)), self.budget, padded=padded, routes=routes, queries=queries
-        )
+        indices = range(len(rows))
+        planned = self._plan_batches(rows, indices, self.budget, routes=routes, queries=queries)
         try:
             for inputs, forward in planned:
                 forward.prepare()
@@ -243,7 +242,6 @@ class Engine:
         waiting: Sequence[int],
         budget: int,
         *,
-        padded: bool = False,
         routes: Sequence[Any] = (),
         queries: bool = False,
     ) -> Iterator[tuple[list[int], Forward]]:
@@ -252,7 +250,7 @@ class Engine:
         ``waiting`` has the positions of the inputs that are to be computed.
         """
         forward = partial(self.passes.forward, self._runtime, queries=queries)
-        packs = self.packs and not padded and not (routes and self.reads_routers)
+        packs = self.packs and not (routes and self.reads_routers)
         unpacked = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
         for batch in plan_batches([len(rows[i].ids) for i in unpacked], budget):
             inputs = [unpacked[index] for index in batch]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -496,23 +495,6 @@ class Passes:
         if batch is None:
             return PaddedForward(runtime, rows, routes)
         return PackedForward(runtime, batch, rows, routes)
-
-    @staticmethod
-    def load_weights(network: Any, identity: EncoderIdentity, file: Path, device: str) -> None:
-        """Load the router's trained weights into a network, if the file exists.
-
-        Raises:
-            LlmcondError: If they cannot be read, or belong to another encoder.
-        """
-
-    @staticmethod
-    def train_weights(network: Any, identity: EncoderIdentity, device: str) -> None:
-        """Make the router's weights trainable; initialise them if the network has none yet."""
-
-    @staticmethod
-    def weights(network: Any) -> Mapping[str, Tensor]:
-        """Return the weights of a network's router by their names in its file; {} without any."""
-        return {}
 
 
 class LatentConfig(MistralConfig):  # type: ignore[misc]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers.cases import CASES, MAX_LENGTH, routed_input, routed_inputs
+from helpers.cases import CASES, routed_input, routed_inputs
 from helpers.commands import run_json, run_rejected
 from helpers.flags import change_flags
 from helpers.vectors import assert_close
@@ -36,14 +36,14 @@ STRENGTH = 5.0  # the paper's 1 hardly changes the vectors of tiny random encode
 def load(name, folder, mode="paper", layers=2, **options):
     case = CASES[name]
     path = case.build(folder)
-    case_options = case.options if mode not in RELEASED_MODES else {}
     router = {"router": "csr", "router_mode": mode, "router_layers": layers}
-    router |= {"router_strength": STRENGTH, "max_length": MAX_LENGTH, **case_options, **options}
+    if mode in RELEASED_MODES:
+        router["pooling"] = None
     if mode == "heavy":
         torch.manual_seed(3)
         width = json.loads((path / "config.json").read_text())["hidden_size"]
         save_file(HeavyRouter(layers, width).state_dict(), path / "router.safetensors")
-    return load_encoder(str(path), like=case.like, dtype="float32", device="cpu", **router)
+    return case.load(path, **{"router_strength": STRENGTH, **router, **options})
 
 
 def mixed_inputs(max_words=30):

@@ -16,17 +16,10 @@ from transformers import AttentionInterface
 
 from llmcond.base.errors import LlmcondError, UserError
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.torch import attention, engine
 
 # Networks this small finish before a second thread would have started.
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def load(folder, case, **options):
-    fixed = {"dtype": "float32", "device": "cpu", "runtime": "torch", "max_length": MAX_LENGTH}
-    options = {**fixed, **case.options, **options}
-    return load_encoder(str(folder), like=case.like, **options)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +40,7 @@ def make_folder(tmp_path_factory):
 @pytest.fixture
 def load_case(make_folder):
     """A function that loads the encoder of a case."""
-    return lambda name, **options: load(make_folder(name), CASES[name], **options)
+    return lambda name, **options: CASES[name].load(make_folder(name), **options)
 
 
 def encode(encoder, items, **changes):
@@ -106,9 +99,8 @@ def test_text_with_padding_token_is_packed_correctly(load_case, name):
 @pytest.mark.parametrize(("name", "pooling"), [("simcse-bert", "mean"), ("sfr", "last")])
 def test_pairs_are_packed_with_their_token_types(make_folder, name, pooling):
     # There is no ``like``, because the pooling of SimCSE does not support pairs.
-    options = {"dtype": "float32", "device": "cpu", "runtime": "torch", "max_length": 60}
-    options |= {"pooling": pooling, "special_tokens": "tokenizer"}
-    encoder = load_encoder(str(make_folder(name)), **options)
+    options = {"like": None, "max_length": 60, "special_tokens": "tokenizer", "pooling": pooling}
+    encoder = CASES[name].load(make_folder(name), **options)
     generator = random.Random(0)
     texts = [" ".join(generator.choices(WORDS, k=generator.randint(1, 30))) for _ in range(30)]
     contexts = [None, "", "the color", "the color of the sky", "dogs " * 60]
@@ -172,7 +164,7 @@ def test_encoder_with_wrong_positions_is_padded(load_case, monkeypatch):
 def test_token_without_embedding_is_allowed_as_padding_only(tmp_path, make_folder, load_case):
     folder = shutil.copytree(make_folder("gte-qwen2"), tmp_path / "model")
     checkpoints.change_json(folder / "tokenizer_config.json", pad_token="[NEWPAD]")
-    encoder, other = load_case("gte-qwen2"), load(folder, CASES["gte-qwen2"])
+    encoder, other = load_case("gte-qwen2"), CASES["gte-qwen2"].load(folder)
     n_ids = len(other.engine.model.network.get_input_embeddings().weight)
     assert other._tokenizer.pad_id == n_ids  # one after the last embedding
     items = sample_inputs(encoder, seed=8, n_inputs=15)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.cases import CASES, MAX_LENGTH, WORDS, routed_input, routed_inputs
+from helpers.cases import CASES, WORDS, routed_input, routed_inputs
 from helpers.identities import IDENTITY
 from helpers.vectors import assert_close
 
@@ -26,9 +26,7 @@ SENTENCE = "three women sit on the beach at night"
 
 
 def load(name, folder):
-    case = CASES[name]
-    options = {"dtype": "float32", "device": "cpu", "runtime": "torch", "max_length": MAX_LENGTH}
-    return load_encoder(str(case.build(folder)), like=case.like, **options, **case.options)
+    return CASES[name].load(CASES[name].build(folder))
 
 
 @pytest.fixture(scope="module")
