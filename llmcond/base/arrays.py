@@ -322,8 +322,8 @@ CALIBRATED = ("int8", "uint8")
 #: Fewer embeddings than this give a poor estimate of the range of each dimension.
 MIN_CALIBRATION = 100
 
-#: Options of ``encode`` that are other names; None: the name of llmcond decides.
-_OTHER_NAMES = ("show_progress_bar", "normalize_embeddings")
+#: Options of ``encode`` with their names in sentence-transformers, which decide unless None.
+_OTHER_NAMES = {"normalize": "normalize_embeddings", "show_progress": "show_progress_bar"}
 
 #: Quantised embeddings, or float32 ones.
 Quantized = NDArray[Any]
@@ -348,8 +348,11 @@ def check_encode_options(
     precision: Precision = "float32",
     batch_size: int | None = None,
     **flags: bool | None,
-) -> None:
+) -> tuple[bool, bool]:
     """Check the options of ``encode``, before anything is encoded.
+
+    Returns:
+        Whether to normalise, and whether to show progress, by either name of the option.
 
     Raises:
         UserError: an option has another type, the precision is unknown, or ``batch_size`` is below
@@ -360,8 +363,13 @@ def check_encode_options(
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
     for name, value in flags.items():
-        types = (bool, np.bool_, None) if name in _OTHER_NAMES else (bool, np.bool_)
+        types = (bool, np.bool_, None) if name in _OTHER_NAMES.values() else (bool, np.bool_)
         check_argument(name, value, types, "True or False")
+    normalize, show_progress = (
+        flags[name] if flags[other] is None else flags[other]
+        for name, other in _OTHER_NAMES.items()
+    )
+    return bool(normalize), bool(show_progress)
 
 
 def check_truncate_dim(truncate_dim: int | None, dim: int) -> int:

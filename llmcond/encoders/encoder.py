@@ -441,7 +441,7 @@ class Encoder:
                 contains NaN or infinity.
             LlmcondError: out of memory.
         """
-        check_encode_options(
+        normalize, show_progress = check_encode_options(
             normalize=normalize,
             show_progress=show_progress,
             precision=precision,
@@ -452,10 +452,6 @@ class Encoder:
             normalize_embeddings=normalize_embeddings,
         )
         dim = check_truncate_dim(truncate_dim, self.dim)
-        if show_progress_bar is not None:
-            show_progress = show_progress_bar
-        if normalize_embeddings is not None:
-            normalize = normalize_embeddings
         if isinstance(inputs, EncoderInput):
             raise UserError("inputs is a single EncoderInput; expected a list of inputs.")
         items = [

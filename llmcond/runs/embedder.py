@@ -343,7 +343,7 @@ class Embedder(SimilarityModel):
                 or a single text is quantised to ``int8`` or ``uint8``.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        check_encode_options(
+        normalize, show_progress = check_encode_options(
             normalize=normalize,
             show_progress=show_progress,
             precision=precision,
@@ -358,10 +358,6 @@ class Embedder(SimilarityModel):
         if isinstance(sentences, str):
             sentences, conditions = [sentences], as_condition_list(conditions)
         rows = pair_with_conditions(sentences, conditions)
-        if show_progress_bar is not None:
-            show_progress = show_progress_bar
-        if normalize_embeddings is not None:
-            normalize = normalize_embeddings
         vectors = embedder._encode(rows, show_progress, batch_size)
         if normalize:
             vectors = normalise_vectors(vectors, self.head)

@@ -19,7 +19,6 @@ from helpers.vectors import cosines
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import llmcond
 from llmcond.base.errors import LlmcondError, UserError
 from llmcond.commands.lists import check_model
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve, resolve_base
@@ -34,7 +33,6 @@ from llmcond.encoders.adapter import (
 )
 from llmcond.encoders.loading import load_config, quantization_config
 from llmcond.encoders.torch.forward import NVEmbedModel
-from llmcond.runs import open_run
 
 # Work on networks this small is done before a second thread has woken up.
 pytestmark = [
@@ -266,17 +264,14 @@ def test_attach_works_on_weights_offloaded_by_accelerate(bert, monkeypatch):
 # -- identity and base -------------------------------------------------------------------------
 
 
-def test_identity_names_adapter_and_base(tuned):
+def test_fingerprint_depends_on_weights_and_fields_that_affect_vectors(tuned):
     adapter, _, base = identify(tuned).weights.partition(" on ")
-    assert base == identify("minilm").weights
     tensors = load_file(tuned / WEIGHTS)
     next(iter(tensors.values()))[0, 0] += 1
     save_file(tensors, tuned / WEIGHTS, {"format": "pt"})
-    changed, _, base = identify(tuned).weights.partition(" on ")
-    assert (changed != adapter, base) == (True, identify("minilm").weights)
-
-
-def test_fingerprint_depends_on_config_fields_that_affect_vectors(tuned):
+    changed = identify(tuned).weights
+    assert changed != f"{adapter} on {base}"
+    assert changed.endswith(f" on {identify('minilm').weights}")
     original = json.loads((tuned / CONFIG).read_text())
 
     def fingerprint(change):
@@ -324,15 +319,7 @@ def test_base_may_be_relative_to_adapter_and_its_revision_is_ignored(bert, monke
     assert identify(folder) == expected
 
 
-def test_like_must_match_known_base_of_adapter(tuned):
-    resolved = resolve(str(tuned), CPU)
-    assert (resolved.checkpoint.known, resolved.checkpoint.folder) == (MINILM, minilm_folder())
-    assert (resolved.assumed, resolved.identity.max_length) == ((), 256)  # those of the alias
-    assert identify(tuned, like="minilm") == resolved.identity
-    with pytest.raises(UserError, match=rf"with the settings of minilm, so like cannot be {QWEN}"):
-        identify(tuned, like=QWEN)
-
-
+@pytest.mark.usefixtures("cache")
 def test_missing_base_is_reported(bert, tuned):
     base, folder = bert
     shutil.rmtree(base)
@@ -345,6 +332,10 @@ def test_missing_base_is_reported(bert, tuned):
         change_json(folder / CONFIG, base_model_name_or_path=name)
         with pytest.raises(UserError, match=message):
             load_on_cpu(folder)
+    change_json(folder / CONFIG, base_model_name_or_path="me/base")
+    with pytest.raises(LlmcondError, match=rf"{folder} is an adapter of me/base") as raised:
+        load_on_cpu(folder)
+    assert type(raised.value) is LlmcondError  # the hub was not reached
 
 
 # -- invalid adapters --------------------------------------------------------------------------
@@ -494,6 +485,8 @@ def test_quantisation_in_training_is_reported(tuned):
     (message,) = resolve(str(tuned), CPU).assumed
     assert "trained on 4bit" in message
     assert resolve(str(tuned), EncoderOptions(device="cpu", quantize="4bit")).assumed == ()
+    resolved = resolve(str(tuned), CPU)
+    assert (resolved.checkpoint.known, resolved.identity.max_length) == (MINILM, 24)
     report, _ = check_model(str(tuned), CPU)
     assert report["source"] == f"{tuned} on {minilm_folder()}"
     assert "--quantize 4bit" in report["assumed"][0]
@@ -542,24 +535,3 @@ def test_adapter_and_base_are_loaded_from_hub(cache, tmp_path):
     assert encoder.name == "me/tuned"
     assert encoder.identity.weights.endswith(f" on hub:me/base@{commit}")
     assert encoder.identity == identify(folder)
-
-
-@pytest.mark.usefixtures("cache")
-def test_unreachable_base_is_no_user_error(tuned):
-    change_json(tuned / CONFIG, base_model_name_or_path="me/base")
-    with pytest.raises(LlmcondError, match=rf"{tuned} is an adapter of me/base") as raised:
-        load_on_cpu(tuned)
-    assert type(raised.value) is LlmcondError
-
-
-def test_run_records_adapter_and_rejects_changed_one(tuned, tmp_path, monkeypatch, write_rows):
-    rows = [("two men play", f"{n} dogs", "the number", 1 + n % 5) for n in range(6)]
-    options = {"data": str(write_rows(rows)), "run": tmp_path / "run", "device": "cpu"}
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        llmcond.extract(model=tuned.name, dtype="float32", **options)
-    assert open_run(tmp_path / "run").resolve_encoder("cpu").identity == identify(tuned)
-    # A changed adapter at the same path is a different encoder.
-    change_json(tuned / CONFIG, lora_alpha=9)
-    with pytest.raises(UserError, match="holds features of"):
-        llmcond.extract(model=tuned.name, dtype="float32", **options)
