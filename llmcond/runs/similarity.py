@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.base.arrays import EqualByValue, as_list
-from llmcond.base.errors import UserError, shortened_repr
+from llmcond.base.errors import UserError
 from llmcond.base.output import Displayed, log
-from llmcond.base.text import as_condition, condition_json
+from llmcond.base.text import as_condition, check_text, condition_json
 from llmcond.encoders.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -195,13 +195,9 @@ class SimilarityModel(ABC):
                 f"sentences1 has {len(texts1)} texts and sentences2 has {len(texts2)}. Give two "
                 "lists of the same length."
             )
-        row_conditions = (
-            conditions if isinstance(conditions, str) else as_list(conditions, "conditions")
-        )
-        rows1, rows2 = (
-            pair_with_conditions(texts1, row_conditions),
-            pair_with_conditions(texts2, row_conditions),
-        )
+        if not isinstance(conditions, str):
+            conditions = as_list(conditions, "conditions")
+        rows1, rows2 = (pair_with_conditions(texts, conditions) for texts in (texts1, texts2))
         return self._compute_similarity(rows1, rows2, show_progress)
 
     #: The name in sentence-transformers, whose ``similarity`` returns a matrix.
@@ -302,29 +298,19 @@ def pair_with_conditions(
         UserError: The lengths differ, or an item is empty or not a text.
     """
     texts = as_list(sentences, "sentences")
-    row_conditions = (
-        [conditions] * len(texts)
-        if isinstance(conditions, str)
-        else as_list(conditions, "conditions")
-    )
-    if len(row_conditions) != len(texts):
+    n = len(texts)
+    texts = [
+        check_text(text, f"sentence {i} of {n}", "Give a text.") for i, text in enumerate(texts, 1)
+    ]
+    if isinstance(conditions, str):
+        return list(zip(texts, [as_condition(conditions)] * n, strict=True))
+    row_conditions = as_list(conditions, "conditions")
+    if len(row_conditions) != n:
         raise UserError(
-            f"there are {len(texts)} sentences and {len(row_conditions)} conditions. Give one "
-            "condition for each sentence, or one condition for all."
+            f"there are {n} sentences and {len(row_conditions)} conditions. Give one condition for "
+            "each sentence, or one condition for all."
         )
-    rows = list(zip(texts, row_conditions, strict=True))
-    for number, row in enumerate(rows):
-        for noun, text in zip(("sentence", "condition"), row, strict=True):
-            if not isinstance(text, str):
-                raise UserError(
-                    f"{noun} {number + 1} of {len(rows)} is {shortened_repr(text)}, which is not a "
-                    "text. Give a text."
-                )
-            if not text.strip():
-                which = f"{noun} {number + 1} of {len(rows)}" if number else f"the first {noun}"
-                raise UserError(f"{which} is empty. Give a text.")
-    normal = {condition: as_condition(condition) for _, condition in rows}
-    return [(text, normal[condition]) for text, condition in rows]
+    return list(zip(texts, as_conditions(row_conditions) if n else [], strict=True))
 
 
 Method = Literal["pooling-weights", "router-weights", "exact", "leave-one-out"]
@@ -438,24 +424,17 @@ class Explanation(Displayed):
     def _rows(self, explained: ConditionExplanation) -> Iterator[dict[str, Any]]:
         series: dict[str, Values] = {str(n): values for n, values in explained.layers.items()}
         series["mean" if series else ""] = explained.values
-        for layer, values in series.items():
-            for token, value in zip(explained.tokens, values, strict=True):
-                yield {
-                    "condition": str(explained.condition),
-                    "layer": layer,
-                    **_token_json(token),
-                    self.quantity: _rounded(value),
-                }
+        cells = [
+            (layer, _token_json(token), value)
+            for layer, values in series.items()
+            for token, value in zip(explained.tokens, values, strict=True)
+        ]
         if explained.condition_term is not None:
-            yield {
-                "condition": str(explained.condition),
-                "layer": "",
-                "token": SUBTRACTED,
-                "start": None,
-                "end": None,
-                "special": True,
-                self.quantity: _rounded(explained.condition_term),
-            }
+            subtracted = {"token": SUBTRACTED, "start": None, "end": None, "special": True}
+            cells.append(("", subtracted, explained.condition_term))
+        for layer, token, value in cells:
+            about = {"condition": str(explained.condition), "layer": layer}
+            yield {**about, **token, self.quantity: _rounded(value)}
 
     @override
     def to_json(self) -> dict[str, Any]:
@@ -466,12 +445,6 @@ class Explanation(Displayed):
             "explanations": [explained.to_json(self.quantity) for explained in self.conditions],
             **self.about,
         }
-
-    @override
-    def _displayed(self) -> Mapping[str, Any]:
-        values = {name: getattr(self, name) for name in ("sentence", "to", "method")}
-        conditions = [explained.to_json(self.quantity) for explained in self.conditions]
-        return {**values, "about": dict(self.about), "conditions": conditions}
 
 
 def explain_embedding(
@@ -497,7 +470,9 @@ def explain_embedding(
         to: The second sentence, if there is one.
     """
     rows = pair_with_conditions([sentence] * len(conditions), conditions)
-    prompt = _find_routed_prompt(view)
+    # The prompt whose tokens a router weights.
+    prompts = [prompt for prompt, _ in view.terms() if prompt.conditional.router is not None]
+    prompt = prompts[0] if prompts else None
     if to is None and prompt is not None:
         return _explain_by_weights(encoder, prompt, rows)
     # An embedding is the vector of one routed prompt, minus another one at most.
@@ -513,12 +488,6 @@ def explain_embedding(
         if len(explained) == len(conditions):
             return Explanation(sentence, to, "exact", explained)
     return leave_one_out(model, encoder, sentence, conditions, to)
-
-
-def _find_routed_prompt(view: FeatureView) -> Prompt | None:
-    """Return the prompt whose tokens are weighted; None if there is no router."""
-    prompts = (prompt for prompt, _ in view.terms())
-    return next((prompt for prompt in prompts if prompt.conditional.router is not None), None)
 
 
 def _explain_by_weights(

@@ -215,7 +215,7 @@ def test_similarity_rejects_invalid_texts(cross_run):
     for texts, message in [
         ((["a"], ["b", "c"], "c"), "sentences1 has 1 texts and sentences2 has 2"),
         (("a", "b", ["c"]), "Give two texts, or two lists"),
-        ((["a"], [" "], "c"), "the first sentence is empty"),
+        ((["a"], [" "], "c"), "sentence 1 of 1 is empty"),
         ((["a"], ["b"], ["c", "d"]), "1 sentences and 2 conditions"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
@@ -23,12 +21,6 @@ from llmcond.heads.settings import ObjectiveSettings
 from llmcond.prompts import load_prompt
 
 ON_CPU = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
-
-
-def cpu_accelerator() -> Accelerator:
-    """Return an accelerator in float32, whatever precision an earlier training used."""
-    AcceleratorState._reset_state()
-    return Accelerator(cpu=True)
 
 
 def build_trainer(

@@ -1,8 +1,7 @@
-"""Training encoders on graphs and dialogues: loss, dev score, resumption and the run."""
+"""Training encoders on graphs and dialogues: loss, dev score and the run."""
 
 import json
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,12 +9,11 @@ import torch
 from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
 from helpers.flags import change_flags
-from helpers.training import ON_CPU, cpu_accelerator, resume_training
+from helpers.training import ON_CPU
 
 import llmcond
 from llmcond.encoders import EncoderInput, resolve
 from llmcond.finetune.encoder import load_trainable
-from llmcond.finetune.loop import Trainer, TrainingState
 from llmcond.finetune.model import TokenizedInputs
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
@@ -103,26 +101,18 @@ def test_loss_of_graph_matches_cached_features(tiny_bert, name, settings):
 
 # -- dialogues ---------------------------------------------------------------------------------
 
-#: Dialogues of five different utterances, each of which follows from the two before it.
-DIALOGUES = [[k * i % N for k in (1, 3, 4, 7, 11)] for i in range(1, 60) if i % 2 and i % 3]
-TRAIN_TURNS, DEV_TURNS = Turns.from_lists(DIALOGUES[:12]), Turns.from_lists(DIALOGUES[12:])
-
-
-def make_turn_model(trainable, name, dropout):
-    settings = {"window": 4, "dropout": dropout}
-    recipe = load_recipe(name, "dialogue").with_settings(settings, "test")
-    model = TurnModel(trainable.engine, recipe, 5, None)
-    tokens = trainable.tokenizer([EncoderInput("", text) for text in TEXTS])
-    splits = (TRAIN_TURNS, DEV_TURNS)
-    return model, *(DialogueInputs(turns, tokens, model.head.settings) for turns in splits)
-
 
 def test_loss_of_dialogues_matches_cached_features(tiny_bert):
-    model, inputs, _ = make_turn_model(make_trainable(tiny_bert), "weighted", 0.0)
+    trainable = make_trainable(tiny_bert)
+    settings = {"window": 4, "dropout": 0.0}
+    recipe = load_recipe("weighted", "dialogue").with_settings(settings, "test")
+    model = TurnModel(trainable.engine, recipe, 5, None).eval()
+    tokens = trainable.tokenizer([EncoderInput("", text) for text in TEXTS])
+    dialogues = [[k * i % N for k in (1, 3, 4, 7, 11)] for i in range(1, 13)]
+    inputs = DialogueInputs(Turns.from_lists(dialogues), tokens, recipe.settings)
     # Three of five turns have at least two turns before them.
     np.testing.assert_array_equal(model.groups(inputs), np.repeat(np.arange(12), 3))
-    np.testing.assert_array_equal(inputs.windows(np.array([0]))[0], [-1, *DIALOGUES[0][:3]])
-    model.eval()
+    np.testing.assert_array_equal(inputs.windows(np.array([0]))[0], [-1, *dialogues[0][:3]])
     rows = np.flatnonzero(np.isin(model.groups(inputs), [0, 4, 7]))
     loss = model(inputs, rows, [5, 0])
     used, positions = distinct_utterances(inputs.windows(rows))
@@ -135,29 +125,6 @@ def test_loss_of_dialogues_matches_cached_features(tiny_bert):
     parameters = model.trained_parameters().items()
     trained_parts = {key.split(".")[0] for key, value in parameters if value.grad is not None}
     assert trained_parts == {"encoder", "head"}
-
-
-def make_trainer(tiny_bert, folder):
-    # The loss of ccl does not use all roles, so that some weights have no optimizer state.
-    settings = {"epochs": 2, "adapter_dropout": 0.1, "batch_size": 12, "checkpoint_steps": 2}
-    trainable, tuning = make_trainable(tiny_bert, **settings), TuneSettings(rank=4, **settings)
-    model, train, dev = make_turn_model(trainable, "ccl", 0.2)
-    state = TrainingState(folder, {"settings": tuning.to_json()})
-    return Trainer(model, train, dev, tuning, cpu_accelerator(), state)
-
-
-def test_resumed_training_is_bit_identical(tiny_bert, tmp_path):
-    uninterrupted = make_trainer(tiny_bert, tmp_path / "whole")
-    uninterrupted.run(lambda *_: None)
-    assert uninterrupted.steps == 8
-    expected = uninterrupted.model.trained_parameters()
-    for stop in (1, 5):  # before the first checkpoint, and after one within an epoch
-        restarted = resume_training(partial(make_trainer, tiny_bert, tmp_path / str(stop)), stop)
-        assert restarted.progress.step == stop - 1
-        restarted.run(lambda *_: None)
-        assert restarted.progress.curve == uninterrupted.progress.curve
-        for key, value in restarted.model.trained_parameters().items():
-            assert torch.equal(value, expected[key]), (stop, key)
 
 
 # -- the command -------------------------------------------------------------------------------

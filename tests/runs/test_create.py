@@ -21,14 +21,11 @@ def extract(capsys, model, data):
     """Return a function that extracts with a tiny encoder on the CPU into a run."""
 
     def extract_into(folder, *options, command=run_json):
-        return command(capsys, *extract_arguments(model, data, folder, *options))
+        flags = "--device cpu --dtype float32 --pooling mean --prompt concat-sent-cond".split()
+        arguments = ("--model", model, "--data", data, *flags, "--run", folder, *options)
+        return command(capsys, "extract", *arguments)
 
     return extract_into
-
-
-def extract_arguments(model, data, folder, *options):
-    flags = "--device cpu --dtype float32 --pooling mean --prompt concat-sent-cond".split()
-    return ("extract", "--model", model, "--data", data, *flags, "--run", folder, *options)
 
 
 def count_computed(result):

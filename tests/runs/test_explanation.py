@@ -125,7 +125,7 @@ def test_left_out_token_changes_similarity_by_its_contribution(embedder):
 
 def test_invalid_texts_are_rejected(embedder):
     for sentence, conditions, to, message in (
-        ("", "the place", None, "the first sentence is empty"),
+        ("", "the place", None, "sentence 1 of 1 is empty"),
         (FIRST, "the place", "", "sentence 2 of 2 is empty"),
         ("beach", "the place", None, "'beach' has only one token"),
     ):

@@ -18,6 +18,7 @@ from llmcond.base.errors import UserError, first_line
 from llmcond.base.files import digest_bytes, digest_text, replace_atomically
 from llmcond.base.output import Displayed, log
 from llmcond.base.package import DEFAULT_RUN
+from llmcond.base.text import check_text
 from llmcond.data.datasets import read_candidates
 from llmcond.kinds.dialogue.data import UtteranceInputs
 from llmcond.kinds.dialogue.examples import resolve_head
@@ -461,10 +462,7 @@ class DialogueModel:
     def _encode(self, texts: Sequence[str], label: str, show_progress: bool = False) -> Array:
         """Return the features of texts, (n, d) float32."""
         for number, text in enumerate(texts, 1):
-            if not isinstance(text, str):
-                raise UserError(f"{label} {number} is {text!r}, but must be a text.")
-            if not text.strip():
-                raise UserError(f"{label} {number} is empty. Leave it out, or give a text.")
+            check_text(text, f"{label} {number}", "Leave it out, or give a text.")
         distinct = list(dict.fromkeys(texts))
         columns = [
             self.encoder.encode(UtteranceInputs(distinct, p), show_progress=show_progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -495,68 +495,55 @@ def _parse_rerank(text: str) -> tuple[int, float, bool]:
     return hops, alpha, len(words) == 2
 
 
+@dataclass(frozen=True)
 class GraphTerms:
-    """The terms of a run's graph.
+    """The terms of a run's graph that are added to the scores of candidates.
 
     Attributes:
-        train_graph: the training graph; None if the run has no graph.
-        exclude_head: whether the head of a query is left out of the candidates.
+        examples: examples of the run.
+        rerank: ``HOPS:ALPHA[:no-head]``; None for no such term.
+        reverse: whether to add a fitted weight for reversed edges.
+        exclude_head: whether to leave out the head of a query.
     """
 
-    def __init__(
-        self,
-        examples: QueryExamples,
-        rerank: str | None = None,
-        reverse: bool = False,
-        exclude_head: bool = False,
-    ) -> None:
-        """Check the options.
+    examples: QueryExamples
+    rerank: str | None = None
+    reverse: bool = False
+    exclude_head: bool = False
 
-        Args:
-            examples: examples of the run.
-            rerank: ``HOPS:ALPHA[:no-head]``; None for no such term.
-            reverse: whether to add a fitted weight for reversed edges.
-            exclude_head: whether to leave out the head of a query.
-
-        Raises:
-            UserError: ``rerank`` is invalid, or the run has no graph and an option needs one.
-        """
-        self._examples, self.exclude_head = examples, exclude_head
-        self._rerank_text, self._reverse = rerank, reverse
-        self._rerank = None if rerank is None else _parse_rerank(rerank)
-        data, folder = examples.data, examples.run.folder
-        self.train_graph = TrainGraph.from_graph(data) if isinstance(data, Graph) else None
+    def __post_init__(self) -> None:
+        """Raise a UserError if ``rerank`` is invalid, or an option needs a missing graph."""
+        if self.rerank is not None:
+            _parse_rerank(self.rerank)
         if self.train_graph is None and any(self.to_json().values()):
             raise UserError(
-                f"--rerank, --reverse and --exclude-head are for knowledge graphs, but {folder} "
-                "has none. Leave them out."
+                "--rerank, --reverse and --exclude-head are for knowledge graphs, but "
+                f"{self.examples.run.folder} has none. Leave them out."
             )
+
+    @cached_property
+    def train_graph(self) -> TrainGraph | None:
+        """The training graph; None if the run has no graph."""
+        data = self.examples.data
+        return TrainGraph.from_graph(data) if isinstance(data, Graph) else None
 
     def to_json(self) -> Mapping[str, Any]:
         """Return the options, as they are recorded in results."""
-        return {
-            "rerank": self._rerank_text,
-            "exclude_head": self.exclude_head,
-            "reverse": self._reverse,
-        }
+        return {name: getattr(self, name) for name in ("rerank", "exclude_head", "reverse")}
 
     def for_predictor(self, predictor: AnyPredictor) -> list[Term]:
         """Return the terms of a predictor's scores; weights of reversed edges are fitted on dev."""
         terms: list[Term] = []
         if self.train_graph is None:
             return terms
-        if self._rerank is not None:
-            terms.append(self.train_graph.create_hops_term(*self._rerank))
-        if self._reverse:
-            queries, head = self._examples.data.queries("dev"), self._examples.head(predictor)
+        if self.rerank is not None:
+            terms.append(self.train_graph.create_hops_term(*_parse_rerank(self.rerank)))
+        if self.reverse:
+            queries, head = self.examples.data.queries("dev"), self.examples.head(predictor)
+            vectors, candidates = head.queries(queries[:, 0], queries[:, 1]), head.candidates()
+            known, excluded = self.examples.known, self.exclude_head
             weights = fit_reverse_weights(
-                head.queries(queries[:, 0], queries[:, 1]),
-                head.candidates(),
-                queries,
-                self._examples.known,
-                self.train_graph,
-                terms,
-                self.exclude_head,
+                vectors, candidates, queries, known, self.train_graph, terms, excluded
             )
             terms.append(self.train_graph.create_reverse_term(weights))
         return terms

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -321,8 +322,7 @@ def read_graph(source: str | Path | None = None) -> Graph:
     relations = _read_relations(folder, roles)
     if source is not None:
         notes.insert(0, _describe_files(folder, roles))
-    _check_ids(lines, files, 0, entities, "entities")
-    _check_ids(lines, files, 1, relations, "relations")
+    _check_ids(lines, files, {"entities": entities, "relations": relations})
 
     if entities is None:
         notes.append("no table of entities: their ids are encoded instead of texts")
@@ -391,14 +391,12 @@ def add_external_split(graph: Graph, source: Any, split: str | None = None) -> t
             f"{source} {problem}. Expected a .tsv or .txt file with head, relation and tail per "
             "line, separated by tabs, or a folder with such files: train, valid (or dev) and test."
         )
-    lines = {OTHER_SPLIT: _read_triples(path)}
-    for column, kind in enumerate((graph.entities, graph.relations)):
-        known = dict.fromkeys(kind.ids)
-        label = "relations" if column else "entities"
-        _check_ids(lines, {OTHER_SPLIT: path}, column, known, label, "the run's graph")
+    lines = _read_triples(path)
     entities, relations = _index_by_name(graph.entities.ids), _index_by_name(graph.relations.ids)
-    triples = _distinct_triples(lines[OTHER_SPLIT], entities, relations)
-    n_duplicates = len(lines[OTHER_SPLIT]) - len(triples)
+    known = {"entities": entities, "relations": relations}
+    _check_ids({OTHER_SPLIT: lines}, {OTHER_SPLIT: path}, known, "the run's graph")
+    triples = _distinct_triples(lines, entities, relations)
+    n_duplicates = len(lines) - len(triples)
     if n_duplicates:
         log.info(f"{path.name}: duplicate triples, counted once: {n_duplicates:,}")
     n_leaked = int(KnownTriples(graph.splits["train"], graph.n_entities).contains(triples).sum())
@@ -645,34 +643,27 @@ def _read_relations(folder: Path, roles: dict[str, str]) -> dict[str, tuple[str,
 def _check_ids(
     lines: Mapping[str, Sequence[tuple[str, ...]]],
     files: Mapping[str, Path | None],
-    column: int,
-    table: Mapping[str, object] | None,
-    kind: str,
+    tables: Mapping[str, Mapping[str, object] | None],
     holder: str = "",
 ) -> None:
-    """Check that a table, or another ``holder``, has all ids in one column of triples.
+    """Check that tables of entities and relations, or another ``holder``, have all ids of triples.
 
     Raises:
         UserError: Ids are missing; the message lists them.
     """
-    if table is None:
-        return
-    for split, triples in lines.items():
-        path = files[split]
-        columns = (1,) if column else (0, 2)
-        missing = dict.fromkeys(row[i] for row in triples for i in columns if row[i] not in table)
+    for (kind, table), split in product(tables.items(), lines):
+        path, columns = files[split], (1,) if kind == "relations" else (0, 2)
+        missing = dict.fromkeys(
+            row[i] for row in lines[split] for i in columns if table and row[i] not in table
+        )
         if missing and path is not None:
-            n_rows = sum(any(row[i] in missing for i in columns) for row in triples)
-            first = next(
-                n for n, row in _read_fields(path) if any(row[i] in missing for i in columns)
-            )
+            rows = [n for n, row in _read_fields(path) if any(row[i] in missing for i in columns)]
             remedy = "Extract them into a new --run" if holder else "Add them to the table"
-            remedy += ", remove a header" if n_rows == first == 1 else ""
+            remedy += ", remove a header" if rows == [1] else ""
             raise UserError(
                 f"{path.name} has {kind} that {holder or f'the table of {kind}'} lacks, "
-                f"{len(missing):,} in all: {format_list(list(missing), 5)} (triples: {n_rows:,}, "
-                "the "
-                f"first in row {first}). {remedy}, or remove the triples."
+                f"{len(missing):,} in all: {format_list(list(missing), 5)} (triples: "
+                f"{len(rows):,}, the first in row {rows[0]}). {remedy}, or remove the triples."
             )
 
 

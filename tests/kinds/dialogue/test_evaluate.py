@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 import torch
 from helpers.commands import read_page_data, run_json, run_rejected
-from helpers.dialogues import LOCATIONS, make_dialogue, write_dialogues
+from helpers.dialogues import LOCATIONS, make_dialogue
 from helpers.vectors import normalize
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -23,11 +23,6 @@ from llmcond.runs import open_any_run
 ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_dialogues(tmp_path_factory.mktemp("dialogues") / "data")
-
-
 @pytest.fixture
 def run(dialogue_run, tmp_path):
     return shutil.copytree(dialogue_run, tmp_path / "copy")
@@ -36,8 +31,9 @@ def run(dialogue_run, tmp_path):
 # -- extraction and fitting --------------------------------------------------------------------
 
 
-def test_each_distinct_utterance_is_encoded_once(capsys, data, model, tmp_path):
-    command = ("extract", "--data", data, "--model", model, *ENCODER, "--run", tmp_path / "run")
+def test_each_distinct_utterance_is_encoded_once(capsys, dialogue_run, model, tmp_path):
+    data = ("--data", dialogue_run.parent / "data", "--model", model, *ENCODER)
+    command = ("extract", *data, "--run", tmp_path / "run")
     texts = {turn for number in range(72) for turn in make_dialogue(number)}
     prompts = run_json(capsys, *command, "--task", "dialogue")["prompts"]
     assert list(prompts) == ["separate"]
@@ -47,15 +43,13 @@ def test_each_distinct_utterance_is_encoded_once(capsys, data, model, tmp_path):
     assert (manifest["kind"], manifest["task"]) == ("dialogue", "dialogue")
 
 
-def test_default_head_has_lowest_average_rank(capsys, run):
-    rows = {row["name"]: row for row in run_json(capsys, "heads", "--run", run)["heads"]}
-    assert list(rows) == ["rank@separate", "weighted@separate"]
-    scores = {name: row["dev_average_rank"] for name, row in rows.items()}
-    (default_name,) = (name for name, row in rows.items() if row["taken"])
-    assert scores[default_name] == min(scores.values())
-    record = json.loads((run / "heads/rank@separate/head.json").read_text())
-    best = min(entry["dev_score"] for entry in record["fit"]["curve"])
-    assert best == pytest.approx(scores["rank@separate"])
+def test_default_head_and_epoch_have_lowest_average_rank(capsys, dialogue_run):
+    rows = run_json(capsys, "heads", "--run", dialogue_run)["heads"]
+    (taken,) = (row["dev_average_rank"] for row in rows if row["taken"])
+    assert taken == min(row["dev_average_rank"] for row in rows)
+    fit = json.loads((dialogue_run / "heads" / rows[0]["name"] / "head.json").read_text())["fit"]
+    best = min(entry["dev_score"] for entry in fit["curve"])
+    assert best == pytest.approx(rows[0]["dev_average_rank"])
 
 
 # -- ranking -----------------------------------------------------------------------------------
@@ -86,7 +80,7 @@ def test_evaluate_lists_zero_shot_scores_and_heads(capsys, dialogue_run):
     assert list(by_number.to_json()["results"][0]["by_history"]) == ["3"]
 
 
-def test_candidates_ties_and_scores_can_be_set(capsys, dialogue_run, tmp_path):
+def test_candidates_ties_and_scores_can_be_set(capsys, dialogue_run):
     command = ("evaluate", "--run", dialogue_run, "--head", "rank", "--history", "2,4")
 
     def evaluate(*arguments):
@@ -103,23 +97,33 @@ def test_candidates_ties_and_scores_can_be_set(capsys, dialogue_run, tmp_path):
     ]
     assert ranks[0] < ranks[2]
     assert ranks[1] == pytest.approx((ranks[0] + ranks[2]) / 2)
-    pool = tmp_path / "pool.txt"
-    pool.write_text("sad\nhappy\n")
-    assert "the candidates lack" in run_rejected(capsys, *command, "--candidates", pool)
 
 
-def test_invalid_arguments_are_rejected(capsys, dialogue_run, causal_model, tmp_path):
+def test_invalid_arguments_are_rejected(capsys, dialogue_run, tiny_run, causal_model, tmp_path):
     pickled = shutil.copytree(causal_model, tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    short = ("--history", "3", "--distance", "1")
-    for arguments, message in (
-        (("--history", "5-2"), "5-2 is not an ascending range"),
-        (("--score", "weighted", "--head", "none"), "needs a head with learned weights"),
-        (("--plan", "random", "--samples", "5"), "--samples needs --generate"),
-        (("--plan", "random"), "need dialogues of 10 turns"),
-        (("--generate", pickled, *short), "weights in safetensors"),
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("only one\n\n")
+    two.write_text("sad\nhappy\n")
+    for run, command, message in (
+        (dialogue_run, "evaluate --history 5-2", "5-2 is not an ascending range"),
+        (dialogue_run, "evaluate --score weighted --head none", "a head with learned weights"),
+        (dialogue_run, "evaluate --plan random --samples 5", "--samples needs --generate"),
+        (dialogue_run, "evaluate --plan random", "need dialogues of 10 turns"),
+        (
+            dialogue_run,
+            f"evaluate --generate {pickled} --history 3 --distance 1",
+            "weights in safetensors",
+        ),
+        (dialogue_run, f"evaluate --history 2 --candidates {two}", "the candidates lack"),
+        (dialogue_run, f"reply sad --candidates {two} --score weighted --head rank", "learned we"),
+        (dialogue_run, f"reply sad --candidates {two} --goal x --score bi", "--goal cannot be"),
+        (dialogue_run, f"reply sad --candidates {one}", "contains 1 candidates; a choice needs"),
+        (tiny_run, f"reply sad --candidates {two}", "which has no dialogues"),
     ):
-        assert message in run_rejected(capsys, "evaluate", "--run", dialogue_run, *arguments)
+        assert message in run_rejected(capsys, *command.split(), "--run", run)
+    reply = ("reply", "sad", " ", "--candidates", two, "--run", dialogue_run)
+    assert "turn 2 is empty" in run_rejected(capsys, *reply)
 
 
 def test_predictions_and_report_list_each_query(capsys, dialogue_run, tmp_path):
@@ -133,12 +137,11 @@ def test_predictions_and_report_list_each_query(capsys, dialogue_run, tmp_path):
     turns = make_dialogue(55 + int(example["dialogue"]))
     assert [example[key] for key in ("turn_before", "last_turn", "answer")] == turns[1:4]
     assert {row["turn_before"] for row in rows if row["history"] == "1"} == {""}
-    page_data = read_page_data(page)
-    rank_columns = {system["name"]: system["rank"] for system in page_data["systems"]}
+    page_ranks = {system["name"]: system["rank"] for system in read_page_data(page)["systems"]}
     for result in results:
         row_ranks = [float(row[result["name"]]) for row in rows]
         assert np.mean(row_ranks) == pytest.approx(result["average_rank_micro"])
-        assert rank_columns[result["name"]] == row_ranks
+        assert page_ranks[result["name"]] == row_ranks
     plan = (*command, "--plan", "same-depth", "--history", "2", "--distance", "2")
     goal = run_json(capsys, *plan)["results"][3]
     with ranks.open() as stream:
@@ -146,11 +149,11 @@ def test_predictions_and_report_list_each_query(capsys, dialogue_run, tmp_path):
     assert np.mean([float(row[goal["name"]]) <= 5 for row in rows]) == goal["hits@5"]
 
 
-def test_other_dialogues_are_encoded_and_ranked(capsys, data, run, tmp_path):
-    command = ("evaluate", "--run", run, "--history", "2-4")
-    assert run_json(capsys, *command, "--data", data / "test.txt") == run_json(capsys, *command)
-    plan = ("evaluate", "--run", run, "--history", "2", "--distance", "1", "--plan", "retrieved")
-    assert run_json(capsys, *plan, "--data", data / "test.txt") == run_json(capsys, *plan)
+def test_other_dialogues_are_encoded_and_ranked(capsys, dialogue_run, run, tmp_path):
+    test_file = ("--data", dialogue_run.parent / "data/test.txt")
+    for options in ("--history 2-4", "--history 2 --distance 1 --plan retrieved"):
+        command = ("evaluate", "--run", run, *options.split())
+        assert run_json(capsys, *command, *test_file) == run_json(capsys, *command)
     path = tmp_path / "new.jsonl"
     dialogues = [[*make_dialogue(0)[:2], "hat", "coat"], ["two men walk", "sad", "red hat"]]
     rows = [{"utterances": turns} for turns in (*dialogues, make_dialogue(4))]
@@ -291,15 +294,9 @@ def test_similarities_match_loops_over_candidates(dialogue_run, score):
 # -- replies -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def replies(tmp_path_factory):
-    path = tmp_path_factory.mktemp("replies") / "replies.txt"
-    path.write_text("the park on red\nsad\ntwo men play in the street\n")
-    return path
-
-
-def test_reply_ranks_candidates(capsys, dialogue_run, replies):
-    context = ("two men ?", "in the park .")
+def test_reply_ranks_candidates(capsys, dialogue_run, tmp_path):
+    context, replies = ("two men ?", "in the park ."), tmp_path / "replies.txt"
+    replies.write_text("the park on red\nsad\ntwo men play in the street\n")
     command = ("reply", *context, "--candidates", replies, "--run", dialogue_run)
     result = run_json(capsys, *command, "--head", "weighted", "-k", "2")
     assert (result["head"], result["score"]) == ("weighted@separate", "weighted")
@@ -308,21 +305,6 @@ def test_reply_ranks_candidates(capsys, dialogue_run, replies):
     planned = run_json(capsys, *command, "--goal", "the park on red", "-k", "9")
     assert planned["score"] == "plan"
     assert len(planned["results"]) == planned["n_candidates"] == 3
-
-
-def test_invalid_arguments_of_reply_are_rejected(capsys, dialogue_run, tiny_run, replies, tmp_path):
-    for arguments, message in (
-        (("sad", " "), "turn 2 is empty"),
-        (("sad", "--score", "weighted", "--head", "rank"), "needs a head with learned weights"),
-        (("sad", "--goal", "happy", "--score", "bi"), "--goal cannot be given with --score"),
-    ):
-        command = ("reply", *arguments, "--candidates", replies, "--run", dialogue_run)
-        assert message in run_rejected(capsys, *command)
-    message = run_rejected(capsys, "reply", "sad", "--candidates", replies, "--run", tiny_run)
-    assert "which has no dialogues" in message
-    (tmp_path / "one.txt").write_text("only one\n\n")
-    command = ("reply", "sad", "--candidates", tmp_path / "one.txt", "--run", dialogue_run)
-    assert "contains 1 candidates; a choice needs at least 2" in run_rejected(capsys, *command)
 
 
 def test_dialogue_state_is_shared_by_threads(dialogue_run):

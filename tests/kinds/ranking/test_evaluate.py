@@ -12,30 +12,20 @@ import llmcond
 from llmcond import cli
 
 ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
-FAST_FIT = ("--set", "epochs=3", "batch_size=16")
 
 
 @pytest.fixture(scope="module")
-def extracted(graph, model, tmp_path_factory):
-    """A run with features of both kinds. Copy it before changing it."""
+def fitted(graph, model, tmp_path_factory):
+    """A run with a head of each kind of features. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     command = ["extract", "--task", "kgc", "--data", graph, "--model", model, "--run", folder]
     command += [*ENCODER, "--prompt", "separate", "concat-sent-cond"]
     assert cli.run([str(argument) for argument in command]) == 0
-    return folder
-
-
-@pytest.fixture
-def run(extracted, tmp_path):
-    return shutil.copytree(extracted, tmp_path / "copy")
-
-
-@pytest.fixture(scope="module")
-def fitted(extracted, tmp_path_factory):
-    """A run with a head of each kind of features."""
-    folder = shutil.copytree(extracted, tmp_path_factory.mktemp("fitted") / "run")
-    for head in ("hypernet-full", "linear"):
-        assert cli.run(["fit-head", "--run", str(folder), "--head", head, *FAST_FIT]) == 0
+    for head, name in (("hypernet-full", "separate"), ("linear", "concat-sent-cond+c")):
+        settings = {"epochs": 3, "batch_size": 16}
+        result = llmcond.fit_head(run=folder, head=head, set=settings).to_json()
+        assert (result["name"], result["n_train"], result["n_dev"]) == (f"{head}@{name}", 42, 7)
+        assert 0 < result["dev_mrr"] <= 1
     return folder
 
 
@@ -52,35 +42,6 @@ def test_each_text_is_encoded_once(capsys, graph, model, tmp_path):
     joint = joint["concat-sent-cond"]
     assert joint["n_inputs"] - joint["n_computed"] == 24 + 6
     assert run_json(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
-
-
-def test_run_rejects_other_data_and_tasks(capsys, run, graph, model, tiny_run, tmp_path):
-    other = write_graph(tmp_path / "other")
-    (other / "relations.tsv").write_text("_is_at\there\n_does\tdoes\n_sits_with\twith\n")
-    extract = ("extract", "--model", model, *ENCODER, "--run", run)
-    pairs = ("similarity", "a", "b", "--condition", "c", "--run", run)
-    complete = ("complete", "--run", tiny_run, "--head-entity", "a", "--relation", "b")
-    for command, message in (
-        ((*extract, "--data", other), "has other examples"),
-        (pairs, "this command needs rated pairs"),
-        (complete, "has no knowledge graph"),
-        (("evaluate", "--run", tiny_run, "--exclude-head"), "is for knowledge graphs"),
-    ):
-        assert message in run_rejected(capsys, *command)
-
-
-def test_heads_are_fitted_and_selected_on_dev(capsys, run):
-    fit = ("fit-head", "--run", run, *FAST_FIT)
-    full = run_json(capsys, *fit, "--head", "hypernet-full")
-    assert full["name"] == "hypernet-full@separate"
-    assert (full["n_train"], full["n_dev"], full["subtract"]) == (42, 7, False)
-    assert 0 < full["dev_mrr"] <= 1
-    linear = run_json(capsys, *fit, "--head", "linear")
-    assert linear["name"] == "linear@concat-sent-cond+c"
-    listed = run_json(capsys, "heads", "--run", run)["heads"]
-    assert {row["name"]: row["dev_mrr"] for row in listed} == {
-        row["name"]: row["dev_mrr"] for row in (full, linear)
-    }
 
 
 # -- evaluation ---------------------------------------------------------------------------------
@@ -154,9 +115,8 @@ def test_predictions_and_report_list_each_query(capsys, fitted, tmp_path):
         assert by_relation["figure"][number][position] == pytest.approx(expected, abs=0.051)
 
 
-def test_triples_of_file_rank_like_those_of_run(capsys, graph, run, tmp_path):
-    fit = ("fit-head", "--run", run, "--head", "linear", "--set", "epochs=1", "batch_size=16")
-    run_json(capsys, *fit)
+def test_triples_of_file_rank_like_those_of_run(capsys, graph, fitted, tmp_path):
+    run = shutil.copytree(fitted, tmp_path / "copy")
     command = ("evaluate", "--run", run, "--exclude-head", "--reverse")
     expected = run_json(capsys, *command)
     assert run_json(capsys, *command, "--data", graph / "test.tsv") == expected
@@ -176,18 +136,23 @@ def test_triples_of_file_rank_like_those_of_run(capsys, graph, run, tmp_path):
     assert "entities that the run's graph lacks, 2 in all: 'l9', 'p77' (triples: 2" in message
 
 
-def test_invalid_arguments_are_rejected(capsys, fitted, graph):
-    complete = ("complete", "--run", fitted, "--relation", "_is_at")
-    evaluate = ("evaluate", "--run", fitted)
-    one = ("--head-entity", "p01")
-    for command, message in (
-        ((*evaluate, "--rerank", "0:1"), "expected HOPS:ALPHA"),
-        ((*evaluate, "--rating-range", "1", "5"), "for rated rows, and the task kgc has none"),
-        ((*evaluate, "--data", graph, "--drop-leaks"), "there is no --drop-leaks"),
-        ((*complete, "--head-entity", "p99"), "the graph has no entity 'p99'. Did you mean 'p0"),
-        ((*complete, *one, "--tail-entity", "p02"), "give either --head-entity or --tail-entity"),
+def test_invalid_arguments_are_rejected(capsys, fitted, graph, model, tiny_run, tmp_path):
+    other = write_graph(tmp_path / "other")
+    (other / "relations.tsv").write_text("_is_at\there\n_does\tdoes\n_sits_with\twith\n")
+    extract = ("extract", "--model", model, *ENCODER, "--data", other)
+    complete, one = ("complete", "--relation", "_is_at"), ("--head-entity", "p01")
+    for run, command, message in (
+        (fitted, extract, "has other examples"),
+        (fitted, ("similarity", "a", "b", "--condition", "c"), "needs rated pairs"),
+        (fitted, ("evaluate", "--rerank", "0:1"), "expected HOPS:ALPHA"),
+        (fitted, ("evaluate", "--rating-range", "1", "5"), "the task kgc has none"),
+        (fitted, ("evaluate", "--data", graph, "--drop-leaks"), "there is no --drop-leaks"),
+        (fitted, (*complete, "--head-entity", "p99"), "no entity 'p99'. Did you mean 'p0"),
+        (fitted, (*complete, *one, "--tail-entity", "p02"), "give either --head-entity or"),
+        (tiny_run, (*complete, *one), "has no knowledge graph"),
+        (tiny_run, ("evaluate", "--exclude-head"), "is for knowledge graphs"),
     ):
-        assert message in run_rejected(capsys, *command)
+        assert message in run_rejected(capsys, *command, "--run", run)
 
 
 def test_compare_needs_equal_candidates_and_known_answers(capsys, fitted, graph, model, tmp_path):
