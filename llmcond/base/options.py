@@ -10,6 +10,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from types import NoneType, UnionType
@@ -20,6 +21,7 @@ from typing import (
     ParamSpec,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -140,7 +142,7 @@ class Options:
         Raises:
             UserError: a value is invalid, a file does not exist, or a required option is missing.
         """
-        limits, options = limits_of(type(self)), options_of(type(self))
+        limits, options = _read_declarations(cast("Any", type(self)))
         for name, hint, spec in options:
             value, flag = getattr(self, name), spec.flag or flag_of(name)
             if spec.parse is not None and isinstance(value, str):
@@ -202,6 +204,11 @@ class Options:
     def select(self, cls: type[T]) -> T:
         """Return an instance of another dataclass with the options that both have."""
         return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
+
+
+@cache  # Options of encoders are created many times.
+def _read_declarations(cls: Any) -> tuple[Mapping[str, Any], Sequence[tuple[str, Any, Option]]]:
+    return limits_of(cls), options_of(cls)
 
 
 def options_of(cls: type[Any]) -> Sequence[tuple[str, Any, Option]]:
