@@ -80,20 +80,10 @@ def write(folder: Path, vectors: Vectors, texts: Sequence[str]) -> None:
     table.write(batches(), schema, vectors.nbytes // 2, new=True)
 
 
-def under(head: FittedHead, vectors: Vectors, condition: Vectors) -> Vectors:
-    """Return the unit vectors under a condition, computed by the head."""
-    return normalise_vectors(head.transform(vectors, condition[None]), head)
-
-
 def best(scores: Vectors, k: int = K) -> NDArray[np.int64]:
     """Return the indices of the k highest scores, best first."""
     highest = np.argpartition(-scores, k)[:k]
     return highest[np.argsort(-scores[highest])]
-
-
-def recall(results: Sequence[int], relevant: Sequence[int]) -> float:
-    """Return the share of the relevant texts that is among the results."""
-    return len(set(map(int, results)) & set(map(int, relevant))) / len(relevant)
 
 
 def size_of(folder: Path) -> float:
@@ -128,7 +118,8 @@ def measure_index(
         for query, relevant in zip(queries, of_condition, strict=True):
             hits, *times = timed(index.search, query, condition, K)
             hot.append(times)
-            recalls.append(recall([row["id"] for row in hits.rows], relevant))
+            matches = {int(row["id"]) for row in hits.rows} & {*map(int, relevant)}
+            recalls.append(len(matches) / len(relevant))
     encoding = [timed(index.embedder.encoder.encode, [q])[1:] for q in queries]
     private, mapped = (now - then for now, then in zip(memory(), before, strict=True))
 
@@ -177,7 +168,8 @@ def measure_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
             gold: list[list[Any]] = []
             for condition in condition_vectors:
                 mapped, mapped_queries = (
-                    under(head, unmapped, condition) for unmapped in (vectors, query_vectors)
+                    normalise_vectors(head.transform(unmapped, condition[None]), head)
+                    for unmapped in (vectors, query_vectors)
                 )
                 gold.append([best(mapped @ query) for query in mapped_queries])
             folder = Path(temporary) / f"index-{n}"

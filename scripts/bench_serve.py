@@ -19,9 +19,10 @@ import json
 import multiprocessing
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -93,32 +94,28 @@ def serve(kind: str, model: str, dtype: Dtype, rows: list[Row], pipe: Connection
         running.run([listening])
 
 
-class Server:
-    """A server in a separate process, as a context manager.
+class Server(NamedTuple):
+    """A server that listens: texts per second of one call by wall and processor time, and more."""
 
-    Args:
-        kind: ``llmcond`` or the peer.
-        model: name of the encoder.
-        dtype: data type of llmcond's encoder.
-        rows: texts to measure the rate of one call with.
-    """
+    rate: float
+    rate_of_cpu: float
+    port: int
+    process: psutil.Process
 
-    def __init__(self, kind: str, model: str, dtype: Dtype, rows: list[Row]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(kind, model, dtype, rows, other))
 
-    def __enter__(self) -> Server:
-        """Start the server, and wait until it listens."""
-        self._process.start()
-        self.rate, self.rate_of_cpu, self.port, pid = self._pipe.recv()
-        self.process = psutil.Process(pid)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop the server."""
-        self._pipe.send("stop")
-        self._process.join()
+@contextmanager
+def start_server(kind: str, model: str, dtype: Dtype, rows: list[Row]) -> Iterator[Server]:
+    """Run ``serve`` in a separate process, and yield the server once it listens."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=serve, args=(kind, model, dtype, rows, other))
+    process.start()
+    rate, rate_of_cpu, port, pid = pipe.recv()
+    try:
+        yield Server(rate, rate_of_cpu, port, psutil.Process(pid))
+    finally:
+        pipe.send("stop")
+        process.join()
 
 
 # -- a client with little overhead ---------------------------------------------------------------
@@ -237,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [distinct[i % len(distinct)] for i in range(options.texts)]
     results: dict[str, Any] = {"texts": len(rows), "one_call": {}, "rates": {}}
     for kind in ("llmcond", PEER):
-        with Server(kind, options.model, options.dtype, rows) as server:
+        with start_server(kind, options.model, options.dtype, rows) as server:
             results["one_call"][kind] = server.rate
             results["rates"][kind] = measure_rates(server, rows, options)
     table: list[dict[str, Any]] = []

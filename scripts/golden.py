@@ -156,16 +156,13 @@ def record(folder: Path, only: list[str]) -> int:
             text=True,
             check=False,
         )
-        output = (
-            completed.stdout
-            if completed.returncode == 0
-            else json.dumps({"error": completed.stderr[-2000:]})
-        )
+        failed = completed.returncode != 0
+        output = json.dumps({"error": completed.stderr[-2000:]}) if failed else completed.stdout
         (folder / f"{name}.json").write_text(output)
-        n_failed += completed.returncode != 0
+        n_failed += failed
         seconds = time.perf_counter() - start
         print(f"{name}: exit {completed.returncode}, {seconds:.1f} s", flush=True)
-        if extra and completed.returncode == 0:
+        if extra and not failed:
             (folder / f"{name}.csv").write_bytes((work / f"{name}.csv").read_bytes())
     for path in sorted(work.glob("*/heads/*/head.json")):
         saved = json.loads(path.read_text())
@@ -201,24 +198,19 @@ def differences(old: Any, new: Any, where: str) -> list[str]:
 
 def compare(old: Path, new: Path) -> int:
     """Print each difference between two records, and return the number of differences."""
-    n = 0
+    lines = []
     for path in sorted(old.glob("*.json")):
-        other = new / path.name
-        if not other.is_file():
-            lines = [f"{path.stem}: missing"]
+        if (new / path.name).is_file():
+            first, second = (json.loads((at / path.name).read_text()) for at in (old, new))
+            lines += differences(first, second, path.stem)
         else:
-            lines = differences(
-                json.loads(path.read_text()), json.loads(other.read_text()), path.stem
-            )
-        for text in lines:
-            print(text[:300])
-        n += len(lines)
+            lines.append(f"{path.stem}: missing")
     for path in sorted(old.glob("*.csv")):
         if path.read_bytes() != (new / path.name).read_bytes():
-            print(f"{path.name}: differs")
-            n += 1
-    print(f"{n} differences")
-    return n
+            lines.append(f"{path.name}: differs")
+    for text in [*lines, f"{len(lines)} differences"]:
+        print(text[:300])
+    return len(lines)
 
 
 def main() -> None:

@@ -111,13 +111,22 @@ class Sheet:
         self.box(0.5, 0.5, WIDTH - 1, height - 1, "paper", "line", radius=12)
 
     def colour(self, name: str) -> str:
-        """Return a colour of the theme by its name; a colour that begins with # is itself."""
-        return name if name.startswith("#") else self.colours[name]
+        """Return a colour of the theme by its name; any other value is itself."""
+        return self.colours.get(name, name)
 
     def tint(self, name: str, share: float) -> str:
         """Return a mixture of a colour of the theme with its paper."""
         pairs = zip(_parts(self.colours["paper"]), _parts(self.colour(name)), strict=True)
         return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+    def _add(self, kind: str, content: str | None = None, /, **attributes: str | float) -> None:
+        """Add an element whose attributes are colours, other words, and coordinates."""
+        words = [kind]
+        for name, value in attributes.items():
+            text = self.colour(value) if isinstance(value, str) else _number(value)
+            words += [f'{name.replace("_", "-")}="{text}"'] if value else []
+        start = " ".join(words)
+        self._lines.append(f"<{start}/>" if content is None else f"<{start}>{content}</{kind}>")
 
     def box(
         self,
@@ -130,22 +139,17 @@ class Sheet:
         radius: float = 0,
     ) -> None:
         """Add a rectangle."""
-        line = f' stroke="{self.colour(stroke)}"' if stroke else ""
-        corner = f' rx="{radius:g}"' if radius else ""
-        size = f'width="{_number(width)}" height="{_number(height)}"'
-        self._lines.append(
-            f'<rect x="{_number(x)}" y="{_number(y)}" {size}{corner} '
-            f'fill="{self.colour(fill)}"{line}/>'
-        )
+        size = {"width": width, "height": height}
+        self._add("rect", x=x, y=y, **size, rx=radius, fill=fill, stroke=stroke)
 
     def text(
         self,
         x: float,
         y: float,
         *parts: str | tuple[str, str],
-        size: float = _SIZE,
+        size: float = 0,
         fill: str = "ink",
-        anchor: str = "start",
+        anchor: str = "",
         bold: bool = False,
     ) -> None:
         """Add a line of text; a part may have a colour of its own."""
@@ -155,21 +159,15 @@ class Sheet:
             else f'<tspan fill="{self.colour(part[1])}">{escape(part[0])}</tspan>'
             for part in parts
         )
-        options = f' font-size="{size:g}"' if size != _SIZE else ""
-        options += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        options += ' font-weight="bold"' if bold else ""
-        self._lines.append(
-            f'<text x="{_number(x)}" y="{_number(y)}" fill="{self.colour(fill)}"{options} '
-            f'xml:space="preserve">{content}</text>'
-        )
+        style: dict[str, Any] = {"font_size": size, "text_anchor": anchor}
+        style |= {"font_weight": "bold" * bold, "xml:space": "preserve"}
+        self._add("text", content, x=x, y=y, fill=fill, **style)
 
-    def path(self, data: str, stroke: str, width: float = 1.5, fill: str = "none") -> None:
+    def path(self, data: str, stroke: str, width: float = 1.5) -> None:
         """Add a path."""
-        inside = fill if fill == "none" else self.colour(fill)
-        self._lines.append(
-            f'<path d="{data}" fill="{inside}" stroke="{self.colour(stroke)}" '
-            f'stroke-width="{width:g}" stroke-linecap="round" stroke-linejoin="round"/>'
-        )
+        line: dict[str, Any] = {"stroke": stroke, "stroke_width": width}
+        line |= {"stroke_linecap": "round", "stroke_linejoin": "round"}
+        self._add("path", d=data, fill="none", **line)
 
     def arrow(self, x: float, top: float, bottom: float) -> None:
         """Add an arrow that points down."""
@@ -209,18 +207,6 @@ def _number(value: float) -> str:
 def _parts(colour: str) -> tuple[int, ...]:
     """Return red, green and blue of a colour, from 0 to 255."""
     return tuple(bytes.fromhex(colour[1:]))
-
-
-def contrast(first: str, second: str) -> float:
-    """Return the contrast ratio of two colours, as WCAG defines it."""
-    levels = sorted(_luminance(colour) for colour in (first, second))
-    return (levels[1] + 0.05) / (levels[0] + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    shares = np.array(_parts(colour)) / 255
-    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
 
 
 # -- one pair under three conditions -----------------------------------------------------------
@@ -414,11 +400,9 @@ def _shaded_lines(
             for token in word:
                 share = round(max(0.0, token.value) / highest, 2)
                 fill = sheet.tint("blue", 0.06 + 0.94 * share)
-                ink = (
-                    "#ffffff"
-                    if contrast("#ffffff", fill) > contrast("#000000", fill)
-                    else "#000000"
-                )
+                # Black or white, whichever has the higher contrast.
+                brightness = np.dot(_parts(fill), (0.299, 0.587, 0.114))
+                ink = "#000000" if brightness > 117 else "#ffffff"
                 sheet.box(x, top, _token_width(token), _TOKEN_HEIGHT, fill, radius=4)
                 middle = x + _token_width(token) / 2
                 sheet.text(middle, top + 21, token.text, fill=ink, anchor="middle")
