@@ -28,24 +28,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from common import Options, markdown_table
-from fuzz_changes import (
-    TEXTS,
-    VALUES,
-    Base,
-    Input,
-    change_below,
-    change_bytes,
-    change_file,
-    command,
-    succeed,
-)
-from fuzz_texts import TEXT_INPUTS
+from fuzz_texts import TEXT_INPUTS, Input, command, succeed, write_workbook
 
 from llmcond.base.package import bundled_folder
 
@@ -53,6 +43,121 @@ from llmcond.base.package import bundled_folder
 LIMIT_SECONDS: Final = 120
 #: Bytes by which an input may increase the peak memory, also by importing modules.
 GROWTH: Final = 600 * 2**20
+
+VALUES: Final[Sequence[Any]] = (
+    None, True, False, 0, -1, 1, 3, 10**9, 10**30, -0.5, 1e308, float("nan"), "", "x", "3", ".",
+    "../..", "/", "\0", "\x1b[31m", "\u202e", "\ud800", "é" * 300, "{", "{sentence}", [], [[]],
+    [None], ["x"], [1, 2], {}, {"x": {}}, {"": None},
+)  # fmt: skip
+TEXTS: Final = (
+    "", " ", '"', "'", ",", "\t", "\r", "\n", "\r\n", "\0", "\x1b", "\ufeff", "\u202e", "{", "}",
+    "{x}", "[", "]", "=", "nan", "inf", "-1", "1e999", "0", "6", "é" * 2_000, '"""', "#", "\\",
+)  # fmt: skip
+
+
+# -- changes ------------------------------------------------------------------------------------
+
+
+def change_bytes(chance: Random, content: bytes) -> bytes:
+    """Return bytes with some of them flipped, cut, doubled or inserted, or no bytes at all."""
+    position, length = chance.randrange(len(content) + 1), chance.randrange(1, 64)
+    changed = bytearray(content)
+    match chance.randrange(6):
+        case 0:
+            return b""
+        case 1:
+            return content[:position]
+        case 2:
+            del changed[position : position + length]
+        case 3:
+            changed[position:position] = content[position : position + length]
+        case 4:
+            changed[position:position] = chance.choice(TEXTS).encode()
+        case _:
+            for _ in range(chance.choice((1, 8))):
+                if changed:
+                    changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def change_line(chance: Random, text: str) -> str:
+    """Return a text with a line removed, doubled or moved, or with one of its values changed."""
+    lines = text.splitlines(keepends=True)
+    index = chance.randrange(len(lines))
+    key, equals, _ = lines[index].partition("=")
+    match chance.randrange(4):
+        case 0:
+            del lines[index]
+        case 1:
+            lines.insert(chance.randrange(len(lines)), lines[index])
+        case 2 if equals:
+            lines[index] = f"{key}= {json.dumps(chance.choice(VALUES))}\n"
+        case _:
+            position = chance.randrange(len(lines[index]) + 1)
+            lines[index] = lines[index][:position] + chance.choice(TEXTS) + lines[index][position:]
+    return "".join(lines)
+
+
+def change_json(chance: Random, text: str) -> str:
+    """Return JSON with a value at any depth changed or removed."""
+    try:
+        record = json.loads(text)
+    except ValueError:  # an earlier change made it invalid
+        return text[: len(text) // 2]
+    keys = list(_iterate_keys(record))
+    if not keys:
+        return json.dumps(chance.choice(VALUES))
+    # Usually among the first keys only: most keys belong to a vocabulary or a curve.
+    parent, key = chance.choice(keys[:40] if chance.random() < 0.7 else keys)
+    if chance.random() < 0.3:
+        del parent[key]
+    else:
+        parent[key] = chance.choice(VALUES)
+    return json.dumps(record)
+
+
+def _iterate_keys(value: Any) -> Iterator[tuple[Any, Any]]:
+    level = [value]
+    while level:
+        keys = [
+            (container, k)
+            for container in level
+            for k in (container if isinstance(container, dict) else range(len(container)))
+        ]
+        yield from keys
+        level = [container[k] for container, k in keys if isinstance(container[k], dict | list)]
+
+
+def change_file(chance: Random, path: Path) -> None:
+    """Change a file, or replace it by nothing, a folder or a broken link."""
+    random_number = chance.random()
+    if random_number < 0.08:
+        path.unlink()
+        replacements: Sequence[Callable[[], Any]] = (
+            lambda: None,
+            path.mkdir,
+            lambda: path.symlink_to(path.name),
+            lambda: path.symlink_to("nowhere"),
+        )
+        chance.choice(replacements)()
+    elif path.suffix == ".json" and random_number < 0.8:
+        path.write_text(change_json(chance, path.read_text("utf-8", "replace")), "utf-8")
+    elif path.suffix == ".toml" and random_number < 0.8:
+        text = change_line(chance, path.read_text("utf-8", "replace"))
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    else:
+        path.write_bytes(change_bytes(chance, path.read_bytes()))
+
+
+def change_below(chance: Random, folder: Path, pattern: str = "*") -> None:
+    """Change one or two files below a folder, choosing each file type with equal probability."""
+    for _ in range(chance.choice((1, 1, 2))):
+        paths = sorted(path for path in folder.rglob(pattern) if path.is_file())
+        kinds = sorted({path.suffix for path in paths})
+        if kinds:
+            kind = chance.choice(kinds)
+            change_file(chance, chance.choice([path for path in paths if path.suffix == kind]))
+
 
 # -- inputs, by kind ---------------------------------------------------------------------------
 
@@ -103,18 +208,16 @@ def write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     path.write_bytes(out.getvalue().encode("utf-8", "surrogatepass"))
 
 
-def write_xlsx(path: Path, rows: Sequence[Sequence[str]]) -> None:
-    """Write rows as a workbook."""
-    from openpyxl import Workbook
-    from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
-
-    workbook = Workbook()
-    for row in rows:
-        workbook.active.append([ILLEGAL_CHARACTERS_RE.sub("", value) for value in row])
-    workbook.save(path)
+def copy_base(source: Path, into: Path) -> Path:
+    """Copy a file or a folder into a folder, and return the path of the copy."""
+    target = into / source.name
+    if source.is_dir():  # without temporary files of processes that use it
+        ignore = shutil.ignore_patterns(".tmp*")
+        return shutil.copytree(source, target, ignore=ignore)
+    return Path(shutil.copyfile(source, target))
 
 
-def data_input(chance: Random, base: Base, work: Path) -> list[str]:
+def data_input(chance: Random, base: Path, work: Path) -> list[str]:
     """Return a command that reads a changed data file."""
     rows: list[list[Any]] = [list(HEADER), *(list(row) for row in ROWS)]
     for _ in range(chance.randrange(4)):
@@ -133,44 +236,46 @@ def data_input(chance: Random, base: Base, work: Path) -> list[str]:
         columns = [pa.array(column) for column in zip(*texts[1:], strict=True)]
         pq.write_table(pa.table(columns, texts[0]), path)
     elif path.suffix == ".xlsx":
-        write_xlsx(path, texts)
+        from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
+
+        write_workbook(path, [[ILLEGAL_CHARACTERS_RE.sub("", v) for v in row] for row in texts])
     else:
         write_csv(path, rows)
     if chance.random() < 0.5:
         path.write_bytes(change_bytes(chance, path.read_bytes()))
-    run, embedded = str(base.folder / "run"), str(work / "v.npy")
+    run, embedded = str(base / "run"), str(work / "v.npy")
     return chance.choice(
         [
             ["prompts", "show", "pair-cond", "--data", str(path)],
-            ["extract", "--model", str(base.folder / "model"), "--data", str(path)],
-            ["evaluate", "--data", str(path), "--run", str(base.copy("run", work))],
+            ["extract", "--model", str(base / "model"), "--data", str(path)],
+            ["evaluate", "--data", str(path), "--run", str(copy_base(base / "run", work))],
             ["embed", str(path), "--text", "sentence1", "--out", embedded, "--run", run],
         ]
     )
 
 
-def template_input(chance: Random, base: Base, work: Path) -> list[str]:
+def template_input(chance: Random, base: Path, work: Path) -> list[str]:
     """Return a command that reads a changed template."""
     path = work / "mine.toml"
     shutil.copyfile(chance.choice(sorted(bundled_folder("prompts").glob("*.toml"))), path)
     change_file(chance, path)
-    data = ["--data", str(base.folder / "rows.csv")]
+    data = ["--data", str(base / "rows.csv")]
     if chance.random() < 0.7:
         return ["prompts", "show", str(path), *data]
-    return ["extract", "--model", str(base.folder / "model"), "--prompt", str(path), *data]
+    return ["extract", "--model", str(base / "model"), "--prompt", str(path), *data]
 
 
-def recipe_input(chance: Random, base: Base, work: Path) -> list[str]:
+def recipe_input(chance: Random, base: Path, work: Path) -> list[str]:
     """Return a command that fits a changed recipe."""
-    path = base.copy(chance.choice(("linear.toml", "hypernet.toml", "pca.toml")), work)
+    path = copy_base(base / chance.choice(("linear.toml", "hypernet.toml", "pca.toml")), work)
     change_file(chance, path)
     prompts = ["--prompt", chance.choice(("concat-sent-cond", "concat-sent-cond+separate"))]
-    return ["fit-head", "--head", str(path), *prompts, "--run", str(base.copy("run", work))]
+    return ["fit-head", "--head", str(path), *prompts, "--run", str(copy_base(base / "run", work))]
 
 
-def run_commands(base: Base, run: Path) -> list[list[str]]:
+def run_commands(base: Path, run: Path) -> list[list[str]]:
     """Return commands that use a run."""
-    linear = ["--head", str(base.folder / "linear.toml"), "--prompt", "concat-sent-cond"]
+    linear = ["--head", str(base / "linear.toml"), "--prompt", "concat-sent-cond"]
     run_options = ["--run", str(run)]
     return [
         ["evaluate", *run_options],
@@ -179,45 +284,38 @@ def run_commands(base: Base, run: Path) -> list[list[str]]:
         ["sweep", *linear, "--seeds", "2", "--workers", "1", *run_options],
         ["analyse", "--what", "isotropy", "conditions", "examples", *run_options],
         ["similarity", "two men", "children", "--condition", "the mood", *run_options],
-        ["extract", "--model", str(base.folder / "model"), *run_options],
+        ["extract", "--model", str(base / "model"), *run_options],
     ]
 
 
-def run_input(chance: Random, base: Base, work: Path) -> list[str]:
-    """Return a command on a run whose records were changed."""
-    run = base.copy("run", work)
-    part = chance.choice((run, run / "heads", run / "sweep"))
-    change_below(chance, part, chance.choice(("*.json", "*")))
+def run_input(chance: Random, base: Path, work: Path, part: str = "") -> list[str]:
+    """Return a command on a run whose records, or whose files in a folder, were changed."""
+    run = copy_base(base / "run", work)
+    folder = run / (part or chance.choice(("", "heads", "sweep")))
+    change_below(chance, folder, "*" if part else chance.choice(("*.json", "*")))
     return chance.choice(run_commands(base, run))
 
 
-def store_input(chance: Random, base: Base, work: Path) -> list[str]:
-    """Return a command on a run whose feature store was changed."""
-    run = base.copy("run", work)
-    change_below(chance, run / "features")
-    return chance.choice(run_commands(base, run))
-
-
-def checkpoint_input(chance: Random, base: Base, work: Path) -> list[str]:
+def checkpoint_input(chance: Random, base: Path, work: Path) -> list[str]:
     """Return a command on a changed checkpoint."""
-    model = base.copy("model", work)
+    model = copy_base(base / "model", work)
     change_below(chance, model)
     if chance.random() < 0.4:
         return ["models", "--check", str(model)]
-    return ["extract", "--model", str(model), "--data", str(base.folder / "rows.csv")]
+    return ["extract", "--model", str(model), "--data", str(base / "rows.csv")]
 
 
-FILES: Final[dict[str, Callable[[Random, Base, Path], list[str]]]] = {
+FILES: Final[dict[str, Callable[[Random, Path, Path], list[str]]]] = {
     "data": data_input,
     "template": template_input,
     "recipe": recipe_input,
     "run": run_input,
     "checkpoint": checkpoint_input,
-    "store": store_input,
+    "store": partial(run_input, part="features"),
 }
 
 
-def make_input(kind: str, chance: Random, base: Base, work: Path) -> Input:
+def make_input(kind: str, chance: Random, base: Path, work: Path) -> Input:
     """Return an input of a kind."""
     if kind in TEXT_INPUTS:
         return TEXT_INPUTS[kind](chance, base, work)
@@ -230,10 +328,10 @@ KINDS: Final = (*FILES, *TEXT_INPUTS)
 # -- running them ------------------------------------------------------------------------------
 
 
-def try_input(kind: str, seed: int, base: Base) -> str:
+def try_input(kind: str, seed: int, base: Path) -> str:
     """Generate an input and try it; return its failure, empty if it passes."""
     before = Path.cwd()
-    with tempfile.TemporaryDirectory(dir=base.folder) as work:
+    with tempfile.TemporaryDirectory(dir=base) as work:
         os.chdir(work)
         try:
             return make_input(kind, Random(f"{kind} {seed}"), base, Path(work)).failure()
@@ -250,7 +348,7 @@ def fuzz(inputs: Sequence[tuple[str, int]], folder: Path) -> list[tuple[str, int
         print(f"--kind {kind} --seed {seed}", end="\r", file=sys.stderr, flush=True)
         before = peak_memory()
         faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=2)
-        failure = try_input(kind, seed, Base(folder))
+        failure = try_input(kind, seed, folder)
         faulthandler.cancel_dump_traceback_later()
         if not failure and (growth := peak_memory() - before) > GROWTH:
             failure = f"memory has grown by {growth / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""Inputs of ``fuzz.py`` with texts as users have them, and the rows that must come out.
+"""Inputs of ``fuzz.py``, and those with texts as users have them, whose rows must come out.
 
 ``texts``: files in several formats, encodings, line ends, delimiters and quotings, with odd cells
 and odd names of columns, for the commands that read texts. ``tables``: the same rows as objects of
@@ -17,7 +17,9 @@ import io
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -30,7 +32,57 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fuzz_changes import Base, Input, command
+
+
+@dataclass(frozen=True)
+class Input:
+    """A command, or a call of a function, that can be tried.
+
+    Attributes:
+        name: what is tried, for messages.
+        run: function that does it and returns the exit code.
+        check: function from the exit code and standard output to what contradicts the input.
+    """
+
+    name: str
+    run: Callable[[], int]
+    check: Callable[[int, str], str] = lambda code, printed: ""
+
+    def failure(self) -> str:
+        """Try the input in this process; return what is wrong with how it ended."""
+        out, err = io.StringIO(), io.StringIO()
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                code = self.run()
+        except BaseException as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{frame.filename}:{frame.lineno}"
+            return f"{self.name}: {type(error).__name__}: {error} ({where})"
+        errors = err.getvalue()
+        if code not in (0, 1, 2):
+            return f"{self.name}: exit code {code}"
+        if "Traceback" in errors or (code and errors.count("llmcond: error: ") != 1):
+            return f"{self.name}: {errors[-300:]}"
+        wrong = self.check(code, out.getvalue())
+        return wrong and f"{self.name}: {wrong} {errors[-300:]}"
+
+
+def command(arguments: Sequence[str], check: Callable[[int, str], str] | None = None) -> Input:
+    """Return a command of llmcond as an input."""
+    from llmcond import cli
+
+    run = partial(cli.run, arguments)
+    return Input(" ".join(arguments[:2]), run, *([check] if check else []))
+
+
+def succeed(*arguments: object) -> None:
+    """Run a command that prepares inputs; end the process if it fails."""
+    words = [*map(str, arguments)]
+    if failure := command(words, lambda code, _: f"exit code {code}" if code else "").failure():
+        raise SystemExit(f"fuzz: no input was tried, because a preparation failed: {failure}")
+
+
+# -- texts --------------------------------------------------------------------------------------
 
 CONDITION: Final = "the place"
 #: Cells that are texts, whatever they look like.
@@ -200,12 +252,7 @@ def write_file(chance: Random, form: str, rows: Texts, work: Path) -> TextFile:
         extra = ["x" if special.fullmatch(value) else value for value in rows.extra]
         rows = replace(rows, texts=texts, extra=extra)
     if form == "xlsx":
-        from openpyxl import Workbook
-
-        workbook = Workbook()
-        for line in rows.lines:
-            workbook.active.append(line)
-        workbook.save(path)
+        write_workbook(path, rows.lines)
         return TextFile(path, rows)
     rows, text, options = _to_text(chance, form, rows)
     if form == "json":  # either may hold a list, or a row per line
@@ -219,6 +266,16 @@ def write_file(chance: Random, form: str, rows: Texts, work: Path) -> TextFile:
         path, content = path.with_name(f"{path.name}.gz"), gzip.compress(content)
     path.write_bytes(content)
     return TextFile(path, rows, [*options, *(["--encoding", stated] if stated else [])])
+
+
+def write_workbook(path: Path, rows: Sequence[Sequence[Any]]) -> None:
+    """Write rows as a workbook."""
+    from openpyxl import Workbook
+
+    workbook = Workbook()
+    for row in rows:
+        workbook.active.append(row)
+    workbook.save(path)
 
 
 def _to_text(chance: Random, form: str, rows: Texts) -> tuple[Texts, str, list[str]]:
@@ -367,7 +424,7 @@ def _read_output(path: Path) -> Mapping[str, Sequence[Any]]:
 COMMANDS: Final = ("embed", "cluster", "index", "check-condition")
 
 
-def file_input(chance: Random, base: Base, work: Path, form: str = "", name: str = "") -> Input:
+def file_input(chance: Random, base: Path, work: Path, form: str = "", name: str = "") -> Input:
     """Return a command that reads a file of texts."""
     form, name = form or chance.choice(FORMATS), name or chance.choice(COMMANDS)
     written, has_columns = write_file(chance, form, draw_texts(chance), work), form != "txt"
@@ -376,7 +433,7 @@ def file_input(chance: Random, base: Base, work: Path, form: str = "", name: str
     reads_stdin = path.suffix == ".txt" and chance.random() < 0.4
     out = work / chance.choice(("out.parquet", "out.csv", "OUT.CSV"))
     arguments = [name, "-" if reads_stdin else str(path), *written.options]
-    arguments += ["--run", str(base.folder / "run"), "--condition", CONDITION]
+    arguments += ["--run", str(base / "run"), "--condition", CONDITION]
     arguments += ["--skip-empty"] if rows.skip_empty else []
     arguments += [f"--text={rows.name}"] if has_columns else []
     arguments += [f"--keep={rows.extra_name}"] if keeps else []
@@ -439,7 +496,7 @@ FUNCTIONS: Final = ("embed", "cluster", "check_condition", "encode", "Index.buil
 
 
 def object_input(
-    chance: Random, base: Base, work: Path, form: str = "", function: str = ""
+    chance: Random, base: Path, work: Path, form: str = "", function: str = ""
 ) -> Input:
     """Return a call of a function on an object in memory."""
     import llmcond
@@ -457,7 +514,7 @@ def object_input(
     table = {**TABLES, **LISTS}[form](chance, values)
     out = work / chance.choice(("out.parquet", "out.csv"))
     keep = () if form in LISTS else (rows.extra_name,)
-    run = str(base.folder / "run")
+    run = str(base / "run")
     if function in ("encode", "Index.build"):  # they take lists of texts, and leave nothing out
         rows = replace(rows, skip_empty=False)
         if form == "records":
@@ -494,7 +551,7 @@ def object_input(
     return Input(f"{function} of {form}", call, _outcome(rows, work, None, check, may_refuse=False))
 
 
-TEXT_INPUTS: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {
+TEXT_INPUTS: Final[dict[str, Callable[[Random, Path, Path], Input]]] = {
     "texts": file_input,
     "tables": object_input,
 }

@@ -341,13 +341,24 @@ Figures = Mapping[str, Value] | str
 Printed = tuple[Mapping[str, str], Mapping[str, Sequence[str]]]
 
 
-def parse_table(text: str, columns: int) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Parse a table typed in as words: the last ``columns`` words of a line are its figures.
+def parse_table(
+    text: str, columns: int, settings: Sequence[str] = ("",)
+) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Parse a table typed in as words: each line has a key, and then figures.
 
-    The words before them are the key of the line.
+    Args:
+        text: the table.
+        columns: number of figures of each setting.
+        settings: the settings, whose words are added to the key of a line.
     """
-    lines = [line.split() for line in text.strip().splitlines()]
-    return {tuple(line[:-columns]): tuple(line[-columns:]) for line in lines}
+    table = {}
+    for line in text.strip().splitlines():
+        words = line.split()
+        n_keys = len(words) - columns * len(settings)
+        for start, setting in zip(range(n_keys, len(words), columns), settings, strict=True):
+            key = (*words[:n_keys], *setting.split())
+            table[key] = tuple(words[start : start + columns])
+    return table
 
 
 def printed_figures(table: Table, measures: Sequence[Measure], *key: str) -> Printed:

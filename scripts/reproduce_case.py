@@ -54,6 +54,12 @@ from llmcond.workflows.fit import sweep
 
 # -- the paper ---------------------------------------------------------------------------------
 
+#: The paper's prompts with an instruction and without one, and our stand-ins for the former.
+INSTRUCTED, CONCATENATED, STAND_INS = (
+    ("sent", "cond"),
+    ("concat-sent-cond", "concat-cond-sent"),
+    ("pair-sent", "pair-cond"),
+)
 #: Hub name -> name in the paper (appendix A).
 NAMES = {
     "nvidia/NV-Embed-v2": "NV",
@@ -70,44 +76,23 @@ POOLINGS = dict(zip(NAMES, "latent mean last mean last last".split(), strict=Tru
 #: with the poolings of ``POOLINGS``.
 TABLE_6 = parse_table(
     """
-    NV latent sent yes 16.98 52.24
-    NV latent sent no 22.07 59.89
-    NV latent cond yes 31.32 64.91
-    NV latent cond no 27.02 48.02
-    SFR last sent yes 11.88 46.97
-    SFR last sent no -0.18 33.77
-    SFR last cond yes 19.28 50.66
-    SFR last cond no 13.00 44.33
-    SFR mean sent yes 19.54 57.52
-    SFR mean sent no 11.89 43.01
-    SFR mean cond yes 20.38 52.51
-    SFR mean cond no 18.32 46.44
-    GTE last sent yes 7.16 42.48
-    GTE last sent no 7.16 37.20
-    GTE last cond yes 20.40 54.08
-    GTE last cond no 16.58 45.12
-    GTE mean sent yes 13.01 42.48
-    GTE mean sent no 11.34 36.67
-    GTE mean cond yes 17.87 42.22
-    GTE mean cond no 18.42 42.22
-    E5 mean sent yes 11.08 42.21
-    E5 mean sent no 3.77 33.77
-    E5 mean cond yes 12.01 42.74
-    E5 mean cond no 6.18 37.47
-    E5 last sent yes 9.28 41.69
-    E5 last sent no 0.49 31.13
-    E5 last cond yes 8.90 39.84
-    E5 last cond no 3.05 34.56
-    SimCSE_large last concat-sent-cond no 5.59 37.46
-    SimCSE_large last concat-cond-sent no 4.00 35.09
-    SimCSE_large last concat-sent-cond yes 8.32 34.56
-    SimCSE_large last concat-cond-sent yes 8.58 48.02
-    SimCSE_base last concat-sent-cond no 4.37 39.81
-    SimCSE_base last concat-cond-sent no 1.25 34.82
-    SimCSE_base last concat-sent-cond yes 7.05 42.74
-    SimCSE_base last concat-cond-sent yes 6.00 36.67
+    NV latent 16.98 52.24 22.07 59.89 31.32 64.91 27.02 48.02
+    SFR last 11.88 46.97 -0.18 33.77 19.28 50.66 13.00 44.33
+    SFR mean 19.54 57.52 11.89 43.01 20.38 52.51 18.32 46.44
+    GTE last 7.16 42.48 7.16 37.20 20.40 54.08 16.58 45.12
+    GTE mean 13.01 42.48 11.34 36.67 17.87 42.22 18.42 42.22
+    E5 mean 11.08 42.21 3.77 33.77 12.01 42.74 6.18 37.47
+    E5 last 9.28 41.69 0.49 31.13 8.90 39.84 3.05 34.56
     """,
     2,
+    ("sent yes", "sent no", "cond yes", "cond no"),
+) | parse_table(
+    """
+    SimCSE_large last 5.59 37.46 4.00 35.09 8.32 34.56 8.58 48.02
+    SimCSE_base last 4.37 39.81 1.25 34.82 7.05 42.74 6.00 36.67
+    """,
+    2,
+    [f"{prompt} {subtract}" for subtract in ("no", "yes") for prompt in CONCATENATED],
 )
 TABLE_1 = {
     (key[0], *key[2:]): figures
@@ -130,20 +115,15 @@ TABLE_2 = parse_table(
 #: Encoder, whether c is subtracted: mean and deviation of the cosine to the mean vector.
 TABLE_4 = parse_table(
     """
-    NV yes 0.407 0.084
-    NV no 0.492 0.067
-    SFR yes 0.537 0.055
-    SFR no 0.708 0.021
-    GTE yes 0.489 0.067
-    GTE no 0.696 0.036
-    E5 yes 0.542 0.056
-    E5 no 0.897 0.010
-    SimCSE_base yes 0.254 0.095
-    SimCSE_base no 0.347 0.088
-    SimCSE_large yes 0.248 0.110
-    SimCSE_large no 0.333 0.085
+    NV 0.407 0.084 0.492 0.067
+    SFR 0.537 0.055 0.708 0.021
+    GTE 0.489 0.067 0.696 0.036
+    E5 0.542 0.056 0.897 0.010
+    SimCSE_base 0.254 0.095 0.347 0.088
+    SimCSE_large 0.248 0.110 0.333 0.085
     """,
     2,
+    ("yes", "no"),
 )
 #: Encoder: partition ratio with c subtracted, and without.
 TABLE_5 = parse_table(
@@ -206,12 +186,6 @@ CONDITIONS = tuple(
 #: Number of dimensions of the paper's tables 2 and 3.
 DIM = 512
 
-#: The paper's prompts with an instruction and without one, and our stand-ins for the former.
-INSTRUCTED, CONCATENATED, STAND_INS = (
-    ("sent", "cond"),
-    ("concat-sent-cond", "concat-cond-sent"),
-    ("pair-sent", "pair-cond"),
-)
 LABELS = {
     "concat-sent-cond": "CONC(s+c)",
     "concat-cond-sent": "CONC(c+s)",

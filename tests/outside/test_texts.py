@@ -8,17 +8,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from fuzz_changes import Base
 from fuzz_texts import COMMANDS, FORMATS, FUNCTIONS, LISTS, TABLES, file_input, object_input
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def base(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Base:
+def base(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outside")
     shutil.copytree(tiny_run, folder / "run")
-    return Base(folder)
+    return folder
 
 
 def make_folder(folder: Path) -> Path:
@@ -27,7 +26,7 @@ def make_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_rows_of_files_come_out(form: str, base: Base, tmp_path: Path) -> None:
+def test_rows_of_files_come_out(form: str, base: Path, tmp_path: Path) -> None:
     for command in COMMANDS:
         for seed in range(3):
             work = make_folder(tmp_path / f"{command}{seed}")
@@ -35,7 +34,7 @@ def test_rows_of_files_come_out(form: str, base: Base, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [*TABLES, *LISTS])
-def test_rows_of_objects_come_out(form: str, base: Base, tmp_path: Path) -> None:
+def test_rows_of_objects_come_out(form: str, base: Path, tmp_path: Path) -> None:
     for seed, function in enumerate(FUNCTIONS):
         work = make_folder(tmp_path / function)
         assert object_input(Random(seed), base, work, form, function).failure() == ""

@@ -28,6 +28,6 @@ def test_exceptions_tracebacks_and_silent_errors_are_failures(
     exec(f"def run(command):\n    {body}\n    return 0", names)
     monkeypatch.setattr("llmcond.cli.run", names["run"])
     monkeypatch.setitem(fuzz.FILES, "none", lambda *_: ["evaluate"])
-    failure = fuzz.try_input("none", 0, fuzz.Base(tmp_path))
+    failure = fuzz.try_input("none", 0, tmp_path)
     assert failure
     assert expected in failure
