@@ -263,14 +263,6 @@ def tokenize(task: dict[str, Any], inputs: Sequence[EncoderInput]) -> list[list[
     return [row.ids for row in InputTokenizer(tokenizer, resolved.identity, "it")(inputs)]
 
 
-def make_cases(options: argparse.Namespace, instruct: bool) -> list[tuple[list[EncoderInput], str]]:
-    """Return the lists of inputs to encode, each with its description in the table."""
-    return [
-        (branching_inputs(k * options.sentences, k, instruct), f"{k} conditions a sentence")
-        for k in options.conditions
-    ] or [(csts_inputs(options.inputs, instruct), "C-STS inputs")]
-
-
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
     parser = BenchOptions(__doc__)
@@ -307,9 +299,11 @@ def main() -> None:
     resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
     instruct = bool(resolved.identity.instruction_format)
     task["ways"] = choose_ways(options, resolved)
-    results = [
-        compare(options, task, inputs, label) for inputs, label in make_cases(options, instruct)
-    ]
+    cases = [
+        (branching_inputs(k * options.sentences, k, instruct), f"{k} conditions a sentence")
+        for k in options.conditions
+    ] or [(csts_inputs(options.inputs, instruct), "C-STS inputs")]
+    results = [compare(options, task, inputs, label) for inputs, label in cases]
     print_json(options, {"results": results})
 
 

@@ -124,16 +124,12 @@ def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
         for _ in range(options.rounds):
             fitted, wall, _ = timed(fit_by_gradient, recipe, data, None, 0, quiet)
             seconds.append(wall)
-        loss = last_loss(fitted[1])
+        # The loss of the last epoch shows whether two forms compute the same.
+        loss = float(fitted[1].record["curve"][-1]["loss"])
         rows.append({"form": name, "seconds": float(np.median(seconds)), "loss": loss})
     for row in rows:
         row["ratio"] = rows[0]["seconds"] / row["seconds"]
     return rows
-
-
-def last_loss(fit: Any) -> float:
-    """Return the loss of the last epoch, which shows whether two forms compute the same."""
-    return float(fit.record["curve"][-1]["loss"])
 
 
 class PlainHypernet(Hypernet):

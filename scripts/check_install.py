@@ -24,6 +24,11 @@ from pathlib import Path
 from common import Options
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Prints the installed versions of the libraries that change most.
+VERSIONS = """
+from importlib.metadata import version
+print(*map(version, ("torch", "transformers", "pylance")))
+"""
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 
 
@@ -49,7 +54,7 @@ def main() -> None:
                     executable = install(
                         package.resolve(), environment, python, versions, arguments.torch_backend
                     )
-                    libraries = " | ".join(list_versions(executable))
+                    libraries = " | ".join(run(executable, "-c", VERSIONS).split())
                     n_examples = run_readme(executable, folder / "work")
                     result = f"{libraries} | {n_examples} examples run"
                 except subprocess.CalledProcessError as error:
@@ -81,12 +86,6 @@ def install(
     run(*uv, "--no-deps", package)
     run("uv", "pip", "check", "--python", executable)
     return executable
-
-
-def list_versions(executable: Path) -> list[str]:
-    """Return the installed versions of the libraries that change most."""
-    code = "import importlib.metadata as m\nfor name in ('torch', 'transformers', 'pylance'): "
-    return run(executable, "-c", code + "print(m.version(name))").split()
 
 
 def run_readme(executable: Path, folder: Path) -> int:

@@ -62,11 +62,8 @@ def markdown_table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> st
     """Return a Markdown table."""
     headings = list(headings)
     lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|")
+    cells = [[" ".join(text.split()).replace("|", r"\|") for text in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def format_table(

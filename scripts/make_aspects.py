@@ -213,7 +213,8 @@ class Draft:
         if sample := SAMPLE.fullmatch(reference):
             names = sample[3].split(", ")
             number = self.rng.randint(int(sample[1]), int(sample[2]))
-            return " ".join(as_sentence(self.piece(n)) for n in self.rng.sample(names, number))
+            pieces = [self.piece(name) for name in self.rng.sample(names, number)]
+            return " ".join(re.sub(r"[^.!?…]\Z", r"\g<0>.", piece) for piece in pieces)
         if reference.endswith("?"):
             return self.piece(reference[:-1]) if self.rng.random() < 0.5 else ""
         name, _, part = reference.partition(".")
@@ -229,11 +230,6 @@ class Draft:
         wording = self.rng.choice([way for way in ways if way not in self.used] or ways)
         self.used.add(wording)
         return wording
-
-
-def as_sentence(text: str) -> str:
-    """Add a full stop where the text has no punctuation at its end."""
-    return text if not text or text[-1] in ".!?…" else f"{text}."
 
 
 def tidy(text: str) -> str:

@@ -670,12 +670,6 @@ def open_page(commands: Sequence[str], folder: Path) -> Iterator[str]:
         server.wait()
 
 
-def _wait_for_charts(tab: Any) -> None:
-    tab.wait_for_function(
-        "[...document.querySelectorAll('[data-chart]')].every(box => box.querySelector('svg'))"
-    )
-
-
 def _select_text(tab: Any) -> None:
     tab.locator("#canvas").press("ArrowRight")
     tab.wait_for_function("document.getElementById('text').innerText.length > 1")
@@ -702,7 +696,9 @@ SCREENSHOTS: Final = {
             "fit-head --head mlp --dim 256 --run run",
             "compare run:none run:linear run:mlp --split dev --report page.html",
         ],
-        _wait_for_charts,
+        lambda tab: tab.wait_for_function(
+            "[...document.querySelectorAll('[data-chart]')].every(box => box.querySelector('svg'))"
+        ),
     ),
     "clusters-page": Screenshot(
         "The page of clusters: a map of 360 support tickets under the condition “the product”, "
@@ -726,12 +722,6 @@ SCREENSHOTS: Final = {
 }
 
 
-def find_browser() -> str | None:
-    """Return the program of an installed Chromium or Chrome."""
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    return next(filter(None, map(shutil.which, names)), None)
-
-
 def take_screenshots(name: str) -> None:
     """Write a page as an image, in both themes."""
     from PIL import Image, ImageOps
@@ -743,7 +733,9 @@ def take_screenshots(name: str) -> None:
         open_page(screenshot.commands, Path(folder)) as url,
         sync_playwright() as playwright,
     ):
-        browser = playwright.chromium.launch(executable_path=find_browser())
+        names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+        program = next(filter(None, map(shutil.which, names)), None)
+        browser = playwright.chromium.launch(executable_path=program)
         for theme in THEMES:
             tab = browser.new_page(
                 viewport={"width": _PAGE_WIDTH, "height": 800},

@@ -94,6 +94,12 @@ class Value:
     deviation: float | None = None
     seeds: int = 0
 
+    def bounds(self, scale: float) -> tuple[float, float, float]:
+        """Return the figure and its interval for a chart."""
+        figures = (self.value, self.low, self.high)
+        middle, low, high = (math.nan if x is None else scale * x for x in figures)
+        return middle, low, high
+
     def format(self, scale: float, digits: int) -> str:
         """Return the text of a table cell: value, deviation and interval."""
         if self.value is None:
@@ -250,7 +256,8 @@ class Section:
     def markdown(self) -> str:
         """Return the section as Markdown."""
         # A measure that no row has would be a column of dashes.
-        measures = [m for m in self.measures if any(_has(row, m.key) for row in self.rows)]
+        figures = [row.ours for row in self.rows if not isinstance(row.ours, str)]
+        measures = [m for m in self.measures if any(m.key in ours for ours in figures)]
         measures = measures or list(self.measures)
         printed = [m for m in measures if any(m.key in {*r.paper, *r.others} for r in self.rows)]
         headings = ["encoder", *self.labels]
@@ -270,7 +277,7 @@ def draw_rows(work: Work, section: Section, xlabel: str, ylabel: str) -> Section
     for row in section.rows:
         ours = {} if isinstance(row.ours, str) else row.ours
         points: list[Point] = [
-            (int(m.key), *_bounds(ours[m.key], m.scale))
+            (int(m.key), *ours[m.key].bounds(m.scale))
             for m in section.measures
             if m.key.isdecimal() and m.key in ours
         ]
@@ -284,20 +291,9 @@ def draw_rows(work: Work, section: Section, xlabel: str, ylabel: str) -> Section
     return replace(section, figure=path.name)
 
 
-def _bounds(value: Value, scale: float = 1) -> tuple[float, float, float]:
-    """Return a figure and its interval for a chart."""
-    figures = (value.value, value.low, value.high)
-    middle, low, high = (math.nan if figure is None else scale * figure for figure in figures)
-    return middle, low, high
-
-
 def figure_path(out: Path, name: str) -> Path:
     """Return the file of a figure next to the page."""
     return out.with_name(f"{out.stem}-{name.lower().replace(' ', '-')}.svg")
-
-
-def _has(row: Row, key: str) -> bool:
-    return not isinstance(row.ours, str) and key in row.ours
 
 
 def section_record(section: Section, command: str) -> dict[str, Any]:
@@ -583,16 +579,12 @@ class Work:
             value = None if action.dest in skipped else vars(options).get(action.dest)
             if value not in (None, False, parser.get_default(action.dest)):
                 values = value if isinstance(value, list) else [] if value is True else [value]
-                words += [action.option_strings[0], *map(_option_text, values)]
+                # A path is shortened to its name, as it may be private.
+                texts = [t if "://" in t else Path(t).name for t in map(str, values)]
+                words += [action.option_strings[0], *texts]
         words += [f"--seeds {self.seeds}", *(["--quick"] if options.quick else [])]
         words += ["--tables", *options.tables] if options.tables else []
         return " ".join([f"python scripts/{self.paper.script}", *words])
-
-
-def _option_text(value: Any) -> str:
-    """Return the value of an option; a path is shortened to its name, as it may be private."""
-    text = str(value)
-    return text if "://" in text else Path(text).name
 
 
 class RatedWork(Work):

@@ -221,11 +221,6 @@ def prompts(instructs: bool) -> list[str]:
     return [*INSTRUCTED] if instructs else [*INSTRUCTED, *CONCATENATED, *STAND_INS]
 
 
-def settings_of(encoder: Encoder) -> list[tuple[str, bool]]:
-    """Return the pairs of prompt and subtraction of an encoder's rows in tables 1 and 6."""
-    return list(product(prompts(encoder.instructs), (True, False)))
-
-
 def main_prompts(encoder: Encoder) -> list[str]:
     """Return the prompts whose features heads are fitted on; the first is the main one."""
     return ["cond"] if encoder.instructs else ["pair-cond", "concat-cond-sent", "concat-sent-cond"]
@@ -271,7 +266,7 @@ def table_1(work: Work) -> Section:
             work.printed(TABLE_1, SCORES, encoder, prompt, yes_or_no(subtract)),
         )
         for encoder in work.encoders
-        for prompt, subtract in settings_of(encoder)
+        for prompt, subtract in product(prompts(encoder.instructs), (True, False))
     ]
     about = [
         "Nothing is trained: the score is the cosine of the encoder's vectors, with or without "
@@ -659,12 +654,14 @@ def table_6(work: Work) -> Section:
     rows = []
     for encoder in work.encoders:
         paper_name = work.paper_name(encoder)
-        for pooling in poolings_of(encoder, paper_name):
+        poolings = [key[1] for key in TABLE_6 if key[0] == paper_name]
+        default = [encoder.identity.pooling] if encoder.identity else []
+        for pooling in dict.fromkeys(poolings or [*default, "mean", "last"]):
             other = with_pooling(work, encoder, pooling)
             # No other table shows why a pooling could not be used.
             failed = failure_reason(other.reason) if other is not encoder and other.reason else ""
             notes = work.differences(other, pooling=False) if paper_name else ["other encoder"]
-            for prompt, subtract in settings_of(other):
+            for prompt, subtract in product(prompts(other.instructs), (True, False)):
                 if prompt in STAND_INS or (prompt in INSTRUCTED and not other.instructs):
                     continue
                 key = (pooling, prompt, yes_or_no(subtract))
@@ -678,14 +675,6 @@ def table_6(work: Work) -> Section:
         "Prompts with an instruction are left out for encoders that take none; table 1 lists them.",
     ]
     return Section("Table 6", "poolings", about, ["pooling", "setting"], SCORES, rows)
-
-
-def poolings_of(encoder: Encoder, paper_name: str) -> list[str]:
-    """Return the poolings of an encoder's rows in table 6."""
-    if paper_name:
-        return list(dict.fromkeys(key[1] for key in TABLE_6 if key[0] == paper_name))
-    default_pooling = [encoder.identity.pooling] if encoder.identity else []
-    return list(dict.fromkeys([*default_pooling, "mean", "last"]))
 
 
 def with_pooling(work: Work, encoder: Encoder, pooling: str) -> Encoder:
