@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -92,25 +92,6 @@ def _unseen_values(whole: AspectSample, sample: AspectSample) -> dict[str, list[
     return examples
 
 
-def _sample_of(
-    source: AspectSample, positions: Sequence[int], triples: Iterable[Triple]
-) -> AspectSample:
-    """Return a sample of the texts at some positions, which include those of the triples."""
-    new_positions = {position: i for i, position in enumerate(positions)}
-    new_triples = [
-        Triple(
-            new_positions[t.anchor],
-            new_positions[t.first],
-            new_positions[t.second],
-            t.condition,
-            t.other,
-        )
-        for t in triples
-    ]
-    texts = [source.texts[position] for position in positions]
-    return AspectSample(source.name, texts, source.conditions, new_triples, source.values)
-
-
 def draw_sample(
     whole: AspectSample,
     same_group: bool = False,
@@ -149,7 +130,14 @@ def draw_sample(
                 triples[triple] = None
     others = [i for i in short if i not in positions]
     filling = rng.sample(others, min(len(others), n_texts - len(positions)))
-    return _sample_of(whole, sorted([*positions, *filling]), triples)
+    ordered = sorted([*positions, *filling])
+    indices = {position: i for i, position in enumerate(ordered)}
+    moved = [
+        replace(t, anchor=indices[t.anchor], first=indices[t.first], second=indices[t.second])
+        for t in triples
+    ]
+    texts = [whole.texts[position] for position in ordered]
+    return AspectSample(whole.name, texts, whole.conditions, moved, whole.values)
 
 
 class _TripleSampler:

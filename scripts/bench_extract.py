@@ -130,36 +130,30 @@ def load_way(task: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 # -- choosing the ways -------------------------------------------------------------------------
 
 
-def find_obstacle(kind: str, resolved: ResolvedEncoder) -> str | None:
-    """Return why a way cannot be measured, or None if it can.
+def choose_ways(
+    options: argparse.Namespace, resolved: ResolvedEncoder
+) -> dict[str, tuple[str, str]]:
+    """Return the kind and data type of each way to measure; print why others are left out.
 
     ``resolved`` is the encoder with the runtime that llmcond chooses automatically.
     """
     pooling, peer = resolved.identity.pooling, "sentence-transformers"
-    reasons = {
-        f"{peer} is not installed": kind == peer and find_spec("sentence_transformers") is None,
-        f"the model pools by {pooling}": kind in PEERS and pooling not in POOLINGS,
-        "it is the same as the ways with PyTorch below": kind == "llmcond"
-        and resolved.runtime == "torch",
-        "the model shares no prefixes": kind == "shared" and not resolved.shares_prefixes,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def choose_ways(
-    options: argparse.Namespace, resolved: ResolvedEncoder
-) -> dict[str, tuple[str, str]]:
-    """Return the kind and data type of each way to measure; print why others are left out."""
+    in_torch = resolved.runtime == "torch"
     ways: dict[str, tuple[str, str]] = {}
     for name in options.ways:
         kind, dtype = WAYS[name][0], WAYS[name][1] or options.dtype
         if (kind, dtype) in ways.values() or (options.skip_peers and kind in PEERS):
             continue
-        reason = find_obstacle(kind, resolved)
-        if reason is None:
-            ways[name] = kind, dtype
-        else:
+        obstacles = {
+            f"{peer} is not installed": kind == peer and find_spec("sentence_transformers") is None,
+            f"the model pools by {pooling}": kind in PEERS and pooling not in POOLINGS,
+            "it is the same as the ways with PyTorch below": kind == "llmcond" and in_torch,
+            "the model shares no prefixes": kind == "shared" and not resolved.shares_prefixes,
+        }
+        if reason := next((reason for reason, holds in obstacles.items() if holds), None):
             print(f"{name} is left out: {reason}.", file=sys.stderr)
+        else:
+            ways[name] = kind, dtype
     return ways
 
 

@@ -113,17 +113,15 @@ def main() -> int:
     parser = Options(__doc__)
     parser.add_argument("--check", action="store_true", help="compare the files, and write nothing")
     check = parser.parse_args().check
-    outdated = [
-        path
-        for path, text in all_texts().items()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text
-    ]
-    if not check:
-        for path in outdated:
-            path.write_text(all_texts()[path], encoding="utf-8")
-    for path in outdated:
-        sys.stdout.write(f"{path.relative_to(ROOT)} {'is outdated' if check else 'was written'}\n")
-    return int(check and bool(outdated))
+    outdated = False
+    for path, text in all_texts().items():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        outdated = True
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        print(f"{path.relative_to(ROOT)} {'is outdated' if check else 'was written'}")
+    return int(check and outdated)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -664,19 +664,16 @@ class RatedWork(Work):
             repo=known.repo if known else "" if Path(name).is_dir() else name,
             instructs=bool(known and known.all_settings["instruction_format"]),
         )
-        encoder_options = EncoderOptions(
+        options = EncoderOptions(
             dtype=self.options.dtype,
             device=self.options.device,
             quantize=self.options.quantize,
             like=name if folder else None,
             pooling=pooling,
         )
-        try:
-            return self._extract(encoder, folder or name, encoder_options, prompts)
-        except LlmcondError as error:
-            log.info(f"{name}: {error}")
-            encoder.reason = str(error)
-            return encoder
+        prepare = partial(self._extract, encoder, folder or name, options, prompts)
+        result = self.once((name, pooling), prepare)
+        return replace(encoder, reason=result) if isinstance(result, str) else result
 
     def _extract(
         self, encoder: Encoder, model: str, options: EncoderOptions, prompts: Prompts | None
@@ -686,28 +683,16 @@ class RatedWork(Work):
         names = (prompts or self.paper.prompts)(instructs)
         obstacles = {name: load_prompt(name).obstacle(identity) for name in names}
         usable = [name for name in names if not obstacles[name]]
-        source = self.source
-        extract(
-            model=model,
-            run=encoder.run,
-            prompt=usable,
-            data=source.data,
-            columns=source.columns,
-            rating_range=source.rating_range,
-            unrated=source.unrated,
-            **asdict(options),
-        )
+        source = {name: getattr(self.source, name) for name in ("columns", "rating_range")}
+        source |= {"data": self.source.data, "unrated": self.source.unrated}
+        extract(model=model, run=encoder.run, prompt=usable, **source, **asdict(options))
         run = open_run(encoder.run)
         if run.manifest["data"]["digest"] != self.dataset.to_json()["digest"]:
             raise UserError(f"{encoder.run} contains other rows. Use another --folder.")
         view = run.zero_shot_views(run.prompt(usable[0]))[-1]
-        return replace(
-            encoder,
-            instructs=instructs,
-            obstacles=obstacles,
-            identity=identity,
-            dim=RatedExamples(run).pairs(view, self.split).dim,
-        )
+        dim = RatedExamples(run).pairs(view, self.split).dim
+        facts: dict[str, Any] = {"instructs": instructs, "obstacles": obstacles, "dim": dim}
+        return replace(encoder, identity=identity, **facts)
 
     def fit(
         self,
@@ -846,7 +831,7 @@ class RatedWork(Work):
         """Return an encoder's row in the table of encoders."""
         paper_name, identity = self.paper_name(encoder) or "no", encoder.identity
         if encoder.reason:
-            return [encoder.name, paper_name, "–", "–", "–", f"not done: {encoder.reason}"]
+            return [encoder.name, paper_name, "–", "–", "–", encoder.reason]
         kind = identity.dtype + ("" if identity.quantize == "none" else f", {identity.quantize}")
         remark = "takes instructions" if encoder.instructs else "takes no instructions"
         return [encoder.name, paper_name, str(encoder.dim), identity.pooling, kind, remark]

@@ -35,7 +35,6 @@ from reproduce import (
     Table,
     Value,
     average_over_seeds,
-    failure_reason,
     figure_path,
     parse_table,
     read_values,
@@ -659,7 +658,7 @@ def table_6(work: Work) -> Section:
         for pooling in dict.fromkeys(poolings or [*default, "mean", "last"]):
             other = with_pooling(work, encoder, pooling)
             # No other table shows why a pooling could not be used.
-            failed = failure_reason(other.reason) if other is not encoder and other.reason else ""
+            failed = "" if other is encoder else other.reason
             notes = work.differences(other, pooling=False) if paper_name else ["other encoder"]
             for prompt, subtract in product(prompts(other.instructs), (True, False)):
                 if prompt in STAND_INS or (prompt in INSTRUCTED and not other.instructs):
