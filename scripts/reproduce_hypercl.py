@@ -533,14 +533,18 @@ def figure_4(work: Work) -> Section:
     about = ["The points are those of section 5.2 with seed 0, projected onto a plane."]
 
     def draw(encoder: Encoder, key: str, names: list[str]) -> dict[str, Value]:
-        options: dict[str, Any] = {}
-        if work.options.out is not None:
-            folder = work.options.out.with_suffix("")
-            path = f"{folder.name}/{encoder.run.name}/clusters-{names[0]}.svg"
-            options = {"out": folder / encoder.run.name, "figure_format": "svg"}
-            name = {key: name for name, key in analysed_heads(encoder)}[key]
-            about.append(f"{encoder.name}, {name}: ![clusters of conditions]({path})")
-        return _clusters(work, encoder, names[0], 0, **options)
+        if work.options.out is None:
+            return _clusters(work, encoder, names[0], 0)
+        page = work.options.out.with_suffix("")
+        folder = page / encoder.run.name
+        options = {"out": folder, "figure_format": "svg"}
+        figures = _clusters(work, encoder, names[0], 0, **options)
+        for end in (".svg", "-data.csv"):  # without the digest of the fit
+            (folder / f"clusters-{names[0]}{end}").replace(folder / f"clusters-{key}-seed0{end}")
+        name = {key: name for name, key in analysed_heads(encoder)}[key]
+        path = f"{page.name}/{folder.name}/clusters-{key}-seed0.svg"
+        about.append(f"{encoder.name}, {name}: ![clusters of conditions]({path})")
+        return figures
 
     rows = analysed_rows(work, draw, lambda _, key: (PRINTED_IMPURITY, {}), first=1)
     title = "clusters before and after projection"
