@@ -32,7 +32,7 @@ from llmcond.base.text import check_string
 
 try:
     from annotated_types import Ge, Gt, Lt
-except ModuleNotFoundError:  # pydantic, which brings it, is missing if encoders are used alone
+except ModuleNotFoundError:  # encoders can be used without it
     Ge = namedtuple("Ge", "ge")  # type: ignore[no-redef]
     Gt = namedtuple("Gt", "gt")  # type: ignore[no-redef]
     Lt = namedtuple("Lt", "lt")  # type: ignore[no-redef]

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import operator
 import re
+import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from llmcond.base.errors import LlmcondError, UserError, did_you_mean, nearest, shortened_repr
 from llmcond.base.files import as_json, check_format, fields_as_json, read_json, write_json
@@ -17,12 +30,9 @@ from llmcond.base.options import LIMITS
 from llmcond.base.package import bundled_folder, bundled_names
 from llmcond.base.text import read_text_file
 
-__all__ = ["RECORD", "as_json", "check_record", "fields_as_json", "read_record", "write_record"]
+__all__ = ["as_json", "check_record", "fields_as_json", "read_record", "write_record"]
 
 T = TypeVar("T")
-
-#: ``__pydantic_config__`` of every dataclass that declares the required keys of a record.
-RECORD: dict[str, Any] = {"extra": "ignore", "strict": True, "allow_inf_nan": False}
 
 
 def read_record(path: Path, schema: type[T], remedy: str = "", version: int = 0) -> T:
@@ -49,7 +59,7 @@ def check_record(values: Mapping[str, Any], schema: type[T], source: str, remedy
 
     Args:
         values: contents of the JSON file, which may have additional keys.
-        schema: dataclass whose ``__pydantic_config__`` is ``RECORD``.
+        schema: dataclass of the record.
         source: name of the record, for messages.
         remedy: end of messages, which says what to do.
 
@@ -59,23 +69,16 @@ def check_record(values: Mapping[str, Any], schema: type[T], source: str, remedy
     Raises:
         LlmcondError: a key is missing, or its value has the wrong type or is out of range.
     """
-    from pydantic import ValidationError
-
     try:
-        record: T = type_adapter(schema).validate_json(json.dumps(values))
-        return record
-    except ValidationError as error:
-        problem = describe_validation_error(error.errors()[0], ())
-        raise LlmcondError(f"{source} was damaged: {problem} {remedy}".rstrip()) from error
+        record: T = _read_object(values, schema, "", strict=False)
+    except ValueError as error:
+        raise LlmcondError(f"{source} was damaged: {error} {remedy}".rstrip()) from error
+    return record
 
 
 def write_record(path: Path, value: object) -> None:
     """Write a value as indented JSON, atomically; ``as_json`` describes its form."""
     write_json(path, as_json(value))
-
-
-#: ``__pydantic_config__`` of every dataclass that is read from a file.
-STRICT: dict[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -92,79 +95,141 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as TOML: {error}.") from error
 
 
-def build(cls: type[T], values: dict[str, Any], source: str) -> T:
+def build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
     """Check values read from TOML or JSON, and return them as an instance of a dataclass.
 
     Args:
-        cls: dataclass whose ``__pydantic_config__`` is ``STRICT``.
+        cls: the dataclass.
         values: values of its fields.
         source: name of the source, for messages.
 
     Raises:
         UserError: a key is unknown or missing, or a value has the wrong type or is out of range.
     """
-    from pydantic import ValidationError
-
     try:
-        text = json.dumps(values)
-    except (TypeError, RecursionError) as error:  # TOML has dates, which no setting of ours uses.
-        raise UserError(f"{source}: {error}.") from error
-    try:
-        result: T = type_adapter(cls).validate_json(text)
-        return result
-    except ValidationError as error:
-        problems = [
-            describe_validation_error(problem, _legal_keys(cls, problem["loc"][:-1]))
-            for problem in error.errors()
-        ]
-        raise UserError(f"{source}: {'; '.join(problems)}") from error
+        result: T = _read_object(values, cls, "", strict=True)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
+    return result
 
 
-def _create_type_adapter(schema: Any) -> Any:
-    from pydantic import TypeAdapter
+#: The values that a type accepts, and their name in messages.
+_TYPES: Mapping[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a finite number"),
+    str: (str, "a text"),
+    **dict.fromkeys((dict, Mapping), (Mapping, "an object")),
+    **dict.fromkeys((list, tuple, Sequence), ((list, tuple), "a list")),
+}
 
-    return TypeAdapter(schema)
+#: The types of a dataclass's fields; evaluating them takes longer than a check.
+_field_types: Any = cache(partial(get_type_hints, include_extras=True))
 
 
-#: Returns pydantic's checks of a type, which take milliseconds to create.
-type_adapter: Callable[[Any], Any] = lru_cache(maxsize=128)(_create_type_adapter)
-
-
-#: Names of limits in pydantic's errors, with their wording in messages.
-_LIMITS = {**LIMITS, "expected": "one of"}
-
-
-def describe_validation_error(problem: Mapping[str, Any], legal_keys: Sequence[str]) -> str:
-    """Return one of pydantic's ``errors()`` as a sentence.
+def _read_object(values: Any, cls: type[Any], key: str, *, strict: bool) -> Any:
+    """Return a JSON object as an instance of a dataclass.
 
     Args:
-        problem: the error.
-        legal_keys: legal keys at the place of the error; for an unknown key, the sentence suggests
-            the nearest ones.
+        values: the object.
+        cls: the dataclass.
+        key: place of the object, for messages; empty for the whole record.
+        strict: whether all keys must be fields.
+
+    Raises:
+        ValueError: a value is invalid; the message is a sentence.
     """
-    location = [str(part) for part in problem["loc"]]
-    key = shortened_repr(".".join(location))
-    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
-    for name, limit in problem.get("ctx", {}).items():
-        if name in _LIMITS:
-            shown = limit if isinstance(limit, str) else f"{limit:,}"
-            message = f"it must be {_LIMITS[name]} {shown}"
-    message = message[:1].lower() + message[1:]
-    if not location:  # A check of several settings, which names them in its message.
-        return f"{message}."
-    known = f"Legal keys: {', '.join(legal_keys)}." if legal_keys else ""
-    if problem["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-        hint = did_you_mean(location[-1], legal_keys)
-        return " ".join(filter(None, (f"unknown key {key}.", hint, known)))
-    if problem["type"] in {"missing", "missing_argument"}:
-        return f"the key {key} is missing. {known}".rstrip()
-    return f"{key} is {shortened_repr(problem['input'])}: {message}."
+    if not isinstance(values, Mapping):
+        raise _invalid(key, values, "it should be an object")
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    known = f" Legal keys: {', '.join(fields)}." if strict else ""
+    arguments, prefix = {}, f"{key}." if key else ""
+    for name in values:
+        if strict and name not in fields:
+            hint = did_you_mean(name, fields)
+            unknown = f"unknown key {shortened_repr(prefix + name)}. {hint}".rstrip()
+            raise ValueError(f"{unknown}{known}")
+    for name, field in fields.items():
+        if name in values:
+            hint = _field_types(cls)[name]
+            arguments[name] = _read(values[name], hint, f"{prefix}{name}", strict=strict)
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"the key {shortened_repr(prefix + name)} is missing.{known}")
+    try:
+        return cls(**arguments)
+    except ValueError as error:  # A check of several fields, which names them in its message.
+        raise ValueError(f"{str(error)[:1].lower()}{str(error)[1:]}.") from error
 
 
-def _legal_keys(cls: Any, location: Sequence[int | str]) -> list[str]:
-    for part in location:
-        cls = get_type_hints(cls).get(str(part)) if dataclasses.is_dataclass(cls) else None
-    return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+def _read(value: Any, hint: Any, key: str, *, strict: bool) -> Any:
+    """Return a JSON value as the type of a field; the other arguments are as above."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kinds = [kind for kind in inner if kind is not NoneType]
+        for kind in kinds[:-1]:
+            with suppress(ValueError):
+                return _read(value, kind, key, strict=strict)
+        if value is not None or NoneType not in inner:
+            return _read(value, kinds[-1], key, strict=strict)
+    elif origin is Annotated:
+        value = _read(value, inner[0], key, strict=strict)
+        _check_limits(value, inner[1:], key)
+    elif dataclasses.is_dataclass(hint):
+        value = _read_object(value, cast("type", hint), key, strict=strict)
+    elif origin is Literal:
+        if not isinstance(value, str) or value not in inner:
+            legal = " or ".join(", ".join(map(repr, inner)).rsplit(", ", 1))
+            raise _invalid(key, value, f"it should be {legal}")
+    elif hint is not Any:
+        return _read_value(value, hint, key, strict=strict)
+    return value
+
+
+def _read_value(value: Any, hint: Any, key: str, *, strict: bool) -> Any:
+    """Return a text, a number, a truth value, a list or an object without fields."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    accepted, expected = _TYPES[kind]
+    largest = sys.float_info.max
+    if (
+        not isinstance(value, accepted)
+        or isinstance(value, bool) != (kind is bool)
+        or (kind is float and not -largest <= value <= largest)
+    ):
+        raise _invalid(key, value, f"it should be {expected}")
+    if isinstance(value, Mapping):
+        of_key, of_item = inner or (Any, Any)
+        return {
+            _read(name, of_key, key, strict=strict): _read(
+                item, of_item, f"{key}.{name}", strict=strict
+            )
+            for name, item in value.items()
+        }
+    if not isinstance(value, list | tuple):
+        return float(value) if kind is float else value
+    kinds = inner if kind is tuple and inner[-1] is not Ellipsis else [*inner[:1]] * len(value)
+    if len(kinds) != len(value) and inner:
+        raise _invalid(key, value, f"it should have {len(kinds)} values")
+    items = [
+        _read(item, kinds[number] if inner else Any, f"{key}.{number}", strict=strict)
+        for number, item in enumerate(value)
+    ]
+    return tuple(items) if kind is tuple else items
+
+
+def _check_limits(value: Any, limits: Sequence[Any], key: str) -> None:
+    for limit in limits if value is not None else ():
+        for name, words in LIMITS.items():
+            bound = getattr(limit, name, None)
+            if bound is not None and not getattr(operator, name)(value, bound):
+                raise _invalid(key, value, f"it must be {words} {bound:,}")
+        if hasattr(limit, "min_length") and len(value) < limit.min_length:
+            raise _invalid(key, value, f"it must have {limit.min_length} or more values")
+        if hasattr(limit, "multiple_of") and value % limit.multiple_of:
+            raise _invalid(key, value, f"it must be a multiple of {limit.multiple_of}")
+
+
+def _invalid(key: str, value: object, problem: str) -> ValueError:
+    return ValueError(f"{shortened_repr(key)} is {shortened_repr(value)}: {problem}.")
 
 
 def resolve_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from llmcond.base.arrays import as_list
 from llmcond.base.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.base.files import digest_text, read_json
 from llmcond.base.output import log
-from llmcond.base.records import RECORD, build
+from llmcond.base.records import build
 from llmcond.base.text import (
     as_condition,
     check_text,
@@ -312,8 +312,6 @@ def read_triples(path: Path, values: Mapping[str, Any] | None = None) -> AspectS
 
 @dataclass(frozen=True, slots=True)
 class _TextRecord:
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
     text: str
     attrs: Mapping[str, str | int | float | bool | None]
     group: str | int | None = None
@@ -321,8 +319,6 @@ class _TextRecord:
 
 @dataclass(frozen=True, slots=True)
 class _WordingsRecord:
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
     text: str
     question: str | None = None
     para: str | Sequence[str] | None = None
@@ -331,8 +327,6 @@ class _WordingsRecord:
 @dataclass(frozen=True, slots=True)
 class _SampleRecord:
     """The content of a dataset's file."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     texts: Sequence[_TextRecord]
     conds: Mapping[str, str | _WordingsRecord]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from llmcond.base.metrics import (
     spearman,
 )
 from llmcond.base.package import DEFAULT_MODEL, bundled_folder
-from llmcond.base.records import RECORD, read_record
+from llmcond.base.records import read_record
 from llmcond.base.text import Condition, condition_json
 from llmcond.data.rows import Rows
 from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
@@ -689,8 +689,6 @@ class Calibration:
         measured: What it was fitted on, and how well it predicted conditions of unseen sets.
         is_of_model: Whether it was fitted on the model that it is used for.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     intercept: float
     coefficients: Mapping[str, float]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from llmcond.base.arrays import Positions
 from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.files import replace_atomically
 from llmcond.base.output import FitBar, log
-from llmcond.base.records import RECORD, check_record
+from llmcond.base.records import check_record
 from llmcond.base.run_log import RunLog
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.encoders.tokenizing import OutOfMemoryError
@@ -85,8 +85,6 @@ class TrainingProgress:
 @dataclass(frozen=True)
 class _StateHeader:
     """The header of a state file; that of the best weights has no progress."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     made_of: Mapping[str, Any]
     progress: TrainingProgress | None = None

@@ -11,7 +11,6 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from llmcond.base.errors import UserError
 from llmcond.base.options import option
-from llmcond.base.records import STRICT
 from llmcond.heads.settings import learning_rate_factor
 
 #: Upper limit of settings, larger than any useful value.
@@ -65,8 +64,6 @@ class TuneSettings:
         checkpoint_steps: steps between two checkpoints; each evaluation writes one too.
         gradient_checkpointing: whether activations are recomputed in the backward pass.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     rank: Annotated[int, Ge(0), Le(65_536)] = option(
         16,

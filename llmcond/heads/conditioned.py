@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from llmcond.base.arrays import Array, MatrixLike, as_matrix
 from llmcond.base.errors import UserError
-from llmcond.base.records import STRICT
 from llmcond.base.system import move_to_device
 from llmcond.heads.module import ACTIVATIONS, CONDITIONS_PER_BLOCK, HeadModule
 from llmcond.heads.numpy_heads import DENSE_KINDS, DenseLayer, FitReport, PairArrays
@@ -688,8 +687,6 @@ class RegressionSettings:
         learning_rate: learning rate of the head in AdamW.
         weight_decay: weight decay of the head in AdamW.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
     learning_rate: Annotated[float, Gt(0), Le(100)] = 1e-3

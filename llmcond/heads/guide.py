@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from llmcond.base.arrays import Array, EqualByValue, scale_to_unit_norm
 from llmcond.base.errors import LlmcondError, UserError, first_line
 from llmcond.base.files import check_format, digest_text, replace_atomically
-from llmcond.base.records import RECORD, check_record
+from llmcond.base.records import check_record
 from llmcond.base.text import condition_key
 
 FORMAT = 1
@@ -184,8 +184,6 @@ def apply_guides(
 @dataclass(frozen=True)
 class _GuideRecord:
     """The metadata that is stored with the weights of a guide."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     condition: str
     labels: Mapping[str, int]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 from llmcond.base import package as plugins
 from llmcond.base.errors import UserError, nearest
-from llmcond.base.records import STRICT, build, read_toml, resolve_toml
+from llmcond.base.records import build, read_toml, resolve_toml
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
 
@@ -40,8 +40,6 @@ PREFIXES = {"query-": "llmcond.kinds.ranking.heads:create_query_family"}
 @dataclass(frozen=True, slots=True)
 class _RecipeHeader:
     """The keys that every recipe has; all others are settings of its kind."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     kind: str
     description: str

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from llmcond.base import package as plugins
-from llmcond.base.records import RECORD, STRICT
 
 
 def learning_rate_factor(step: int, steps: int, warmup: float, schedule: str = "linear") -> float:
@@ -83,8 +82,6 @@ class ObjectiveSettings:
             learning, arXiv 2205.13147, equation 1 with equal weights). Empty: the full size only.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
     mse: Weight = 1.0
     info_nce: Weight = 0.0
     info_nce_form: Literal["acl", "v1", "self-negatives"] = "acl"
@@ -145,8 +142,6 @@ class GradientSettings:
             embeddings, each of length 1, are concatenated, so that the cosine is the mean of their
             cosines.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     dropout: Annotated[float, Ge(0), Lt(1)]
     learning_rate: Annotated[float, Gt(0)]
@@ -222,8 +217,6 @@ class MlpSettings(SizedSettings):
 class NoSettings:
     """Settings of heads that have nothing to set."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionSettings:
@@ -232,8 +225,6 @@ class ProjectionSettings:
     Attributes:
         dim: number of components.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     dim: Annotated[int, Ge(1)]
 
@@ -259,8 +250,6 @@ class Sizes:
         dim_in: size of the sentence features.
         dim_condition: size of the condition features; 0: none.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     dim_in: Annotated[int, Ge(1), Le(2**24)]
     dim_condition: RecordedSize = 0

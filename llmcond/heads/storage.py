@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from annotated_types import Ge, Lt
@@ -21,7 +21,7 @@ from safetensors.numpy import save as save_tensors
 
 from llmcond.base.errors import LlmcondError, UserError, first_line
 from llmcond.base.files import check_format, read_json, replace_atomically, write_json
-from llmcond.base.records import RECORD, build, check_record
+from llmcond.base.records import build, check_record
 from llmcond.heads.numpy_heads import DENSE_KINDS, FitReport, NumpyHead
 from llmcond.heads.settings import Sizes
 
@@ -45,8 +45,6 @@ class _Epoch:
 @dataclass(frozen=True)
 class FitRecord:
     """The fields of a fit's record that are read again."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     selected_on: str | None = None
     best_epoch: int | None = None

@@ -11,14 +11,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from llmcond.base.errors import UserError, shortened_repr
 from llmcond.base.files import digest_text
 from llmcond.base.output import log
 from llmcond.base.package import bundled_names
-from llmcond.base.records import STRICT, resolve_toml
+from llmcond.base.records import resolve_toml
 from llmcond.base.text import condition_cell
 from llmcond.data.datasets import RatingScale
 from llmcond.prompts.template import placeholders, read_template
@@ -68,8 +68,6 @@ class QuestionTemplate:
         first: names of text fields that the model writes before its answer, such as reasons.
         name: name of the template.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     kind: Kind
     description: str

@@ -18,13 +18,13 @@ from itertools import accumulate
 from pathlib import Path
 from string import Formatter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from llmcond.base.errors import UserError, list_legal_values
 from llmcond.base.files import digest_text, fields_as_json
-from llmcond.base.records import STRICT, build, check_name, read_toml, resolve_toml
+from llmcond.base.records import build, check_name, read_toml, resolve_toml
 from llmcond.data.rows import Rows
 from llmcond.encoders.settings import READ, TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import ROUTED_POOLINGS, EncoderInput, Router, Span, get_pooling
@@ -58,8 +58,6 @@ class InputTemplate:
         centre: setting of the router.
         standardize: setting of the router.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     text: str
     instruction: str = ""
@@ -151,8 +149,6 @@ class Prompt:
             None: the text itself.
         name: name of the template, which is that of its file.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     description: str
     source: str

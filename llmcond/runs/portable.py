@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import MinLen
 
@@ -27,7 +27,7 @@ from llmcond.base.files import (
     write_json,
 )
 from llmcond.base.output import log
-from llmcond.base.records import RECORD, read_record
+from llmcond.base.records import read_record
 from llmcond.data.datasets import Columns
 from llmcond.data.readers import hub_dataset
 from llmcond.encoders import find_model
@@ -100,8 +100,6 @@ class Credits:
         licence: SPDX identifier of the licence of the model's weights.
         works: the works that it derives from.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     licence: str
     works: Annotated[Sequence[Work], MinLen(1)]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 from annotated_types import Ge, MinLen
 from filelock import FileLock
@@ -26,7 +26,7 @@ from llmcond.base.files import check_format, create_folder_atomically, read_json
 from llmcond.base.metrics import get_metric
 from llmcond.base.output import log
 from llmcond.base.package import bundled_names, is_plugin, pretrained_folder
-from llmcond.base.records import RECORD, check_name, check_record
+from llmcond.base.records import check_name, check_record
 from llmcond.base.system import provenance
 from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
@@ -95,8 +95,6 @@ class _CrossEncoder:
 class Manifest:
     """The schema of ``run.json``."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
     encoder: _RunEncoder
     store_dtype: StoreDtype
     data: _Data
@@ -119,8 +117,6 @@ class RatedManifest(Manifest):
 class TrainedHeadRecord:
     """The part of ``head.json`` about the encoder that a head was trained with."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
     encoder: _Encoder
 
 
@@ -134,8 +130,6 @@ class _Recipe:
 @dataclass(frozen=True)
 class FittedHeadRecord:
     """The part of ``head.json`` about a head's recipe and the features it was fitted on."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     recipe: _Recipe
     encoder: _Encoder

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from llmcond.base.errors import LlmcondError, UserError, format_count
 from llmcond.base.files import check_writable, digest_text, write_json
 from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.base.output import EVERY_SECONDS, FitBar, log
-from llmcond.base.records import RECORD, check_record, read_record
+from llmcond.base.records import check_record, read_record
 from llmcond.base.run_log import RunLog, log_path, send_log
 from llmcond.base.system import choose_device, follow_parent, process_context, provenance
 from llmcond.evaluation.results import Result
@@ -87,8 +87,6 @@ class TrialRecord:
         training: the summary of the training; empty for a fit on frozen features.
         training_sha256: the digest of the file of that training, by which its folder is recognised.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     scores: Sequence[Mapping[str, Any]]
     predictions: Mapping[str, Sequence[float]]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack, get_args, overload
+from typing import Any, Literal, Self, TypedDict, Unpack, get_args, overload
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -38,7 +38,7 @@ from llmcond.base.errors import (
 from llmcond.base.files import is_vacant
 from llmcond.base.options import IndexPrecision, check_argument, check_folder, check_run
 from llmcond.base.output import log
-from llmcond.base.records import RECORD, read_record, write_record
+from llmcond.base.records import read_record, write_record
 from llmcond.base.stores import check_not_forked
 from llmcond.base.text import (
     Condition,
@@ -786,8 +786,6 @@ class Index:
 @dataclass(frozen=True)
 class _IndexRecord:
     """The contents of index.json."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     made_by: Mapping[_FindArgument, str]
     identity: Mapping[str, Any]

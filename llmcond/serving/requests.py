@@ -24,9 +24,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic accepts typing's from 3.12 on
 
-from llmcond.base.errors import UserError, format_count, shortened_repr
+from llmcond.base.errors import UserError, format_count, list_legal_values, shortened_repr
 from llmcond.base.options import Precision
-from llmcond.base.records import describe_validation_error
 from llmcond.base.text import Condition, check_characters, condition_key, normalise_condition
 from llmcond.serving.model import ClosedError
 
@@ -549,17 +548,22 @@ def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestErro
             param=name,
         )
     location = _without_alternatives(problem["loc"])
-    described = {**problem, "loc": location}
-    expected = [
-        _EXPECTED[other["type"]]
-        for other in problems
-        if other["type"] in _EXPECTED and _without_alternatives(other["loc"]) == location
-    ]
-    if reason in _EXPECTED:
-        described["msg"] = f"it should be {' or '.join(dict.fromkeys(expected))}"
-    message = describe_validation_error(described, list(kind.model_fields))
-    if problem["input"] is None:
-        message = message.replace(" is None: ", " is null: ", 1)
+    key = shortened_repr(".".join(map(str, location)))
+    if reason == "missing":
+        message = f"the key {key} is missing. Legal keys: {', '.join(kind.model_fields)}."
+    elif reason == "extra_forbidden":
+        message = f"unknown key {key}. {list_legal_values(str(location[-1]), kind.model_fields)}"
+    else:
+        detail = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+        if reason in _EXPECTED:
+            expected = [
+                _EXPECTED[other["type"]]
+                for other in problems
+                if other["type"] in _EXPECTED and _without_alternatives(other["loc"]) == location
+            ]
+            detail = f"it should be {' or '.join(dict.fromkeys(expected))}"
+        shown = "null" if problem["input"] is None else shortened_repr(problem["input"])
+        message = f"{key} is {shown}: {detail[:1].lower()}{detail[1:]}."
     return RequestError(422, _CODES.get(reason, "invalid_value"), message, param=str(name)[:80])
 
 

@@ -95,10 +95,10 @@ def serve(served: ServedSource, settings: ServerSettings) -> ServeResult:
     """
     if served.condition is not None and not served.condition.strip():
         raise UserError("--condition is empty; name a condition, or omit the option.")
-    libraries = ("httptools", "prometheus_client", "starlette", "uvicorn")
+    libraries = ("httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
     if any(find_spec(name) is None for name in libraries):
         raise UserError(
-            "the server needs Starlette, uvicorn, httptools and prometheus-client: "
+            "the server needs Starlette, uvicorn, httptools, pydantic and prometheus-client: "
             f"{install_command('serve')}."
         )
     keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from llmcond.base.errors import LlmcondError, UserError, install_command, shortened_repr
 from llmcond.base.files import check_output, digest_text, write_csv
 from llmcond.base.output import Displayed, ProgressBar, format_duration, log
-from llmcond.base.records import RECORD, check_record
+from llmcond.base.records import check_record
 from llmcond.data.datasets import Columns, DataOptions, RatingScale, read_collection, read_rows
 from llmcond.data.rows import Rows
 from llmcond.evaluation.analyses import Agreement, agreement
@@ -51,8 +51,6 @@ _ROWS = 2
 @dataclass(frozen=True, slots=True)
 class JournalLine(Answer):
     """The required keys of each line."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     key: str
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -256,8 +254,10 @@ def describe_embeddings(
     return f"{n:,} embeddings of {dim} dimensions{conditions} ({form})"
 
 
-def vector_array(codes: Codes) -> pa.FixedSizeListArray:
-    """Return the (n, k) codes of embeddings as a column."""
+def vector_array(codes: Codes) -> Any:
+    """Return the (n, k) codes of embeddings as a column of Arrow."""
+    import pyarrow as pa
+
     return pa.FixedSizeListArray.from_arrays(pa.array(codes.reshape(-1)), codes.shape[1])
 
 
@@ -268,6 +268,9 @@ def _write_parquet(
     record: Mapping[str, Any],
     blocks: Iterator[Sequence[Codes]],
 ) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     columns, first = {name: to_arrow(values) for name, values in texts.items()}, next(blocks)
     types = {name: column.type for name, column in columns.items()}
     types |= dict.fromkeys(names, vector_array(first[0]).type)

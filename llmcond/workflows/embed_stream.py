@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,6 @@ from llmcond.base.errors import LlmcondError, UserError, format_list
 from llmcond.base.files import check_format
 from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import __version__
-from llmcond.base.records import RECORD as RECORD_SCHEMA
 from llmcond.base.records import check_record
 from llmcond.base.stores import check_lance_column_names
 from llmcond.data.datasets import text_column
@@ -155,8 +154,6 @@ class _OutputRecord:
         parts: the parts of the source (see ``SourcePart``).
         ranges: the ranges of int8 and uint8; None: the precision has none.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD_SCHEMA
 
     format: int
     made_of: dict[str, Any]

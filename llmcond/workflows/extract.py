@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -20,7 +20,7 @@ from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.metrics import Estimate
 from llmcond.base.output import Displayed, format_duration, log
 from llmcond.base.package import bundled_names
-from llmcond.base.records import RECORD, read_record
+from llmcond.base.records import read_record
 from llmcond.benchmark.shapes import SHAPES
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
@@ -492,8 +492,6 @@ def _format_estimate(estimate: Estimate, spec: str) -> str:
 class _Speed:
     """The fields that are read from a speed measured by ``llmcond bench``."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
     model: str
     precision: str
     inputs: str
@@ -506,8 +504,6 @@ class _Speed:
 @dataclass(frozen=True)
 class _BenchRecord:
     """The fields that are read from the output of ``llmcond bench --json``."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     machine: dict[str, Any]
     speeds: list[_Speed]

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -17,7 +17,6 @@ from llmcond.base.errors import UserError
 from llmcond.base.files import read_json
 from llmcond.base.metrics import Estimate
 from llmcond.base.output import Displayed, log
-from llmcond.base.records import RECORD as RECORDED
 from llmcond.base.records import check_record, read_record
 from llmcond.base.run_log import LOGS
 from llmcond.encoders import ResolvedEncoder
@@ -51,8 +50,6 @@ class _Summary:
 @dataclass(frozen=True)
 class _TrainingRecord:
     """The fields of a training record that are read."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORDED
 
     made_of: _TrainingConfig
     summary: _Summary

@@ -306,7 +306,7 @@ def test_invalid_description_is_rejected(saved_head):
     for changes, message in (
         ({"format": 3}, r"newer version of llmcond \(format 3.*Upgrade llmcond"),
         ({"format": True}, "states no format version"),
-        ({"seed": "0"}, r"was damaged: 'seed' is '0': it should be a valid integer\. Fit"),
+        ({"seed": "0"}, r"was damaged: 'seed' is '0': it should be a whole number\. Fit"),
         ({"dim_in": 2**24}, "does not hold the parameters"),
         ({"fit": {"curve": [{"epoch": 1}]}}, r"the key 'fit\.curve\.0\.loss' is missing"),
         ({"kind": "mlp"}, "does not hold the parameters of a mlp head"),

@@ -149,7 +149,7 @@ def test_obstacle_names_why_an_encoder_does_not_suit(name: str, encoder, obstacl
         (TEMPLATE, "{sentence}", "it", ["lacks the placeholder {sentence}", "separate"]),
         (TEMPLATE, '"{condition}"', '"{condition} {sentence}"', ["{condition} and {sentence}"]),
         (TEMPLATE, '"{condition}"', '"nothing"', ["[unconditional] names none", "exactly one"]),
-        (TEMPLATE, 'source = "s"', 'sauce = "s"', ["'source' is missing", "unknown key 'sauce'"]),
+        (TEMPLATE, 'source = "s"', 'sauce = "s"', ["unknown key 'sauce'", "Did you mean 'source'"]),
         (
             TEMPLATE,
             "[unconditional]\n",

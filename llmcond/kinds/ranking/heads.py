@@ -29,7 +29,6 @@ from typing_extensions import override
 
 from llmcond.base.arrays import Array, Matrix, MatrixLike, Positions
 from llmcond.base.errors import UserError
-from llmcond.base.records import STRICT
 from llmcond.base.system import choose_device
 from llmcond.heads.fit import HeadTrainer, fit_members
 from llmcond.heads.fitted import FittedModule, UnitRows
@@ -234,8 +233,6 @@ class ContrastSettings:
             others. This is Hyper-CL's contrast of one sentence under two conditions; SimKGC has
             no such term.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     temperature: Annotated[float, Gt(0), Le(LARGEST)] = 0.05
     learn_temperature: bool = True
