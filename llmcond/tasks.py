@@ -451,7 +451,7 @@ class AnyTask(ABC, Generic[D]):
         """Return what the loop of a training needs.
 
         Args:
-            job: an ``llmcond.workflows.train_job.RankingJob``, with the dataset, the recipe, the
+            job: an ``llmcond.workflows.train_job.TrainingJob``, with the dataset, the recipe, the
                 view of the head, the seed, and the head that training starts from.
             trainable: the ``llmcond.finetune.encoder.TrainableEncoder``.
 

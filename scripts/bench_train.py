@@ -33,7 +33,7 @@ from llmcond.encoders.loading import TORCH_DTYPES
 from llmcond.encoders.settings import known_names
 from llmcond.features.view import recipe_view
 from llmcond.finetune.encoder import load_trainable, prepare_accelerator
-from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
+from llmcond.finetune.model import BiEncoderModel, RatedInputs
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.module import Objective
@@ -73,8 +73,9 @@ class Training:
         self.inputs = RatedInputs.from_rows(rows, view, self.trainable.tokenizer)
         self.rows, self.batch = rows, task["batch_size"]
         dim = self.trainable.engine.dim
-        plan = HeadConfig(recipe, ObjectiveSettings(), 0)
-        self.model = BiEncoderModel(self.trainable.engine, plan, (dim, 0)).train()
+        self.model = BiEncoderModel(
+            self.trainable.engine, recipe, ObjectiveSettings(), (dim, 0), seed=0
+        ).train()
         weights = list(self.model.trained_parameters().values())
         self.optimiser = torch.optim.AdamW(weights, lr=1e-4, fused=True)
         self.weights = weights

@@ -31,6 +31,7 @@ from llmcond.base.files import replace_atomically
 from llmcond.base.output import FitBar, log
 from llmcond.base.records import check_record
 from llmcond.base.run_log import RunLog
+from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.encoders.tokenizing import OutOfMemoryError
 from llmcond.encoders.torch.engine import is_out_of_memory
@@ -502,33 +503,30 @@ def _swap_weights(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -
 _SHARE_STREAM = 2**32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LastStage(Generic[P]):
     """A trained model, and the settings and data of its last stage.
 
     Attributes:
         model: the model, after the training before the stage.
         to_inputs: converts rated rows to the model's input format.
-        train: rated rows of train.
-        dev: rated rows of dev.
+        dataset: the data, of which rated rows of train and dev are used.
         settings: settings of the training before the stage.
         stage: settings of the stage.
-        start: weights with the best dev score, by name; each stage begins with them.
+        state: state of that training. Each stage begins with its weights with the best dev score,
+            and has a folder in its folder.
         accelerator: computes on one device or in several processes.
-        folder: folder of the states of these trainings.
         training_config: everything that determines the result of training.
         run_log: log of the training.
     """
 
     model: RatedModel[P]
     to_inputs: Callable[[Rows], P]
-    train: Rows
-    dev: Rows
+    dataset: Dataset
     settings: TuneSettings
     stage: StageSettings
-    start: Mapping[str, Tensor]
+    state: TrainingState
     accelerator: Accelerator
-    folder: Path
     training_config: Mapping[str, Any]
     run_log: RunLog
 
@@ -542,15 +540,14 @@ class LastStage(Generic[P]):
             epoch.
 
         Raises:
-            UserError: the loss became NaN, the stage was begun with other settings, or dev has
-                fewer sentence pairs than folds.
+            UserError: the loss became NaN, or the stage was begun with other settings.
         """
         stage, fold_record = self.stage, {}
         if stage.folds:
             gain = self._cross_validate()
             log.info(dev_gain_text(gain))
             fold_record["folds"] = gain
-        progress = self._train("then", self.dev)
+        progress = self._train("then", self._rated("dev"))
         record = {
             "share": stage.then_share,
             "weight": stage.then_weight,
@@ -569,24 +566,27 @@ class LastStage(Generic[P]):
         The model must have those weights; afterwards it has the weights of the last fold.
         """
         count, shared = self.stage.folds, distribute_over_processes(self.accelerator)
-        fold = fold_of_pair(self.dev, count, self.model.seed)
-        baseline = self.model.predict(self.to_inputs(self.dev), shared)
+        train, dev = self._rated("train"), self._rated("dev")
+        fold = fold_of_pair(dev, count, self.model.seed)
+        baseline = self.model.predict(self.to_inputs(dev), shared)
         predictions = np.empty_like(baseline)
         for number in range(count):
             held_out = fold == number
-            self._train(f"fold-{number}", self.dev.take(~held_out))
-            predictions[held_out] = self.model.predict(
-                self.to_inputs(self.dev.take(held_out)), shared
-            )
-        return cross_validated_gain(
-            count, baseline, predictions, self.dev, self.train, self.model.metric
-        )
+            self._train(f"fold-{number}", dev.take(~held_out))
+            held_out_inputs = self.to_inputs(dev.take(held_out))
+            predictions[held_out] = self.model.predict(held_out_inputs, shared)
+        return cross_validated_gain(count, baseline, predictions, dev, train, self.model.metric)
+
+    def _rated(self, split: str) -> Rows:
+        rows = self.dataset.splits[split]
+        return rows.take(rows.rated)
 
     def _train(self, name: str, dev: Rows) -> TrainingProgress:
         settings = replace(self.settings, epochs=self.stage.then_epochs, evaluations=1)
-        copy_tensors(self.start, "", self.model.trained_parameters())
-        rows = self.to_inputs(stage_rows(self.train, dev, self.stage, self.model.seed))
-        state = TrainingState(self.folder / name, {**self.training_config, "stage": name})
+        copy_tensors(self.state.load_best(), "", self.model.trained_parameters())
+        train = self._rated("train")
+        rows = self.to_inputs(stage_rows(train, dev, self.stage, self.model.seed))
+        state = TrainingState(self.state.folder / name, {**self.training_config, "stage": name})
         learning_rate_scale = self.stage.learning_rate_scale(settings)
         trainer = Trainer(
             self.model, rows, None, settings, self.accelerator, state, learning_rate_scale

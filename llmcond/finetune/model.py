@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -89,12 +89,20 @@ DistributedCompute = Callable[
 ]
 
 
-class _RatedData(Protocol):
-    @property
-    def rating(self) -> NDArray[np.float64]: ...  # (n,) on 0 to 1
-    @property
-    def pair(self) -> NDArray[np.int64]: ...  # the sentence pair of each row, (n,)
-    def __len__(self) -> int: ...
+@dataclass(frozen=True, kw_only=True)
+class RatedData:
+    """Rated rows, (n,), in a model's input format, which subclasses add.
+
+    Attributes:
+        rating: (n,) ratings on 0 to 1.
+        pair: (n,) sentence pair of each row.
+    """
+
+    rating: NDArray[np.float64]
+    pair: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rating)
 
 
 #: Number of inputs with routers that are encoded at a time without gradients.
@@ -103,7 +111,7 @@ _ROUTED_BATCH = 1_024
 #: Training data of a model: rated rows, or triples of a graph.
 R = TypeVar("R", bound=Sized)
 #: Rated rows in a model's input format.
-P = TypeVar("P", bound=_RatedData)
+P = TypeVar("P", bound=RatedData)
 #: The class of a fitted head.
 F = TypeVar("F", bound=FittedModule)
 
@@ -211,24 +219,20 @@ class RatedModel(TrainedModel[P, FittedHead]):
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class RatedInputs:
+@dataclass(frozen=True, kw_only=True)
+class RatedInputs(RatedData):
     """Rated rows, (n,), as positions of distinct inputs.
 
     Attributes:
         view: features that the head reads.
         texts: the distinct inputs.
         columns: (n,) position of each row's input, by prompt, part and sentence (0 or 1).
-        rating: (n,) ratings on 0 to 1.
-        pair: (n,) sentence pair of each row.
         conditioned: whether the first and the second sentence have a condition.
     """
 
     view: FeatureView
     texts: TokenizedInputs
     columns: dict[tuple[str, FeaturePart, int], Positions]
-    rating: NDArray[np.float64]
-    pair: NDArray[np.int64]
     conditioned: tuple[bool, bool] = (True, True)
 
     @classmethod
@@ -259,9 +263,6 @@ class RatedInputs:
             pair=rows.pair[rated],
             conditioned=rows.conditioned,
         )
-
-    def __len__(self) -> int:
-        return len(self.rating)
 
     def _make_reader(
         self, side: int, take: Callable[[Positions], T]
@@ -312,47 +313,44 @@ class RatedInputs:
         return Batch(x, vectors_of(distinct), number.repeat(2))
 
 
-@dataclass(frozen=True, slots=True)
-class HeadConfig:
-    """The head to train, and its features.
-
-    Attributes:
-        recipe: kind and settings of the head; kind ``none`` compares the encoder's vectors.
-        objective: objective that is minimised.
-        seed: random seed of initial weights, row order and dropout.
-        prompts: prompts of the features; empty until those that suit encoder and head are resolved.
-        subtract: whether unconditional features are subtracted.
-        start: fitted head whose weights are the initial ones; None: random initial weights.
-        metric: metric of the dev score.
-    """
-
-    recipe: Recipe
-    objective: ObjectiveSettings
-    seed: int
-    prompts: tuple[Prompt, ...] = ()
-    subtract: bool = False
-    start: FittedHead | None = None
-    metric: Metric = METRICS["spearman"]
-
-
 class BiEncoderModel(RatedModel[RatedInputs]):
     """An encoder and a head on rated pairs: the vectors, the embeddings and the objective."""
 
-    def __init__(self, engine: Engine, plan: HeadConfig, dims: tuple[int, int]) -> None:
-        """Add a head to an engine; ``dims`` are the sizes of sentence and condition features.
+    def __init__(
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        objective: ObjectiveSettings,
+        dims: tuple[int, int],
+        seed: int,
+        *,
+        start: FittedHead | None = None,
+        metric: Metric = METRICS["spearman"],
+        aspects: AspectSampler | None = None,
+    ) -> None:
+        """Add a head to an engine.
+
+        Args:
+            engine: engine of the encoder.
+            recipe: kind and settings of the head; kind ``none`` compares the encoder's vectors.
+            objective: objective that is minimised.
+            dims: sizes of sentence and condition features.
+            seed: random seed of initial weights, row order and dropout.
+            start: fitted head whose weights are the initial ones; None: random initial weights.
+            metric: metric of the dev score.
+            aspects: sampler of groups of texts, whose weighted loss each step adds; None: there are
+                no such texts.
 
         Raises:
             UserError: the head, or the one to start from, cannot read features of these sizes.
         """
-        recipe = plan.recipe
-        (head, objective), _ = seeded(
-            lambda: (recipe.family(recipe.settings, *dims), Objective(plan.objective)), plan.seed
+        (head, total), _ = seeded(
+            lambda: (recipe.family(recipe.settings, *dims), Objective(objective)), seed
         )
-        if plan.start is not None:
-            load_start(head, plan.start.module)
-        super().__init__(engine, head, recipe.kind, plan.seed, plan.metric)
-        self.objective = objective.to(engine.output_device)
-        self.plan = plan
+        if start is not None:
+            load_start(head, start.module)
+        super().__init__(engine, head, recipe.kind, seed, metric)
+        self.objective, self._aspects = total.to(engine.output_device), aspects
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of some rows, a scalar; ``seed`` seeds dropout."""
@@ -364,17 +362,39 @@ class BiEncoderModel(RatedModel[RatedInputs]):
             first, second = self.head(*batch).chunk(2)
             device, contrastive = first.device, None
             pair = move_to_device(torch.from_numpy(inputs.pair[rows]), device)
-            if self.plan.objective.contrasts:
+            if self.objective.settings.contrasts:
                 positions = adjacent_pairs(contrast_groups(inputs.pair)[rows])
                 contrastive = move_to_device(torch.from_numpy(positions), device)
             info = RatedBatch(self.head.similarity, pair, contrastive)
             rating = move_to_device(torch.from_numpy(inputs.rating[rows]), device).to(first)
             loss: Tensor = self.objective(first, second, rating, info)
-            return loss
+        if self._aspects is not None:
+            contrast = self._contrast_aspects(self._aspects, inputs.view, seed)
+            loss = loss + self._aspects.settings.aspects_weight * contrast
+        return loss
+
+    def _contrast_aspects(
+        self, sampler: AspectSampler, view: FeatureView, seed: list[int]
+    ) -> Tensor:
+        """Return the contrastive loss of sampled groups of texts, a scalar."""
+        sampled = sampler.sample(seed)
+        texts = RatedInputs.from_rows(sampled.rows, view, sampler.tokenizer)
+        positions = np.arange(len(sampled.rows))
+        used = texts.distinct_inputs(positions)
+        vectors = texts.texts.embed(self.engine, used)
+        with torch.autocast(vectors.device.type, enabled=False):
+            embeddings, _ = self.head(*texts.batch(positions, used, vectors.float())).chunk(2)
+            labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
+            group, value = labels.to(embeddings.device)
+            return average_truncations(
+                lambda vectors: supervised_contrast(vectors, group, value, _TEMPERATURE),
+                self.objective.settings.matryoshka,
+                embeddings,
+            )
 
     def groups(self, inputs: RatedInputs) -> NDArray[np.int64]:
         """Return (n,) group numbers, the same for both rows of a contrastive pair."""
-        contrasts = self.plan.objective.contrasts
+        contrasts = self.objective.settings.contrasts
         return contrast_groups(inputs.pair) if contrasts else super().groups(inputs)
 
     def predict(self, inputs: RatedInputs, shared: DistributedCompute) -> NDArray[np.float32]:
@@ -385,20 +405,16 @@ class BiEncoderModel(RatedModel[RatedInputs]):
         return head.similarity(pairs.first, pairs.second, pairs.condition)
 
 
-@dataclass(frozen=True)
-class CrossInputs:
+@dataclass(frozen=True, kw_only=True)
+class CrossInputs(RatedData):
     """Rated rows, (n,), each as one sequence per order of its sentences.
 
     Attributes:
         orders: token sequences of all rows: with the sentences in the given order and, if both
             orders are read, with the second sentence first.
-        rating: (n,) ratings on 0 to 1.
-        pair: (n,) sentence pair of each row.
     """
 
     orders: tuple[list[Tokens], ...]
-    rating: NDArray[np.float64]
-    pair: NDArray[np.int64]
 
     @classmethod
     def from_rows(cls, rows: Rows, orders: Orders, tokenizer: InputTokenizer) -> CrossInputs:
@@ -413,10 +429,7 @@ class CrossInputs:
         tokens = [
             tokenizer.join_rows(list(zip(*side, rated.condition, strict=True))) for side in sides
         ]
-        return cls(tuple(tokens), rated.rating, rated.pair)
-
-    def __len__(self) -> int:
-        return len(self.rating)
+        return cls(orders=tuple(tokens), rating=rated.rating, pair=rated.pair)
 
     @property
     def n_cut(self) -> int:
@@ -515,13 +528,15 @@ class AspectSampler:
     root of their number of conditions.
     """
 
-    def __init__(self, samples: Sequence[AspectSample], settings: AspectSettings) -> None:
-        """Index sets of texts.
+    def __init__(
+        self, samples: Sequence[AspectSample], settings: AspectSettings, tokenizer: InputTokenizer
+    ) -> None:
+        """Index sets of texts; ``tokenizer`` is that of the model that reads them.
 
         Raises:
             UserError: no condition has two values, one of them in two texts.
         """
-        self.settings = settings
+        self.settings, self.tokenizer = settings, tokenizer
         self._sets = [conditions for sample in samples if (conditions := _find_conditions(sample))]
         if not self._sets:
             raise UserError(
@@ -624,38 +639,3 @@ def supervised_contrast(
     has_positive = count > 0
     summed = log_share.masked_fill(~positive, 0).sum(1)
     return -(summed[has_positive] / count[has_positive]).mean()
-
-
-class AspectModel(BiEncoderModel):
-    """A model that is trained on rated rows and, in each step, also on groups of texts."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        plan: HeadConfig,
-        dims: tuple[int, int],
-        groups: AspectSampler,
-        tokenizer: InputTokenizer,
-    ) -> None:
-        """Add a head to an engine, as ``BiEncoderModel`` does."""
-        super().__init__(engine, plan, dims)
-        self._groups, self._tokenizer = groups, tokenizer
-
-    def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
-        """Return the loss of some rows plus the weighted loss of sampled groups, a scalar."""
-        loss = super().forward(inputs, rows, seed)
-        sampled = self._groups.sample(seed)
-        extra = RatedInputs.from_rows(sampled.rows, inputs.view, self._tokenizer)
-        positions = np.arange(len(sampled.rows))
-        used = extra.distinct_inputs(positions)
-        vectors = extra.texts.embed(self.engine, used)
-        with torch.autocast(vectors.device.type, enabled=False):
-            embeddings, _ = self.head(*extra.batch(positions, used, vectors.float())).chunk(2)
-            labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
-            group, value = labels.to(embeddings.device)
-            contrast = average_truncations(
-                lambda vectors: supervised_contrast(vectors, group, value, _TEMPERATURE),
-                self.plan.objective.matryoshka,
-                embeddings,
-            )
-        return loss + self._groups.settings.aspects_weight * contrast

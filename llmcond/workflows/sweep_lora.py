@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from llmcond.runs.examples import load_examples
 from llmcond.runs.trials import AnyTrial, Grid, TrialRecord, Worker, combine_seeds, format_settings
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import read_data
-from llmcond.workflows.train import plan_training
+from llmcond.workflows.train import plan_training, run_training
 from llmcond.workflows.train_job import TrainingJob
 from llmcond.workflows.training_record import RECORD, TrainingResult
 
@@ -97,24 +97,17 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[list[Planned
     planned: dict[str, list[PlannedTraining]] = {}
     for number, values in enumerate(grid):
         texts = dict(zip(varied, values, strict=True))
-        trainings = []
         with _quiet(number > 0):
             try:
-                for seed in seeds:
-                    trainings.append(_plan(_with_settings(base, texts, seed), task, read, texts))
+                job = plan_training(_with_settings(base, texts), task, read)
             except UserError as error:
                 where = f"--vary {format_settings(texts)}: " if texts else ""
                 raise UserError(f"{where}{str(error).removeprefix('--set: ')}") from error
-        job = trainings[0].job
         if not number:
             _check_dev(job)
-        planned.setdefault(
-            trainings[0].digest,
-            [
-                replace(training, job=training.job.in_folder(folder / training.digest))
-                for training in trainings
-            ],
-        )
+        settings = _read_settings(job, texts)
+        trainings = [_with_digest(job.with_seed(seed), settings, folder) for seed in seeds]
+        planned.setdefault(trainings[0].digest, trainings)
     return list(planned.values())
 
 
@@ -158,7 +151,7 @@ def _head_keys(
     return keys
 
 
-def _with_settings(base: TrainLoraOptions, texts: Mapping[str, str], seed: int) -> TrainLoraOptions:
+def _with_settings(base: TrainLoraOptions, texts: Mapping[str, str]) -> TrainLoraOptions:
     """Return options with the values of one combination."""
     names = {name for name, _, _ in options_of(TrainLoraOptions)}
     values: dict[str, Any] = {}
@@ -169,28 +162,32 @@ def _with_settings(base: TrainLoraOptions, texts: Mapping[str, str], seed: int) 
                 values[name] = parse_value(TrainLoraOptions, name, text)
             else:
                 head[name.removeprefix(_HEAD)] = text
-    return replace(base, **values, set=head or None, seed=seed)
+    return replace(base, **values, set=head or None)
 
 
-def _plan(
-    options: TrainLoraOptions, task: AnyTask[Any], read: Any, texts: Mapping[str, str]
-) -> PlannedTraining:
-    job: Any = plan_training(options, task, read)
+def _read_settings(job: TrainingJob, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values that varied settings have in a training."""
     head = {**job.config.get("objective", {}), **job.config["head"]}
     settings = {}
-    for key in texts:
+    for key in names:
         name = key.partition("+")[0]
-        is_option = hasattr(options, name)
-        value = getattr(options, name) if is_option else head[name.removeprefix(_HEAD)]
+        is_option = hasattr(job.options, name)
+        value = getattr(job.options, name) if is_option else head[name.removeprefix(_HEAD)]
         settings[key] = "+".join(value) if isinstance(value, tuple) else value
+    return settings
+
+
+def _with_digest(job: TrainingJob, settings: Mapping[str, Any], folder: Path) -> PlannedTraining:
+    """Name the folder of a training by the digest of what decides its weights."""
     digest = digest_text(json.dumps(job.config, sort_keys=True))
-    return PlannedTraining(job.recipe, job.seed, settings, job, digest)
+    return PlannedTraining(
+        job.recipe, job.seed, settings, job.with_seed(job.seed, run=folder / digest), digest
+    )
 
 
 def _check_dev(job: TrainingJob) -> None:
     """Raise a UserError unless dev can choose among trainings."""
-    splits: Mapping[str, Any] = job.dataset.splits  # type: ignore[attr-defined]
-    dev = splits.get("dev")
+    dev = job.dataset.splits.get("dev")
     if "dev" in job.trained_on:
         raise UserError(
             "sweep-lora chooses the best settings on dev, and this training, its encoder or its "
@@ -456,7 +453,7 @@ def _run_training(digest: str, training: PlannedTraining, position: str = "") ->
     """Train, and return the record of the training."""
     if position:
         log.info(f"training {position}: {training.label}")
-    summary = training.job.run().to_json()
+    summary = run_training(training.job).to_json()
     run = open_any_run(training.job.folder)
     head, examples = run.load_head(summary["head"]), load_examples(run)
     splits = [scores["split"] for scores in summary["scores"]]

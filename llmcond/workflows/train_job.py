@@ -2,147 +2,223 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from typing_extensions import override
+import numpy as np
 
-from llmcond.base.errors import UserError
-from llmcond.base.files import check_writable, write_json, write_text
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.files import check_writable, digest_text, read_json, write_json, write_text
 from llmcond.base.metrics import finite_or_none
 from llmcond.base.output import FitBar, format_duration, log
-from llmcond.base.records import build
 from llmcond.base.run_log import TRAINING, RunLog, log_path
-from llmcond.base.system import provenance, require_libraries
-from llmcond.data.datasets import DataOptions
+from llmcond.base.system import provenance
+from llmcond.data.datasets import Dataset
+from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.adapter import read_encoder_record
 from llmcond.encoders.spec import Orders
 from llmcond.evaluation.results import Result
-from llmcond.features.view import FeatureView, recipe_view
 from llmcond.finetune.loop import TrainingState
-from llmcond.finetune.settings import TuneSettings, default_learning_rate
-from llmcond.heads import Recipe, load_recipe, save_head
+from llmcond.finetune.settings import StageSettings, TuneSettings
+from llmcond.heads import Recipe, save_head
 from llmcond.heads.fitted import FittedModule
 from llmcond.options.common import Split
 from llmcond.options.scoring import EvaluateOptions
-from llmcond.options.training import (
-    HeadTrainingOptions,
-    TeacherOptions,
-    TrainCrossOptions,
-    TrainingOptions,
-    TrainLoraOptions,
-)
-from llmcond.prompts import Prompt, load_prompt, prompt_from_json
+from llmcond.options.training import TrainCrossOptions, TrainLoraOptions
 from llmcond.report.card import model_card
 from llmcond.report.tables import estimate_text
-from llmcond.runs import Run, complete_run, head_name, head_record, portable_model_name
+from llmcond.runs import Run, complete_run, head_name, head_record, open_run, portable_model_name
+from llmcond.runs.cross import NAME, CrossEncoder, load_cross_encoder
+from llmcond.runs.embedder import Embedder, make_embedder
 from llmcond.runs.examples import load_examples
 from llmcond.runs.open import LazyEncoder, extract_run
-from llmcond.runs.run import check_head_record
-from llmcond.runs.trials import size_recipe
-from llmcond.tasks import AnyTask, Data
 from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.extract import check_prompts, check_router_used, read_data
 from llmcond.workflows.training_record import (
     RECORD,
     STATE,
     TRAINING_FORMAT,
     TrainingResult,
-    head_config,
     load_finished_training,
-    training_config,
 )
 
 if TYPE_CHECKING:
     from llmcond.encoders.tokenizing import InputTokenizer
     from llmcond.finetune.encoder import TrainableEncoder
-    from llmcond.finetune.model import TrainedModel
 
 
-F = TypeVar("F", bound=FittedModule)
-#: A function that reads the data of a task, such as ``read_data``.
-DataReader = Callable[[AnyTask[Any], DataOptions], Any]
+#: The number of rows that are rated and saved together. A kill loses no more than these.
+_BLOCK = 2_048
+#: The second seed for sampling rows. The training steps use numbers from 0 as theirs.
+_ROW_SEED = 2**32 + 1
 
 
-def build_tune_settings(options: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
-    """Return the training settings from the options, then a recipe, and then the defaults."""
-    defaults: dict[str, Any] = {}
-    if recipe is not None:
-        defaults = dict(recipe.finetune)
-        build(TuneSettings, defaults, f"{recipe.path}: [finetune]")
-    values = {**defaults, **options}
-    if isinstance(values.get("rank"), int):
-        values.setdefault("learning_rate", default_learning_rate(values["rank"]))
-    return build(TuneSettings, values, "training")
+@dataclass(frozen=True)
+class Teacher:
+    """A run whose head rates rows. Its model is loaded when it rates the first rows.
+
+    Attributes:
+        run: the run.
+        head: the full name of the head; for a cross-encoder, the name of its linear layer.
+        rows: the number of rows to rate.
+        record: what identifies the teacher: the digests of encoder and head, and ``rows``.
+        trained_on: the splits that its encoder or its head was trained on.
+    """
+
+    run: Run
+    head: str
+    rows: int
+    record: Mapping[str, Any]
+    trained_on: tuple[str, ...]
+
+    def record_fields(self) -> dict[str, Any]:
+        """Return the names of encoder and head for the training record, with an adapter's base."""
+        tuned = read_encoder_record(self.run.folder)
+        base = {} if tuned is None or tuned.base is None else {"base": tuned.base}
+        fields = {"encoder": self.run.encoder_name, **base}
+        return {**fields, "head": self.head, "rows": self.rows}
+
+    def was_trained_on_dev(self, dataset: Dataset) -> bool:
+        """Return whether the teacher was trained on the dev rows of a dataset."""
+        is_same_data = self.run.manifest["data"]["digest"] == dataset.digest
+        return is_same_data and "dev" in self.trained_on
+
+    def rate(self, train: Rows, seed: int, folder: Path, device: str) -> Rows:
+        """Return new rows, which train does not contain, with the teacher's ratings.
+
+        The ratings are saved in ``folder``, so that a killed call continues from there.
+
+        Args:
+            train: the rows whose sentence pairs and conditions are combined.
+            seed: the seed for sampling the new rows.
+            folder: the folder of the ratings.
+            device: the device to rate on.
+
+        Raises:
+            UserError: train has too few conditions, or a similarity is not finite.
+            LlmcondError: the encoder cannot be loaded, or the file of ratings is damaged.
+        """
+        rows = sample_unrated_rows(train, self.rows, seed)
+        identity = json.dumps([self.record, seed, list(rows.texts.values())])
+        path = folder / f"teacher-{digest_text(identity)}.json"
+        ratings = _read_ratings(path)
+        if len(ratings) < len(rows):
+            log.info(
+                f"rating {len(rows) - len(ratings):,} rows with {self.head} of {self.run.folder}"
+            )
+            model = self._load(device)
+            while len(ratings) < len(rows):
+                batch = slice(len(ratings), len(ratings) + _BLOCK)
+                texts = (rows.sentence1[batch], rows.sentence2[batch], rows.condition[batch])
+                similarities = model.similarity(*map(list, texts), show_progress=True)
+                # Cosines and regressions may lie outside the scale of ratings.
+                similarities = similarities.clip(0, 1)
+                ratings += similarities.astype(np.float64).tolist()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, {"ratings": ratings})
+        return replace(rows, rating=np.array(ratings))
+
+    def _load(self, device: str) -> CrossEncoder | Embedder:
+        if self.run.cross:
+            return load_cross_encoder(self.run.folder, device=device)
+        encoder = LazyEncoder(self.run.resolve_encoder(device))()
+        return make_embedder(encoder, self.run.load_head(self.head))
 
 
-def load_named_head(
-    choice: HeadTrainingOptions,
-    recipes: str | None,
-    load: Callable[[Path], tuple[F, dict[str, Any]]],
-) -> tuple[Recipe, tuple[Prompt, ...], F | None, dict[str, Any]]:
-    """Return the recipe and the prompts to train with, and the head to start from.
-
-    A head to start from gives the recipe, and the prompts unless others were named.
+def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) -> Teacher | None:
+    """Return the teacher of a run.
 
     Args:
-        choice: the options for the head.
-        recipes: the task whose recipes can be named; None: the recipes of rated pairs.
-        load: a function that reads a fitted head and its record.
+        folder: the run's folder; None: there is no teacher.
+        rows: the number of rows to rate; None: as many as train has rated rows.
+        dataset: the dataset of the student.
 
     Returns:
-        The recipe, the prompts, the head to start from or None, and its record (empty without one).
+        The teacher; None if there is none.
 
     Raises:
-        UserError: no head is named.
+        UserError: there is no such run, it has no head, or its head does not give ratings.
     """
-    prompts = tuple(load_prompt(name) for name in choice.prompt)
-    if choice.start is None:
-        if choice.head is None:
-            raise UserError("no head is named. Give --head (none: the encoder without a head).")
-        return load_recipe(choice.head, recipes), prompts, None, {}
-    folder = Path(choice.start)
-    start, record = load(folder)
-    record_path = str(folder / "head.json")
-    record = check_head_record(record, record_path)
-    prompts = prompts or tuple(
-        prompt_from_json(prompt_record, record_path) for prompt_record in record["prompts"]
-    )
-    recipe = replace(
-        load_recipe("none", recipes),
-        **{key: record["recipe"][key] for key in ("name", "description", "source")},
-        kind=start.kind,
-        family=start.family,
-        settings=start.settings,
-    )
-    return recipe, prompts, start, record
+    if folder is None:
+        return None
+    run = open_run(Path(folder), cross=True)
+    splits, rows = run.trained_on, rows or int(dataset.splits["train"].rated.sum())
+    if run.cross:
+        name = NAME
+    else:
+        default_head = run.default_head()
+        if default_head is None or default_head[0] not in run.head_names():
+            raise UserError(
+                f"{folder} has no fitted head that is better than zero-shot, and cosines of its "
+                f"features are not ratings. Fit a head (llmcond fit-head --run {folder}), or train "
+                "its encoder (llmcond train-lora)."
+            )
+        saved_head, reason = run.load_head(default_head[0]), default_head[1]
+        log.info(f"teacher: {saved_head.name} of {folder}, {reason}")
+        if not getattr(saved_head.head.settings, "mse", 1.0):
+            raise UserError(
+                f"the head {saved_head.name} of {folder} was fitted to the order of ratings, so "
+                "its similarities are on another scale. Fit a head with mse above 0."
+            )
+        name, splits = saved_head.name, (*splits, *saved_head.trained_on)
+    record = {
+        "encoder": run.manifest["encoder"]["fingerprint"],
+        "head": run.head_record(name)["weights_sha256"],
+        "rows": rows,
+    }
+    return Teacher(run, name, rows, record, tuple(dict.fromkeys(splits)))
 
 
-def resolve_trainable(
-    options: TrainingOptions, encoder_options: EncoderOptions, settings: TuneSettings
-) -> ResolvedEncoder:
-    """Resolve an encoder, and check that it can be trained with the settings.
+def sample_unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
+    """Combine sentence pairs of rows with conditions of other rows into unrated rows.
+
+    Pairs are sampled uniformly, and conditions in proportion to their frequency. No new row repeats
+    another one, or a pair with its condition in ``rows``, rated or not.
+
+    Args:
+        rows: the rows to combine.
+        count: the number of new rows.
+        seed: the random seed.
 
     Raises:
-        UserError: the encoder cannot be trained with them, or a package for training is missing.
+        UserError: fewer than ``count`` such rows can be sampled.
     """
-    if encoder_options.long_texts == "windows":
+    generator = np.random.Generator(np.random.SFC64([seed, _ROW_SEED]))
+    _, first_rows = np.unique(rows.pair, return_index=True)
+    pair, condition = rows.pair.tolist(), rows.condition
+    used = set(zip(pair, condition, strict=True))
+    possible = len(first_rows) * len(set(condition)) - len(used)
+    if count > possible / 2:  # beyond that, sampling would mostly hit rows that are used already
         raise UserError(
-            "windows are only for frozen encoders, because training reads each text once. Leave "
-            "out --long-texts windows, or shorten the texts."
+            f"--teacher-rows is {count:,}, but {rows.file} gives {possible:,} new combinations of "
+            f"sentence pairs and conditions. Ask for at most half of them, {possible // 2:,}."
         )
-    resolved = resolve(options.model, replace(encoder_options, runtime="torch"))
-    for assumption in resolved.assumed:
-        log.info(f"assumed: {assumption}")
-    require_libraries("training an encoder", "accelerate", "peft", extra="lora")
-    from llmcond.finetune.encoder import check_trainable
+    row_indices, texts = list[int](), list[str]()
+    while len(row_indices) < count:
+        pair_numbers = generator.integers(len(first_rows), size=count).tolist()
+        condition_rows = generator.integers(len(rows), size=count).tolist()
+        for number, row in zip(pair_numbers, condition_rows, strict=True):
+            if (number, condition[row]) not in used and len(row_indices) < count:
+                used.add((number, condition[row]))
+                row_indices.append(int(first_rows[number]))
+                texts.append(condition[row])
+    new_rows = rows.take(np.array(row_indices))
+    return replace(new_rows, condition=texts, rating=np.full(count, np.nan))
 
-    check_trainable(resolved, settings, options.merge)
-    return resolved
+
+def _read_ratings(path: Path) -> list[float]:
+    """Read the ratings of a file; empty if there is no such file."""
+    if not path.is_file():
+        return []
+    ratings = read_json(path).get("ratings")
+    if not isinstance(ratings, list) or not all(isinstance(rating, float) for rating in ratings):
+        raise LlmcondError(f"{path} is damaged. Delete it to rate the rows again.")
+    return ratings
 
 
 @dataclass(frozen=True)
@@ -164,7 +240,10 @@ class TrainedHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """A training: the encoder, the data, the settings and the folder. Subclasses add the head.
+    """A training: the encoder, the data, the settings, the head and the folder.
+
+    This class trains on correct answers, the triples of a graph or dialogues; subclasses train on
+    rated pairs.
 
     Attributes:
         options: the options of the command: model, run, seed, merge and trackers are read here.
@@ -172,20 +251,27 @@ class TrainingJob:
         task: the task of the data.
         dataset: the data to train on.
         settings: the settings of the training.
-        head: the name of the head, for messages.
         config: everything that decides the resulting weights.
+        recipe: the recipe of the head.
+        view: the features that the head reads; None for a cross-encoder.
+        start: the head that training starts from; None: a new one.
+        stage: the last stage, which includes dev; None: there is none.
+        teacher: the teacher that rates additional training rows; None: there is none.
     """
 
     cross: ClassVar[bool] = False
-    #: Words for messages: the examples to train on, the examples that are scored, and whether the
 
     options: TrainLoraOptions | TrainCrossOptions
     resolved: ResolvedEncoder
-    task: AnyTask[Any]
-    dataset: Data
+    task: Any
+    dataset: Any
     settings: TuneSettings
-    head: str
     config: Mapping[str, Any]
+    recipe: Recipe
+    view: Any = None
+    start: Any = None
+    stage: StageSettings | None = None
+    teacher: Teacher | None = None
 
     @property
     def folder(self) -> Path:
@@ -197,39 +283,62 @@ class TrainingJob:
         """The random seed."""
         return self.options.seed
 
-    def in_folder(self, folder: Path) -> Self:
-        """Return the same training with another folder."""
-        return replace(self, options=replace(self.options, run=folder))
-
-    def run(self) -> TrainingResult:
-        """Train, or continue where the same job was stopped; see ``train``."""
-        return train(self)
-
-    def build_parts(self, trainable: TrainableEncoder) -> tuple[TrainedModel[Any, Any], Any, Any]:
-        """Return the model, and the examples of train and dev in the form that it takes.
-
-        Those of dev choose the weights; None: the last weights are kept.
-        """
-        raise NotImplementedError
+    def with_seed(self, seed: int, **options: Any) -> Self:
+        """Return the same training with another seed, and perhaps other options."""
+        changed = replace(self.options, seed=seed, **options)
+        return replace(self, options=changed, config={**self.config, "seed": seed})
 
     @property
     def trained_on(self) -> tuple[str, ...]:
         """The splits whose examples the encoder, or its teacher, was trained on."""
-        return ("train",)
+        return ("train", "dev") if self.stage is not None or self._dev_is_known else ("train",)
+
+    @property
+    def _dev_is_known(self) -> bool:
+        """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
+        if self.resolved.checkpoint.dev_digest == self.dataset.digest:
+            return True
+        return self.teacher is not None and self.teacher.was_trained_on_dev(self.dataset)
 
     def record_fields(self) -> dict[str, Any]:
         """Return further fields for the training record, on the data that was trained on."""
-        return {} if self.trained_on == ("train",) else {"trained_on": list(self.trained_on)}
+        record: dict[str, Any] = {}
+        if self.trained_on != ("train",):
+            record["trained_on"] = list(self.trained_on)
+        if self.teacher is not None:
+            record["teacher"] = self.teacher.record_fields()
+        return record
 
-    def last_stage(
-        self, tokenizer: InputTokenizer, **parts: Any
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Train the model further, if there is a last stage; see ``LastStage``.
+    def build_parts(self, trainable: TrainableEncoder) -> tuple[Any, Any, Any]:
+        """Return the model, and the examples of train and dev; see ``AnyTask.training_parts``."""
+        parts: tuple[Any, Any, Any] = self.task.training_parts(self, trainable)
+        return parts
 
-        Returns:
-            The stage's entry in the training record and its curve; both are empty without a stage.
+    def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> Any:
+        """Return the rated rows of a table in the form that the model takes."""
+        raise NotImplementedError
+
+    def rated_inputs(self, tokenizer: InputTokenizer) -> tuple[Any, Any]:
+        """Return the inputs of train, with the rows that the teacher rates, and those of dev.
+
+        The latter are None if dev has no rated rows or cannot choose the weights.
         """
-        return {}, []
+        train, dev = self.dataset.splits["train"], self.dataset.splits.get("dev")
+        if self.teacher is not None:
+            from accelerate import PartialState
+
+            with PartialState().main_process_first():  # the other processes read its saved ratings
+                folder, device = self.folder / STATE, self.resolved.device
+                taught_rows = self.teacher.rate(train, self.seed, folder, device)
+            train = join_rows([train.take(train.rated), taught_rows])
+        train_inputs = self.inputs(train, tokenizer)
+        if self._dev_is_known:
+            log.info(
+                "the encoder or its teacher was trained on dev, so dev does not choose the weights"
+            )
+            dev = None
+        has_dev = dev is not None and dev.rated.any()
+        return train_inputs, self.inputs(dev, tokenizer) if has_dev else None
 
     def complete_run(self, orders: Orders | None = None) -> tuple[Run, ResolvedEncoder]:
         """Make the folder of the saved encoder a run.
@@ -248,145 +357,34 @@ class TrainingJob:
         return run, trained
 
     def save(self, head: Any) -> TrainedHead:
-        """Complete the run, and save the head in it."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankingJob(TrainingJob):
-    """Training on correct answers: the triples of a graph, or dialogues.
-
-    Attributes:
-        recipe: the recipe of the head.
-        start: the head that training starts from; None: a new one.
-        view: the features that the head takes.
-    """
-
-    recipe: Recipe
-    start: FittedModule | None
-    view: FeatureView
-
-    @classmethod
-    def from_options(
-        cls,
-        options: TrainLoraOptions,
-        task: AnyTask[Any],
-        read: DataReader | None = None,
-    ) -> Self:
-        """Create a job from options, and check its data and its encoder.
-
-        Args:
-            options: the options of the command.
-            task: the task of the data.
-            read: a function that reads the data; None: ``read_data``.
-
-        Raises:
-            UserError: the input is invalid: no head is named, or two; the head cannot be trained;
-                several prompts are named; or features are to be subtracted.
-            LlmcondError: the encoder cannot be loaded.
-        """
-        only_for_pairs = {
-            f"--then {options.then}": options.then is not None,
-            f"--aspects {options.aspects}": options.aspects is not None,
-            "--ensemble": options.ensemble != 1,
-            "--teacher": options.select(TeacherOptions) != TeacherOptions(),
-        }
-        for option in [name for name, is_set in only_for_pairs.items() if is_set]:
-            raise UserError(
-                f"{option} is for rated pairs, and the task {task.name} has none. Leave it out."
+        """Complete the run, extract its features, and save and score the head in it."""
+        (run, resolved), view = self.complete_run(), self.view
+        log.info(f"encoder -> {run.folder}; its features:")
+        encoder = LazyEncoder(resolved)
+        for prompt in view.prompts:
+            extract_run(run, encoder, prompt)
+        name = head_name(self.recipe.name, view)
+        record = head_record(run, view, replace(self.recipe, settings=head.settings).to_json())
+        if "dev" in run.splits:
+            record[f"dev_{run.dev_metric}"] = finite_or_none(
+                load_examples(run).score_on_dev(head, view)
             )
-        if options.subtract:
-            raise UserError(
-                f"nothing can be subtracted in the task {task.name}, because its candidates have "
-                "no conditions. Leave out --subtract."
-            )
-        recipe, prompts, start, _ = load_named_head(options, task.recipes, task.load_head)
-        if options.set:
-            recipe = recipe.with_settings(recipe.parse_changes(dict(options.set), "--set"), "--set")
-        if options.dim is not None:
-            recipe = size_recipe(recipe, options.dim, options.dim)
-        if len(prompts) > 1:
-            raise UserError(
-                f"in the task {task.name}, an encoder is trained with one prompt, but "
-                f"{len(prompts)} are named. Give one --prompt."
-            )
-        settings = build_tune_settings(options.tune_settings(), recipe)
-        dataset = (read or read_data)(task, options.data_options())
-        task.check_training(recipe, dataset)
-        resolved = resolve_trainable(options, options.encoder_options(), settings)
-        if not prompts:
-            prompt_names = {"separate": "separate", "alone": task.prompt}
-            prompts = (load_prompt(str(prompt_names.get(recipe.features, resolved.joint_prompt))),)
-        check_prompts(prompts, resolved, task)
-        view = recipe_view(recipe, prompts, subtract=False)
-        view.check_texts()
-        check_router_used(prompts, options.encoder_options(), task)
-        return cls(
-            options=options,
-            resolved=resolved,
-            task=task,
-            dataset=dataset,
-            settings=settings,
-            head=recipe.name,
-            config=training_config(
-                options, resolved, dataset, settings, head_config(options, prompts, recipe)
-            ),
-            recipe=recipe,
-            start=start,
-            view=view,
+        save_head(head, run.head_folder(name), record)
+        make_card = partial(
+            model_card, kind=run.kind.kind, prompts=view.prompts, recipe=record["recipe"]
         )
+        return TrainedHead(name, {"prompt": view.name}, self.score(run, name), make_card)
 
-    @override
-    def build_parts(self, trainable: TrainableEncoder) -> tuple[TrainedModel[Any, Any], Any, Any]:
-        return self.task.training_parts(self, trainable)
-
-    @override
-    def save(self, head: FittedModule) -> TrainedHead:
-        run, resolved = self.complete_run()
-        trained_head = save_trained_head(run, resolved, head, self.recipe, self.view)
+    def score(self, run: Run, name: str) -> list[Result]:
+        """Return the scores of a saved head on dev and test."""
         splits: Sequence[Split] = ("dev", "test")
-        scores = [
+        return [
             result
             for split in splits
             if split in run.splits
-            for result in evaluate(
-                EvaluateOptions(run=self.folder, head=[trained_head.name], split=split)
-            )
-            if result.name == trained_head.name
+            for result in evaluate(EvaluateOptions(run=self.folder, head=[name], split=split))
+            if result.name == name
         ]
-        return replace(trained_head, scores=scores)
-
-
-def save_trained_head(
-    run: Run, resolved: ResolvedEncoder, head: FittedModule, recipe: Recipe, view: FeatureView
-) -> TrainedHead:
-    """Save a trained head in its run, and extract the run's features.
-
-    Args:
-        run: the run in the folder of the trained encoder.
-        resolved: the trained encoder.
-        head: the trained head.
-        recipe: the recipe that the head was created from.
-        view: the features that the head takes.
-
-    Returns:
-        The saved head, without scores.
-    """
-    log.info(f"encoder -> {run.folder}; its features:")
-    encoder = LazyEncoder(resolved)
-    for prompt in view.prompts:
-        extract_run(run, encoder, prompt)
-    name = head_name(recipe.name, view)
-    record = head_record(run, view, replace(recipe, settings=head.settings).to_json())
-    if "dev" in run.splits:
-        record[f"dev_{run.dev_metric}"] = finite_or_none(
-            load_examples(run).score_on_dev(head, view)
-        )
-    save_head(head, run.head_folder(name), record)
-    make_card = partial(
-        model_card, kind=run.kind.kind, prompts=view.prompts, recipe=record["recipe"]
-    )
-    return TrainedHead(name, {"prompt": view.name}, card=make_card)
 
 
 def train(job: TrainingJob) -> TrainingResult:
@@ -400,7 +398,7 @@ def train(job: TrainingJob) -> TrainingResult:
 
 def _train(job: TrainingJob) -> dict[str, Any]:
     from llmcond.finetune.encoder import load_trainable, prepare_accelerator, save_encoder
-    from llmcond.finetune.loop import Trainer
+    from llmcond.finetune.loop import LastStage, Trainer
 
     resolved, settings, options = job.resolved, job.settings, job.options
     accelerator = prepare_accelerator(resolved)
@@ -420,7 +418,7 @@ def _train(job: TrainingJob) -> dict[str, Any]:
     log.info(
         f"training {n_trained:,} weights of {resolved.checkpoint.name} "
         f"({100 * n_trained / n_all:.1f} % of {n_all:,}) and {n_head:,} of the head "
-        f"{job.head} in {resolved.identity.dtype}"
+        f"{job.recipe.name} in {resolved.identity.dtype}"
         + ("" if quantize == "none" else f" ({quantize})")
         + f" on {resolved.device}: {trainer.steps:,} steps"
         + (f", from step {first_step:,}" if first_step else "")
@@ -441,14 +439,21 @@ def _train(job: TrainingJob) -> dict[str, Any]:
         trainer.load_best_weights()
         del trainer, train_inputs, dev_inputs
         accelerator.free_memory()
-        stage, stage_curve = job.last_stage(
-            trainable.tokenizer,
-            model=model,
-            start=state.load_best(),
-            accelerator=accelerator,
-            training_config=config,
-            run_log=run_log,
-        )
+        stage: dict[str, Any] = {}
+        stage_curve: list[dict[str, Any]] = []
+        if job.stage is not None:
+            to_inputs = partial(job.inputs, tokenizer=trainable.tokenizer)
+            stage, stage_curve = LastStage(
+                model,
+                to_inputs,
+                job.dataset,
+                settings,
+                job.stage,
+                state,
+                accelerator,
+                config,
+                run_log,
+            ).run()
         # All processes must have read the state before the main process deletes it.
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,8 @@ from llmcond.base.run_log import LOGS
 from llmcond.encoders import ResolvedEncoder
 from llmcond.encoders.adapter import TRAINING_RECORD
 from llmcond.finetune.settings import TuneSettings, describe_differences
-from llmcond.heads import Recipe
 from llmcond.options.training import TrainCrossOptions, TrainLoraOptions
-from llmcond.prompts import Prompt
 from llmcond.runs import open_any_run
-from llmcond.tasks import Data
 
 #: The version of the training record's format.
 TRAINING_FORMAT = 1
@@ -100,9 +97,9 @@ class TrainingResult(Displayed):
 def training_config(
     options: TrainLoraOptions | TrainCrossOptions,
     resolved: ResolvedEncoder,
-    dataset: Data,
+    dataset: Any,
     settings: TuneSettings,
-    head: Mapping[str, Any],
+    **head: Any,
 ) -> dict[str, Any]:
     """Return everything that decides the weights of an encoder and its head, for the record.
 
@@ -120,17 +117,6 @@ def training_config(
         "seed": options.seed,
         "settings": settings.to_json(),
         "merge": options.merge,
-    }
-
-
-def head_config(
-    options: TrainLoraOptions, prompts: Sequence[Prompt], recipe: Recipe
-) -> dict[str, Any]:
-    """Return what decides a head that takes prompts' features, for ``training_config``."""
-    return {
-        "prompts": {prompt.name: prompt.digest for prompt in prompts},
-        "head": {"kind": recipe.kind, **asdict(recipe.settings)},
-        "start": options.start and read_json(Path(options.start, "head.json"))["weights_sha256"],
     }
 
 

@@ -36,7 +36,7 @@ from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSetting
 from llmcond.heads import load_recipe
 from llmcond.heads.module import contrast_groups
 from llmcond.heads.settings import learning_rate_factor
-from llmcond.workflows.train_job import build_tune_settings
+from llmcond.workflows.train import build_tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -464,14 +464,9 @@ def aspects(tmp_path_factory) -> Path:
     return folder
 
 
-def build_sampler(folder: Path, **settings) -> AspectSampler:
-    return AspectSampler(
-        read_aspect_datasets(folder), AspectSettings(aspects=str(folder), **settings)
-    )
-
-
 def test_value_numbers_match_attribute_values_in_each_group(aspects):
-    batch = build_sampler(aspects, aspects_texts=500, aspects_values=0).sample([0, 1])
+    settings = AspectSettings(aspects=str(aspects), aspects_texts=500, aspects_values=0)
+    batch = AspectSampler(read_aspect_datasets(aspects), settings, None).sample([0, 1])
     legal_values = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
     legal_values |= {"the place": LOCATIONS, "park or street": LOCATIONS}
     rows = batch.rows

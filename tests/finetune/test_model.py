@@ -20,7 +20,7 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.tokenizing import Tokens
 from llmcond.features.view import recipe_view
 from llmcond.finetune.encoder import load_trainable, save_encoder, select_projections
-from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
+from llmcond.finetune.model import BiEncoderModel, RatedInputs
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.module import Batch
@@ -243,8 +243,7 @@ class Task:
     def build_model(self, trainable):
         view, dim = self.view, trainable.engine.dim
         dims = dim * len(view.prompts), dim if view.conditioned else 0
-        config = HeadConfig(self.recipe, self.objective, seed=1)
-        return BiEncoderModel(trainable.engine, config, dims)
+        return BiEncoderModel(trainable.engine, self.recipe, self.objective, dims, seed=1)
 
     def build_inputs(self, trainable):
         first, second, condition, rating = zip(*RATED, strict=True)

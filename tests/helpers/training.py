@@ -14,7 +14,7 @@ from llmcond.encoders import EncoderOptions, resolve
 from llmcond.features.view import recipe_view
 from llmcond.finetune.encoder import load_trainable, prepare_accelerator
 from llmcond.finetune.loop import Trainer, TrainingState
-from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
+from llmcond.finetune.model import BiEncoderModel, RatedInputs
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.settings import ObjectiveSettings
@@ -44,7 +44,7 @@ def build_trainer(
         RatedInputs.from_rows(splits[s], view, trainable.tokenizer) for s in ("train", "dev")
     )
     tuned = BiEncoderModel(
-        trainable.engine, HeadConfig(recipe, ObjectiveSettings(info_nce=1.0), 5), (32, 32)
+        trainable.engine, recipe, ObjectiveSettings(info_nce=1.0), (32, 32), seed=5
     )
     state = TrainingState(folder, {"settings": tuning.to_json()})
     return Trainer(tuned, train, dev, tuning, prepare_accelerator(resolved), state)

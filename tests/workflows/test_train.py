@@ -15,8 +15,8 @@ from llmcond.base.files import digest_file
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.runs.embedder import Embedder
-from llmcond.workflows import train as teachers
-from llmcond.workflows.train import find_teacher, sample_unrated_rows
+from llmcond.workflows import train_job as teachers
+from llmcond.workflows.train_job import find_teacher, sample_unrated_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
