@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -157,14 +156,15 @@ class Grid(Generic[J]):
     """Trials by digest, with the records of those that have finished.
 
     Attributes:
-        trials: the trials by digest. Equal trials have the same digest, and are run once.
+        groups: the trials by digest; those of a group differ only in their seeds.
+        trials: the trials of all groups. Equal trials have the same digest, and are run once.
         records: the records by digest; ``run`` adds those of the other trials.
         failures: a line for each trial that failed, by digest.
     """
 
     def __init__(
         self,
-        trials: Mapping[str, J],
+        groups: Iterable[Mapping[str, J]],
         folder: Path,
         metric: Metric,
         split: str,
@@ -174,25 +174,31 @@ class Grid(Generic[J]):
         """Read the records in ``folder``, each in a file named by its digest.
 
         Args:
-            trials: the trials by digest.
+            groups: the trials by digest, one group for each combination of settings. Combinations
+                that amount to the same trials are one group.
             folder: the folder of the records.
             metric: the metric that messages show.
             split: the split that it is computed on.
             noun: what a trial is, in messages.
             is_complete: says whether a record has everything; otherwise its trial is repeated.
         """
-        self.trials, self._folder, self._noun = trials, folder, noun
-        self._metric, self._split = metric, split
-        records = {digest: _read_record(self._path(digest), noun) for digest in trials}
+        self.groups = list({next(iter(group)): group for group in groups}.values())
+        self.trials = {digest: trial for group in self.groups for digest, trial in group.items()}
+        self._folder, self._noun, self._metric, self._split = folder, noun, metric, split
+        records = {digest: _read_record(self._path(digest), noun) for digest in self.trials}
         self.records = {d: r for d, r in records.items() if r is not None and is_complete(r)}
         self.failures: dict[str, str] = {}
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{digest}.json"
 
-    def finished(self, digests: Iterable[str]) -> list[tuple[J, TrialRecord]]:
-        """Return the trials of some digests that have records, with these."""
-        return [(self.trials[d], self.records[d]) for d in digests if d in self.records]
+    def finished(self) -> list[list[tuple[J, TrialRecord]]]:
+        """Return the trials of each group that have records, with these; no group is empty."""
+        groups = (
+            [(trial, self.records[d]) for d, trial in group.items() if d in self.records]
+            for group in self.groups
+        )
+        return [group for group in groups if group]
 
     def save(self, digest: str, record: TrialRecord) -> None:
         """Save the record of a trial."""
@@ -228,18 +234,12 @@ class Grid(Generic[J]):
         check_writable(self._path(next(iter(missing))))
         if any(trial.recipe.family.__module__ == "__main__" for trial in missing.values()):
             n_processes = 1  # other processes cannot import a class that the main module defined
-        if min(n_processes, len(missing)) == 1:
+        n_processes = min(n_processes, len(missing))
+        if n_processes == 1:
             outcomes = _run_here(missing, make_worker(*arguments))
         else:
-            outcomes = run_in_pool(
-                _run_in_worker,
-                missing.items(),
-                min(n_processes, len(missing)),
-                partial(_prepare_worker, make_worker),
-                *arguments,
-                preload=preload,
-                noun=f"{self._noun}s",
-            )
+            prepare = (make_worker, arguments)
+            outcomes = _run_in_pool(missing, n_processes, prepare, preload, f"{self._noun}s")
         # Closed explicitly: after an interrupt, the traceback would keep the generator, and with it
         # the worker processes, alive.
         with closing(outcomes):
@@ -283,19 +283,6 @@ def _run_here(trials: Mapping[str, J], worker: Worker[J]) -> Generator[tuple[str
         yield _run(worker, digest, trial, f"{number:,} of {len(trials):,}")
 
 
-_worker: Worker[Any] | None = None
-
-
-def _prepare_worker(make_worker: Callable[..., Worker[Any]], *arguments: Any) -> None:
-    global _worker  # noqa: PLW0603 - the only state that tasks of a pool's process can share
-    _worker = make_worker(*arguments)
-
-
-def _run_in_worker(digest: str, trial: Any) -> tuple[str, Outcome]:
-    assert _worker is not None  # noqa: S101 - the pool's initializer has set it
-    return _run(_worker, digest, trial)
-
-
 # -- processes ---------------------------------------------------------------------------------
 
 
@@ -305,76 +292,47 @@ def count_cores() -> int:
     return cores or 1
 
 
-def run_in_pool(
-    work: Callable[..., T],
-    calls: Iterable[Sequence[Any]],
+def _run_in_pool(
+    trials: Mapping[str, J],
     n_processes: int,
-    prepare: Callable[..., None],
-    *arguments: Any,
+    prepare: tuple[Callable[..., Worker[J]], Sequence[Any]],
     preload: str,
-    noun: str = "fits",
-) -> Generator[T]:
-    """Call a function in processes, and yield the results when they are done.
+    noun: str,
+) -> Generator[tuple[str, Outcome]]:
+    """Run trials in processes, each with its share of the cores, and yield outcomes when done.
 
-    The processes end when the generator is closed, even in the middle of a call.
-
-    Args:
-        work: function of a module.
-        calls: arguments of each call.
-        n_processes: number of processes, each with its share of the cores.
-        prepare: function that each process calls first.
-        arguments: arguments of ``prepare``. A queue gives each process another item.
-        preload: module that the server of the processes imports once for all of them.
-        noun: what the calls are, in messages.
+    The processes end when the generator is closed, even in the middle of a trial.
 
     Raises:
         LlmcondError: a process was killed.
     """
-    with _processes(n_processes, preload, prepare, arguments) as executor:
-        futures = [executor.submit(work, *call) for call in calls]
-        try:
-            for future in iterate_completed(futures, noun):
-                yield future.result()
-        except BrokenProcessPool as error:
-            raise LlmcondError(
-                f"a worker process was killed, perhaps because memory ran out. Completed {noun} "
-                "are saved. Run the same command again with fewer --workers."
-            ) from error
-
-
-def iterate_completed(
-    futures: Sequence[Future[T]], noun: str = "fits", seconds: float = EVERY_SECONDS
-) -> Iterator[Future[T]]:
-    """Yield futures when they are done. Log the count if none completes for ``seconds``."""
-    waiting = set(futures)
-    while waiting:
-        done, waiting = wait(waiting, seconds, FIRST_COMPLETED)
-        if not done:
-            n_done = len(futures) - len(waiting)
-            log.info(f"{n_done:,} of {len(futures):,} {noun} are done")
-        yield from done
-
-
-@contextmanager
-def _processes(
-    count: int, preload: str, prepare: Callable[..., None], arguments: Sequence[Any]
-) -> Iterator[ProcessPoolExecutor]:
-    """Start processes that end with the block, even in the middle of a call."""
     context = process_context(preload)
     receiver, sender = context.Pipe(duplex=False)
     # Two processes that share cores are both several times slower. Libraries read the number of
     # threads when they are loaded, hence the environment variable.
-    before, threads = os.environ.get("OMP_NUM_THREADS"), max(1, count_cores() // count)
+    before, threads = os.environ.get("OMP_NUM_THREADS"), max(1, count_cores() // n_processes)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     executor = ProcessPoolExecutor(
-        count,
+        n_processes,
         context,
         initializer=_initialise,
-        initargs=(plugins.loaded_names(), threads, receiver, prepare, arguments),
+        initargs=(plugins.loaded_names(), threads, receiver, *prepare),
     )
     try:
-        yield executor
+        waiting = {executor.submit(_run_in_worker, *item) for item in trials.items()}
+        while waiting:
+            done, waiting = wait(waiting, EVERY_SECONDS, FIRST_COMPLETED)
+            if not done:
+                n_done = len(trials) - len(waiting)
+                log.info(f"{n_done:,} of {len(trials):,} {noun} are done")
+            for future in done:
+                yield future.result()
         executor.shutdown()
+    except BrokenProcessPool as error:
+        raise LlmcondError(
+            f"a worker process was killed, perhaps because memory ran out. Completed {noun} "
+            "are saved. Run the same command again with fewer --workers."
+        ) from error
     finally:
         sender.close()
         executor.shutdown(wait=False, cancel_futures=True)
@@ -384,20 +342,29 @@ def _processes(
             os.environ["OMP_NUM_THREADS"] = before
 
 
+_worker: Worker[Any] | None = None
+
+
 def _initialise(
     plugin_names: Sequence[str],
     threads: int,
     parent_pipe: Connection,
-    prepare: Callable[..., None],
+    make_worker: Callable[..., Worker[Any]],
     arguments: Sequence[Any],
 ) -> None:
+    global _worker  # noqa: PLW0603 - the only state that tasks of a pool's process can share
     import torch
 
     follow_parent(parent_pipe)
     torch.set_num_threads(threads)
     for name in plugin_names:
         plugins.load(name)
-    prepare(*arguments)
+    _worker = make_worker(*arguments)
+
+
+def _run_in_worker(digest: str, trial: Any) -> tuple[str, Outcome]:
+    assert _worker is not None  # noqa: S101 - the pool's initializer has set it
+    return _run(_worker, digest, trial)
 
 
 # -- fits on the features of a run -------------------------------------------------------------
@@ -475,7 +442,7 @@ def size_recipe(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = Fals
 def fit_trials(
     run: Run,
     split: str,
-    trials: Iterable[Trial],
+    groups: Iterable[Iterable[Trial]],
     folder: str,
     workers: int | None,
     metrics: Sequence[str] = (),
@@ -485,16 +452,15 @@ def fit_trials(
 ) -> Grid[Trial]:
     """Fit the trials that have no record yet, and return the grid with the records of all.
 
-    Records are in ``folder`` of the run. They hold the task's metrics and further ``metrics`` on
-    ``split``, and the prediction of each row. ``workers`` is the number of parallel fits; None: one
-    per core, at most eight. Learning curves have the score on dev, and that on ``curve_split`` if
-    it is named; records that lack the latter are computed again. ``trackers`` get the log of each
-    fit when it has finished.
+    The trials of a group differ only in their seeds. Records are in ``folder`` of the run. They
+    hold the task's metrics and further ``metrics`` on ``split``, and the prediction of each row.
+    ``workers`` is the number of parallel fits; None: one per core, at most eight. Learning curves
+    have the score on dev, and that on ``curve_split`` if it is named; records that lack the latter
+    are computed again. ``trackers`` get the log of each fit when it has finished.
 
     Raises:
         LlmcondError: Every fit failed, or a worker process was killed.
     """
-    by_digest = {trial.digest(run, split): trial for trial in trials}
     computed = choose_metrics(run.task.metrics, metrics)
     n = len(load_examples(run).scored_rows(split).rated)
 
@@ -503,19 +469,21 @@ def fit_trials(
         has_curve = curve_split is None or _has_scores(record.fit.get("curve", ()), curve_split)
         return has_curve and len(predictions) == n and all(m.name in row for m in computed)
 
+    by_digest = [{trial.digest(run, split): trial for trial in group} for group in groups]
+    grid = Grid(by_digest, run.folder / folder, computed[0], split, "fit", is_complete)
+
     def send(digest: str) -> None:
-        label = f"{run.folder.name}/{by_digest[digest].label}"
+        label = f"{run.folder.name}/{grid.trials[digest].label}"
         send_log(log_path(run.folder, f"{folder}/{digest}"), label, trackers)
 
-    grid = Grid(by_digest, run.folder / folder, computed[0], split, "fit", is_complete)
-    if by_digest:
-        n_fits = format_count(len(by_digest), "fit")
+    if grid.trials:
+        n_fits = format_count(len(grid.trials), "fit")
         log.info(f"{n_fits}, {len(grid.records):,} of them already done")
     device = choose_device(device)
     default_count = 1 if device != "cpu" else min(count_cores(), _MAX_WORKERS)
     arguments = (run.folder, split, metrics, device, curve_split, folder)
     grid.run(
-        workers or default_count, _Fitter, *arguments, preload="llmcond.heads", on_success=send
+        workers or default_count, _make_fitter, *arguments, preload="llmcond.heads", on_success=send
     )
     return grid
 
@@ -527,40 +495,32 @@ def _has_scores(curve: Sequence[Mapping[str, Any]], split: str) -> bool:
     return all(key in epoch for epoch in curve for key in keys)
 
 
-class _Fitter:
-    """Fits heads on a run's examples; each process has one. See ``fit_trials``."""
+def _make_fitter(
+    folder: Path,
+    split: str,
+    metrics: Sequence[str],
+    device: str,
+    curve_split: str | None,
+    log_folder: str,
+) -> Worker[Trial]:
+    """Return a function that fits heads on a run's examples; each process has one."""
+    run = open_any_run(folder)
+    examples, metric = load_examples(run), get_metric(run.dev_metric)
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        metrics: Sequence[str],
-        device: str,
-        curve_split: str | None,
-        name: str,
-    ) -> None:
-        self._run, self._split, self._name = open_any_run(folder), split, name
-        self._metrics = choose_metrics(self._run.task.metrics, metrics)
-        self._device, self._curve_split = device, curve_split
-        self._examples = load_examples(self._run)
-
-    def __call__(self, digest: str, trial: Trial, position: str) -> TrialRecord:
-        run, split, examples, view = self._run, self._split, self._examples, trial.view
+    def fit(digest: str, trial: Trial, position: str) -> TrialRecord:
+        view = trial.view
         recipe = size_recipe(trial.recipe, trial.dim, examples.dim(view), quiet=True)
-        metric = get_metric(run.dev_metric)
-        path, config = log_path(run.folder, f"{self._name}/{digest}"), trial.config(run, recipe)
+        path, config = log_path(run.folder, f"{log_folder}/{digest}"), trial.config(run, recipe)
         bar = FitBar(examples.epoch_score_key, examples.epoch_score, metric.format)
         with RunLog(path, trial.label, config) as run_log, bar if position else nullcontext():
             on_epoch = run_log.on_epoch(bar.on_epoch if position else lambda *_: None)
-            device = self._device
-            curve_split = self._curve_split
             head = examples.fit(recipe, view, trial.seed, on_epoch, device, curve_split=curve_split)
             dev_score = examples.score_on_dev(head, view)
             run_log.write("end", {f"dev_{metric.name}": dev_score})
         saved = RunHead(trial.name, head, view, {"recipe": recipe.to_json()})
-        predicted = examples.predict(saved, split)
-        rows, task = examples.scored_rows(split), run.task.name
-        (result,) = score_predictors([saved], [predicted], rows, split, self._metrics, 0, task)
+        predicted, rows = examples.predict(saved, split), examples.scored_rows(split)
+        computed, task = choose_metrics(run.task.metrics, metrics), run.task.name
+        (result,) = score_predictors([saved], [predicted], rows, split, computed, 0, task)
         held_out = head.fit.held_out
         return TrialRecord(
             scores=[result.to_json()],
@@ -574,3 +534,5 @@ class _Fitter:
                 held_out.predictions.tolist(), [finite_or_none(score) for score in held_out.scores]
             ),
         )
+
+    return fit

@@ -188,7 +188,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     if settings.keep:
-        save_best_trial(run, grid.finished(grid.trials), "auto")
+        save_best_trial(run, grid, "auto")
     return comparison
 
 
@@ -328,17 +328,14 @@ def _fit_systems(
         for zeroshot in zero_shot_heads(run, prompt)
         if settings.plain or zeroshot.view.subtract == run.kind.subtracts
     ]
-    flat = [trial for seeded in trials for trial in seeded]
-    grid = fit_trials(run, split, flat, "comparisons", settings.workers)
+    grid = fit_trials(run, split, trials, "comparisons", settings.workers)
     systems = []
-    for seeded in trials:
-        fits = grid.finished(dict.fromkeys(trial.digest(run, split) for trial in seeded))
-        if fits:
-            trial = fits[0][0]
-            control = trial.view.prompts[0].control or ""
-            result, similarity = combine_seeds(fits, split, {"control": control})
-            group = (trial.recipe.name, trial.view.subtract)
-            systems.append(ComparedSystem(group, result, similarity))
+    for fits in grid.finished():
+        trial = fits[0][0]
+        control = trial.view.prompts[0].control or ""
+        result, similarity = combine_seeds(fits, split, {"control": control})
+        group = (trial.recipe.name, trial.view.subtract)
+        systems.append(ComparedSystem(group, result, similarity))
     return systems, grid
 
 

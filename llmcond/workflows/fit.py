@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from llmcond.runs import Run, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.examples import Examples, load_examples
 from llmcond.runs.rated import DevFit
 from llmcond.runs.trials import (
+    Grid,
     Trial,
     TrialRecord,
     combine_seeds,
@@ -327,10 +327,11 @@ def _fit_with_dev(with_dev: DevFit, folds: int) -> FittedHead:
     return replace(head, fit=replace(head.fit, record=record))
 
 
-def save_best_trial(run: Run, fits: Iterable[tuple[Trial, TrialRecord]], device: str) -> None:
+def save_best_trial(run: Run, grid: Grid[Trial], device: str) -> None:
     """Save the trial with the best score on dev as a head of the run, without control prompts."""
     scored = [
         (record.dev_score, trial)
+        for fits in grid.finished()
         for trial, record in fits
         if record.dev_score is not None and not any(prompt.control for prompt in trial.view.prompts)
     ]
@@ -394,11 +395,10 @@ def sweep(options: SweepOptions) -> SweepResult:
     split = run.scored_split(options.split)
     examples = load_examples(run)
     rows = examples.scored_rows(split)
-    trials = list(_make_trials(run, options))
     grid = fit_trials(
         run,
         split,
-        trials,
+        list(_make_trials(run, options)),
         "sweep",
         options.workers,
         metrics,
@@ -406,8 +406,7 @@ def sweep(options: SweepOptions) -> SweepResult:
         options.curve_split(),
         options.log,
     )
-    finished = grid.finished(grid.trials)
-    groups = _group_seeds(finished)
+    groups = grid.finished()
     points = [combine_seeds(group, split) for group in groups]
     selected_metrics = choose_metrics(run.task.metrics, metrics)
     results, predictions = zip(*points, strict=True)
@@ -422,12 +421,12 @@ def sweep(options: SweepOptions) -> SweepResult:
     report = {**result.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     if options.keep:
-        save_best_trial(run, finished, device)
+        save_best_trial(run, grid, device)
     return result
 
 
-def _make_trials(run: Run, options: SweepOptions) -> Iterator[Trial]:
-    """Yield every trial; errors in settings are raised before the first fit."""
+def _make_trials(run: Run, options: SweepOptions) -> Iterator[list[Trial]]:
+    """Yield the trials of each combination, one for each seed; check all before the first fit."""
     if not options.head:
         raise UserError("no head is named. Name one or more, such as --head mlp.")
     vary, changes = options.varied(), options.set or {}
@@ -446,19 +445,8 @@ def _make_trials(run: Run, options: SweepOptions) -> Iterator[Trial]:
             view = recipe_view(
                 varied_recipe, run.find_prompts(names, varied_recipe.features), subtract
             )
-            for seed in range(options.seeds):
-                yield Trial(varied_recipe, seed, varied, view, varied.get("dim"))
-
-
-def _group_seeds(fits: Iterable[_Fit]) -> list[list[_Fit]]:
-    """Return the fits of each combination of settings, which differ in their seeds."""
-    groups: dict[str, list[_Fit]] = {}
-    for trial, record in fits:
-        # Recipes with the same name from different folders differ in their path or settings.
-        recipe = [trial.recipe.path, asdict(trial.recipe.settings), trial.dim]
-        key = json.dumps([trial.name, recipe])
-        groups.setdefault(key, []).append((trial, record))
-    return list(groups.values())
+            dim = varied.get("dim")
+            yield [Trial(varied_recipe, seed, varied, view, dim) for seed in range(options.seeds)]
 
 
 def _add_held_out(result: Result, group: Sequence[_Fit], examples: Examples) -> Result:

@@ -56,19 +56,16 @@ class PlannedTraining(AnyTrial):
     """One training of a sweep, whose input has been checked.
 
     Attributes:
-        job: the training. Its folder is named by the digest.
-        digest: a digest of everything that decides the trained weights.
+        job: the training. Its folder is named by a digest of what decides the trained weights.
     """
 
     job: TrainingJob
-    digest: str
 
 
-def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[list[PlannedTraining]]:
-    """Return the trainings of each combination of settings, one for each seed.
+def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[dict[str, PlannedTraining]]:
+    """Return the trainings of each combination of settings by digest, one for each seed.
 
-    Everything is checked before the first training. Combinations that amount to the same training
-    are planned once.
+    Everything is checked before the first training.
 
     Args:
         options: the options of the command.
@@ -94,7 +91,7 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[list[Planned
     # Ensembles train with several seeds each, which must not overlap.
     seeds = range(options.seed, options.seed + options.seeds * options.ensemble, options.ensemble)
     read = _share_data()
-    planned: dict[str, list[PlannedTraining]] = {}
+    groups = []
     for number, values in enumerate(grid):
         texts = dict(zip(varied, values, strict=True))
         with _quiet(number > 0):
@@ -106,9 +103,14 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[list[Planned
         if not number:
             _check_dev(job)
         settings = _read_settings(job, texts)
-        trainings = [_with_digest(job.with_seed(seed), settings, folder) for seed in seeds]
-        planned.setdefault(trainings[0].digest, trainings)
-    return list(planned.values())
+        jobs = [job.with_seed(seed) for seed in seeds]
+        digests = [digest_text(json.dumps(job.config, sort_keys=True)) for job in jobs]
+        trainings = [
+            PlannedTraining(job.recipe, job.seed, settings, job.in_folder(folder / digest))
+            for job, digest in zip(jobs, digests, strict=True)
+        ]
+        groups.append(dict(zip(digests, trainings, strict=True)))
+    return groups
 
 
 def _check_names(
@@ -175,14 +177,6 @@ def _read_settings(job: TrainingJob, names: Iterable[str]) -> dict[str, Any]:
         value = getattr(job.options, name) if is_option else head[name.removeprefix(_HEAD)]
         settings[key] = "+".join(value) if isinstance(value, tuple) else value
     return settings
-
-
-def _with_digest(job: TrainingJob, settings: Mapping[str, Any], folder: Path) -> PlannedTraining:
-    """Name the folder of a training by the digest of what decides its weights."""
-    digest = digest_text(json.dumps(job.config, sort_keys=True))
-    return PlannedTraining(
-        job.recipe, job.seed, settings, job.with_seed(job.seed, run=folder / digest), digest
-    )
 
 
 def _check_dev(job: TrainingJob) -> None:
@@ -289,10 +283,11 @@ def sweep_lora(options: SweepLoraOptions) -> LoraSweepResult:
     if (folder / "run.json").exists() or (folder / RECORD).exists():
         raise UserError(f"{folder} already holds a run. Name another --run.")
     groups = plan_trainings(options, folder / _TRAININGS)
-    search = _Search(folder, groups, options)
-    search.run()
+    job = next(iter(groups[0].values())).job
+    search = _Search(folder, groups, job.task.main_metric, options)
+    search.run(job)
     result = search.finish()
-    data = groups[0][0].job.dataset.to_json()
+    data = job.dataset.to_json()
     write_json(folder / "sweep.json", {**result.to_json(), "data": data, **provenance()})
     if result.test is not None:
         test, seeds = result.test, format_count(len(result.test.seeds), "seed")
@@ -305,23 +300,24 @@ class _Search:
     """The trainings of a sweep, with the records of those that have finished."""
 
     def __init__(
-        self, folder: Path, groups: Sequence[Sequence[PlannedTraining]], options: SweepLoraOptions
+        self,
+        folder: Path,
+        groups: Sequence[Mapping[str, PlannedTraining]],
+        metric: Metric,
+        options: SweepLoraOptions,
     ) -> None:
-        self._folder, self._options = folder, options
-        self._groups = [[training.digest for training in group] for group in groups]
-        trainings = {training.digest: training for group in groups for training in group}
-        self._metric: Metric = groups[0][0].job.task.main_metric
-        self._grid = Grid(trainings, folder / _TRAININGS, self._metric, "dev", "training")
+        self._folder, self._options, self._metric = folder, options, metric
+        self._grid = Grid(groups, folder / _TRAININGS, metric, "dev", "training")
 
-    def run(self) -> None:
+    def run(self, job: TrainingJob) -> None:
         """Run the trainings that have not finished; see ``sweep_lora``."""
         trainings, records = self._grid.trials, self._grid.records
         log.info(
-            f"{len(trainings):,} trainings ({len(self._groups):,} combinations of settings), "
+            f"{len(trainings):,} trainings ({len(self._grid.groups):,} combinations of settings), "
             f"{len(records):,} of them already done"
         )
         n_missing = len(trainings) - len(records)
-        gpus = _list_gpus(self._options, next(iter(trainings.values())).job)
+        gpus = _list_gpus(self._options, job)
         count = min(self._options.workers or max(1, len(gpus)), n_missing)
         queue = None
         if gpus and count > 1:
@@ -353,10 +349,10 @@ class _Search:
             return -math.inf
         return float(score) if self._metric.higher_is_better else -float(score)
 
-    def _finished(self, group: Sequence[str]) -> list[str]:
+    def _finished(self, group: Iterable[str]) -> list[str]:
         return [digest for digest in group if digest in self._grid.records]
 
-    def _rank(self, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    def _rank(self, groups: Iterable[Iterable[str]]) -> list[list[str]]:
         """Return the finished trainings of each combination, those of the best one first.
 
         Combinations with failed trainings come last. Ties keep the order of the grid.
@@ -377,9 +373,9 @@ class _Search:
         if self._options.keep_all:
             return
         done = self._grid.records.keys() | self._grid.failures.keys()
-        complete = [group for group in self._groups if done.issuperset(group)]
+        complete = [group for group in self._grid.groups if done.issuperset(group)]
         needed = {self._best_seed(group) for group in self._rank(complete)[:1]}
-        for group in self._groups:
+        for group in self._grid.groups:
             finished = self._finished(group)
             if finished and group not in complete:
                 needed.add(self._best_seed(finished))
@@ -388,14 +384,15 @@ class _Search:
 
     def finish(self) -> LoraSweepResult:
         """Keep the best training in the folder ``best``, and return the results."""
-        ranked = self._rank(self._groups)
+        ranked = self._rank(self._grid.groups)
         best_digest = self._best_seed(ranked[0])
         best = self._keep_best(best_digest)
         run = open_any_run(best)
         examples, metrics = load_examples(run), choose_metrics(run.task.metrics)
 
         def score(groups: Sequence[Sequence[str]], split: str) -> list[Result]:
-            trials = map(self._grid.finished, groups)
+            grid = self._grid
+            trials = [[(grid.trials[d], grid.records[d]) for d in group] for group in groups]
             results = [combine_seeds(group, split) for group in trials]
             described, predictions = zip(*results, strict=True)
             return score_results(described, predictions, examples.scored_rows(split), metrics)

@@ -235,7 +235,7 @@ def test_killed_process_reports_one_line(capsys, monkeypatch, folder):
     def lose_process(futures, *_):
         raise BrokenProcessPool("A process was terminated abruptly")
 
-    monkeypatch.setattr(TRIALS, "iterate_completed", lose_process)
+    monkeypatch.setattr(TRIALS, "wait", lose_process)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert run(sweep_arguments(folder, *DIMS, workers=2)) == 1
     err = capsys.readouterr().err

@@ -10,9 +10,11 @@ from helpers.dialogues import write_dialogues
 from helpers.flags import change_flags
 
 import llmcond
+from llmcond.base.metrics import METRICS
 from llmcond.base.run_log import read_log
 from llmcond.cli import run
 from llmcond.options.training import SweepLoraOptions
+from llmcond.runs.trials import Grid
 from llmcond.workflows import sweep_lora
 from llmcond.workflows.sweep_lora import plan_trainings
 
@@ -209,7 +211,9 @@ def plan(tiny_bert, data, tmp_path):
         planned = plan_trainings(
             SweepLoraOptions(**{"head": "none", **common, **options}), tmp_path
         )
-        return [(group[0].settings, [training.job for training in group]) for group in planned]
+        grid = Grid(planned, tmp_path, METRICS["spearman"], "dev", "training")
+        trainings = [list(group.values()) for group in grid.groups]
+        return [(group[0].settings, [training.job for training in group]) for group in trainings]
 
     return plan_sweep
 
