@@ -17,7 +17,6 @@ from llmcond.base.errors import UserError
 from llmcond.base.files import check_writable, write_json
 from llmcond.base.metrics import (
     Estimate,
-    Metric,
     choose_metrics,
     estimates_json,
     finite_or_none,
@@ -34,7 +33,7 @@ from llmcond.evaluation.results import (
 )
 from llmcond.features.view import FeatureView, recipe_view
 from llmcond.heads import FittedHead, Recipe, load_recipe, save_head
-from llmcond.heads.numpy_heads import choose_settings
+from llmcond.heads.numpy_heads import HeldOut, choose_settings
 from llmcond.options.training import DevOptions, FitHeadOptions, SweepOptions
 from llmcond.report.tables import dev_gain_text, estimate_text
 from llmcond.runs import Run, RunHead, head_name, head_record, open_any_run
@@ -43,7 +42,6 @@ from llmcond.runs.rated import DevFit
 from llmcond.runs.trials import (
     Grid,
     Trial,
-    TrialRecord,
     combine_seeds,
     fit_trials,
     format_settings,
@@ -229,7 +227,15 @@ def fit_and_save(
         seconds, record = time.monotonic() - began, fitted.fit.record
         dev_score = math.nan if dev_options else examples.score_on_dev(fitted, view)
         held_out = examples.score_held_out([fitted.fit.held_out])
-        run_log.write("end", _final_figures(record, metric, dev_score, held_out, seconds))
+        run_log.write(
+            "end",
+            {
+                **{key: record[key] for key in record if key not in ("curve", "members")},
+                f"dev_{metric.name}": dev_score,
+                **{f"held_out_{name}": estimate.value for name, estimate in held_out.items()},
+                "seconds": round(seconds, 3),
+            },
+        )
     for text in fitted.fit.notes:
         log.info(text)
     replaced = (folder / "head.json").is_file()
@@ -294,22 +300,6 @@ def _compare_with_zero_shot(
             f"{name}, or llmcond heads --run {run.folder} --default {name}"
         )
     return {"zero_shot": {"name": zero_shot, f"dev_{metric.name}": score}}
-
-
-def _final_figures(
-    record: Mapping[str, Any],
-    metric: Metric,
-    dev_score: float,
-    held_out: Mapping[str, Estimate],
-    seconds: float,
-) -> dict[str, Any]:
-    """Return the figures at the end of a fit's log: those of its record, and the scores."""
-    return {
-        **{key: value for key, value in record.items() if key not in ("curve", "members")},
-        f"dev_{metric.name}": dev_score,
-        **{f"held_out_{name}": estimate.value for name, estimate in held_out.items()},
-        "seconds": round(seconds, 3),
-    }
 
 
 def _fit_with_dev(with_dev: DevFit, folds: int) -> FittedHead:
@@ -379,9 +369,6 @@ class SweepResult(FittedResults):
         return {**FittedResults.to_json(self), **choice}
 
 
-_Fit = tuple[Trial, TrialRecord]
-
-
 def sweep(options: SweepOptions) -> SweepResult:
     """Fit and score heads for every combination of settings, each with several seeds.
 
@@ -407,16 +394,16 @@ def sweep(options: SweepOptions) -> SweepResult:
         options.log,
     )
     groups = grid.finished()
-    points = [combine_seeds(group, split) for group in groups]
-    selected_metrics = choose_metrics(run.task.metrics, metrics)
-    results, predictions = zip(*points, strict=True)
-    scored, choice = score_results(results, predictions, rows, selected_metrics), None
+    results, predictions = zip(*(combine_seeds(group, split) for group in groups), strict=True)
+    computed = choose_metrics(run.task.metrics, metrics)
+    scored, choice = score_results(results, predictions, rows, computed), None
     if split == "dev":
+        held_out = [[record.held_out_arrays for _, record in group] for group in groups]
         scored = [
-            _add_held_out(result, group, examples)
-            for result, group in zip(scored, groups, strict=True)
+            replace(result, held_out=examples.score_held_out(parts).get(result.primary.name))
+            for result, parts in zip(scored, held_out, strict=True)
         ]
-        choice = _score_choice(scored, groups, examples)
+        choice = _score_choice(scored, held_out, examples)
     result = SweepResult(best_first(scored), list(grid.failures.values()), choice)
     report = {**result.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
@@ -449,18 +436,12 @@ def _make_trials(run: Run, options: SweepOptions) -> Iterator[list[Trial]]:
             yield [Trial(varied_recipe, seed, varied, view, dim) for seed in range(options.seeds)]
 
 
-def _add_held_out(result: Result, group: Sequence[_Fit], examples: Examples) -> Result:
-    scores = examples.score_held_out([record.held_out_arrays for _, record in group])
-    return replace(result, held_out=scores.get(result.primary.name))
-
-
 def _score_choice(
-    results: Sequence[Result], groups: Sequence[Sequence[_Fit]], examples: Examples
+    results: Sequence[Result], held_out: Sequence[Sequence[HeldOut | None]], examples: Examples
 ) -> dict[str, Any] | None:
-    """Score the choice of the best result on dev by held-out predictions."""
-    held_out = [[record.held_out_arrays for _, record in group] for group in groups]
+    """Score the choice of the best result on dev by the held-out predictions of their seeds."""
     complete = [[part for part in parts if part is not None] for parts in held_out]
-    if len(groups) < 2 or {len(parts) for parts in complete} != {len(held_out[0])}:
+    if len(results) < 2 or {len(parts) for parts in complete} != {len(held_out[0])}:
         return None
     rows = examples.scored_rows("dev")
     metric = get_metric(examples.run.dev_metric)

@@ -9,8 +9,7 @@ import math
 import os
 import shutil
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -90,26 +89,36 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[dict[str, Pl
         grid = [grid[i] for i in sorted(order[: options.trials])]
     # Ensembles train with several seeds each, which must not overlap.
     seeds = range(options.seed, options.seed + options.seeds * options.ensemble, options.ensemble)
-    read = _share_data()
-    groups = []
-    for number, values in enumerate(grid):
-        texts = dict(zip(varied, values, strict=True))
-        with _quiet(number > 0):
+    datasets: dict[tuple[str, ...], Any] = {}
+
+    def read(task: AnyTask[Any], data: DataOptions) -> Any:
+        # Prompts may need further columns; all other options are the same.
+        if data.extra not in datasets:
+            datasets[data.extra] = read_data(task, data)
+        return datasets[data.extra]
+
+    groups: list[dict[str, PlannedTraining]] = []
+    level = log.level
+    try:
+        for values in grid:
+            texts = dict(zip(varied, values, strict=True))
             try:
                 job = plan_training(_with_settings(base, texts), task, read)
             except UserError as error:
                 where = f"--vary {format_settings(texts)}: " if texts else ""
                 raise UserError(f"{where}{str(error).removeprefix('--set: ')}") from error
-        if not number:
-            _check_dev(job)
-        settings = _read_settings(job, texts)
-        jobs = [job.with_seed(seed) for seed in seeds]
-        digests = [digest_text(json.dumps(job.config, sort_keys=True)) for job in jobs]
-        trainings = [
-            PlannedTraining(job.recipe, job.seed, settings, job.in_folder(folder / digest))
-            for job, digest in zip(jobs, digests, strict=True)
-        ]
-        groups.append(dict(zip(digests, trainings, strict=True)))
+            if not groups:
+                _check_dev(job)
+                log.setLevel(logging.WARNING)  # each further plan would repeat the notes
+            settings, group = _read_settings(job, texts), {}
+            for seed in seeds:
+                seeded = job.with_seed(seed)
+                digest = digest_text(json.dumps(seeded.config, sort_keys=True))
+                seeded = seeded.with_seed(seed, run=folder / digest)
+                group[digest] = PlannedTraining(seeded.recipe, seed, settings, seeded)
+            groups.append(group)
+    finally:
+        log.setLevel(level)
     return groups
 
 
@@ -193,32 +202,6 @@ def _check_dev(job: TrainingJob) -> None:
             f"sweep-lora chooses the best settings on dev, and {job.dataset.source} has no dev "
             f"split with {job.task.unit}. Add one."
         )
-
-
-def _share_data() -> Any:
-    """Return a reader that reads the same data only once."""
-    datasets: dict[tuple[str, ...], Any] = {}
-
-    def read(task: AnyTask[Any], options: DataOptions) -> Any:
-        # Prompts may need further columns; all other options are the same.
-        key = tuple(options.extra)
-        if key not in datasets:
-            datasets[key] = read_data(task, options)
-        return datasets[key]
-
-    return read
-
-
-@contextmanager
-def _quiet(active: bool) -> Iterator[None]:
-    """Do not log notes, which each plan would repeat, if ``active``."""
-    level = log.level
-    if active:
-        log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 #: The folders for all trainings, and for the best of them.

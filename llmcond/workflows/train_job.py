@@ -283,10 +283,6 @@ class TrainingJob:
         """The random seed."""
         return self.options.seed
 
-    def in_folder(self, folder: Path) -> Self:
-        """Return the same training with another folder."""
-        return replace(self, options=replace(self.options, run=folder))
-
     def with_seed(self, seed: int, **options: Any) -> Self:
         """Return the same training with another seed, and perhaps other options."""
         changed = replace(self.options, seed=seed, **options)
