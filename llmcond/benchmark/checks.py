@@ -336,7 +336,7 @@ def _compare_head_fits(bench: CheckEnvironment) -> tuple[float, str]:
 def fit_head(device: str) -> Vectors:
     """Return the weights, (32, 128), of a linear head after three epochs on random features."""
     from llmcond.heads.conditioned import Linear
-    from llmcond.heads.fit import fit_by_gradient
+    from llmcond.heads.fit import fit_recipe
     from llmcond.heads.numpy_heads import PairArrays
     from llmcond.heads.recipes import Recipe
 
@@ -347,8 +347,8 @@ def fit_head(device: str) -> Vectors:
         dim=32, dropout=0.0, learning_rate=1e-3, batch_size=64, epochs=3, patience=3
     )
     recipe = Recipe("linear", "", "", "linear", Linear, settings)
-    module, _ = fit_by_gradient(recipe, pairs, None, 0, lambda *_: None, device)
-    return np.asarray(module.get_parameter("weight").detach().cpu().numpy())
+    head = fit_recipe(recipe, pairs, None, 0, lambda *_: None, device)
+    return np.asarray(head.tensors["weight"])
 
 
 def _check_lora_steps(bench: CheckEnvironment) -> tuple[float, str]:

@@ -33,7 +33,7 @@ from llmcond.finetune.settings import AspectSettings
 from llmcond.heads import FittedHead, PairArrays, Recipe, SharedRows
 from llmcond.heads.conditioned import Regression, RegressionSettings
 from llmcond.heads.fit import load_start
-from llmcond.heads.fitted import FittedModule, fitted_class
+from llmcond.heads.fitted import FittedModule, fitted_head
 from llmcond.heads.module import (
     Batch,
     HeadModule,
@@ -164,9 +164,8 @@ class TrainedModel(nn.Module, Generic[R, F]):
         """Return a copy of the current head as a fitted head."""
         # Dropout is seeded again before each use, and some generators cannot be copied.
         self.head.seed_dropout(None)
-        module, family = copy.deepcopy(self.head).freeze(), type(self.head)
-        fitted: Any = fitted_class(family)
-        head: F = fitted(self.kind, family, module, self.seed, FitReport(record or {}))
+        module, fit = copy.deepcopy(self.head), FitReport(record or {})
+        head: F = fitted_head(self.kind, module, self.seed, fit)
         return head
 
     def seed_dropout(self, seed: list[int]) -> None:

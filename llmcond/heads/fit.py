@@ -18,7 +18,14 @@ from llmcond.base.arrays import as_matrix
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS, Metric, finite_or_none
 from llmcond.base.system import choose_device, free_memory, native_bfloat16
-from llmcond.heads.fitted import FittedHead, FittedModule, Loader, RatedRows, fitted_class
+from llmcond.heads.fitted import (
+    FittedHead,
+    FittedModule,
+    Loader,
+    RatedRows,
+    fitted_class,
+    fitted_head,
+)
 from llmcond.heads.module import (
     Ensemble,
     HeadModule,
@@ -115,9 +122,17 @@ class HeadTrainer(ABC, Generic[M, H]):
     def loss(self, batch: Any) -> Tensor:
         """Return the mean loss of a batch, a scalar."""
 
-    @abstractmethod
     def current_head(self) -> H:
-        """Return the current state of the head, to be scored on dev."""
+        """Return a copy of the current state as a fitted head, to be scored on dev.
+
+        The state of dropout is unchanged.
+        """
+        state = {name: value.clone() for name, value in self.module.state_dict().items()}
+        with torch.device("meta"):
+            copied = HeadTrainer.create_module(self)
+        copied.load_state_dict(state, assign=True)
+        head: H = fitted_head(self.recipe.kind, copied, self.seed)
+        return head
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the optimiser's parameter groups: first the head's, then the objective's."""
@@ -139,14 +154,6 @@ class HeadTrainer(ABC, Generic[M, H]):
     def record(self) -> dict[str, Any]:
         """Return additional entries of the fit's record for this kind of head."""
         return {}
-
-    def frozen_copy(self) -> M:
-        """Return a copy of the module for a fitted head; the state of dropout is unchanged."""
-        state = {name: value.clone() for name, value in self.module.state_dict().items()}
-        with torch.device("meta"):
-            copied = HeadTrainer.create_module(self)
-        copied.load_state_dict(state, assign=True)
-        return copied.freeze()
 
     def run(self, on_epoch: OnEpoch) -> tuple[M, FitReport]:
         """Fit the module; return it on the CPU, as it was after the best epoch, and the record.
@@ -234,17 +241,17 @@ class HeadTrainer(ABC, Generic[M, H]):
 
 
 def fit_members(
-    fitting: Callable[[int], HeadTrainer[M, H]],
-    members: int,
+    fitting: Callable[[int], HeadTrainer[Any, Any]],
+    recipe: Recipe,
     seed: int,
     on_epoch: OnEpoch,
     start: FittedModule | None = None,
-) -> tuple[Any, FitReport]:
-    """Fit one head, or the heads of an ensemble with different seeds; return the module and record.
+) -> Any:
+    """Fit one head, or the heads of an ensemble with different seeds; return the fitted head.
 
     Args:
         fitting: function that returns the ``HeadTrainer`` of one member, given its seed.
-        members: number of members.
+        recipe: kind of the head, and settings with the number of members.
         seed: random seed of the first member.
         on_epoch: function that is called with the progress.
         start: fitted head with the initial parameters; None: new ones. Each member starts from the
@@ -253,26 +260,26 @@ def fit_members(
     Raises:
         UserError: the parameters of ``start`` have other names or shapes, or as ``HeadTrainer``.
     """
-    seeds = [(seed + number * _SEED_STEP) % 2**32 for number in range(members)]
-    starts: list[Any] = [None] * members if start is None else members_of(start.module)
-    if len(starts) != members:
+    count = recipe.settings.members
+    starts: list[Any] = [None] * count if start is None else members_of(start.module)
+    if len(starts) != count:
         raise UserError(
-            f"the head to start from has {len(starts)} members, but the new head has {members}. "
+            f"the head to start from has {len(starts)} members, but the new head has {count}. "
             f"Set members to {len(starts)}, or start from another head."
         )
     fitted = []
-    for number, (member_seed, start_module) in enumerate(zip(seeds, starts, strict=True)):
-        trainer = fitting(member_seed)
+    for number, start_module in enumerate(starts):
+        trainer = fitting((seed + number * _SEED_STEP) % 2**32)
         if start_module is not None:
             load_start(trainer.module, start_module)
-        in_member = on_epoch if members == 1 else in_stage(on_epoch, f"member-{number}")
+        in_member = on_epoch if count == 1 else in_stage(on_epoch, f"member-{number}")
         fitted.append(trainer.run(in_member))
     module, fit = fitted[0]
-    if members == 1:
-        return module, fit
-    curves = [{key: fit.record.get(key) for key in ("best_epoch", "curve")} for _, fit in fitted]
-    ensemble = Ensemble([module for module, _ in fitted]).freeze()
-    return ensemble, FitReport({**fit.record, "members": curves}, fit.notes)
+    if count > 1:
+        curves = [{key: f.record.get(key) for key in ("best_epoch", "curve")} for _, f in fitted]
+        module = Ensemble([member for member, _ in fitted])
+        fit = FitReport({**fit.record, "members": curves}, fit.notes)
+    return fitted_head(recipe.kind, module, seed, fit)
 
 
 def load_start(module: HeadModule, start: HeadModule) -> None:
@@ -327,74 +334,6 @@ def _check_memory(recipe: Recipe, dims: tuple[int, ...], device: torch.device) -
             "one."
         )
     return n_parameters
-
-
-def fit_by_gradient(
-    recipe: Recipe,
-    pairs: PairArrays,
-    dev: PairArrays | None,
-    seed: int,
-    on_epoch: OnEpoch,
-    device: str = "cpu",
-    metric: Metric = METRICS["spearman"],
-    start: FittedHead | None = None,
-    curve_splits: Mapping[str, PairArrays] | None = None,
-) -> tuple[HeadModule, FitReport]:
-    """Fit a head of rated pairs, or each head of an ensemble; return it on the CPU.
-
-    The result has the weights of the epoch with the best ``metric`` on dev; without dev, those of
-    the last epoch. The learning curve contains the metric as ``dev_NAME``, and for each of
-    ``curve_splits`` as ``SPLIT_NAME``. Features keep their type; only batches are copied to
-    float32.
-
-    Raises:
-        UserError: the parameters do not fit into memory, those of ``start`` have other shapes, an
-            objective needs contrastive pairs and there are none, or the loss became NaN or
-            infinite.
-    """
-    target_device, dev_score, settings = torch.device(device), None, recipe.settings
-
-    def scorer(
-        rows: PairArrays, by_epoch: list[NDArray[np.float32]] | None = None
-    ) -> Callable[[HeadModule], float]:
-        loader = Loader(rows, settings, torch.Generator(), torch.float32, target_device)
-        return partial(_compute_score, metric=metric, rows=rows, loader=loader, by_epoch=by_epoch)
-
-    by_epoch: list[NDArray[np.float32]] | None = None
-    if dev is not None and len(dev):
-        if len(dev) * settings.epochs * settings.members <= MAX_VALUES:
-            by_epoch = []
-        others = {
-            score_key(split, metric.name): scorer(rows)
-            for split, rows in (curve_splits or {}).items()
-        }
-        dev_score = DevScore(metric, scorer(dev, by_epoch), others)
-    score_name = score_key("dev", metric.name)
-    dims = pairs.dim, pairs.dim_condition
-    fitting = partial(
-        _PairFitting, recipe, dims, pairs, dev_score, target_device, score_name=score_name
-    )
-    module, fit = fit_members(fitting, settings.members, seed, on_epoch, start)
-    if fit.notes:  # nothing was fitted
-        return module, fit
-    notes = []
-    if fit.record["selected_on"] is None and dev is not None:
-        notes.append(
-            "the dev score is undefined (all ratings or all predictions on dev are equal), so the "
-            "last epoch is kept"
-        )
-    if len(pairs) < settings.batch_size:
-        notes.append(
-            f"the {len(pairs):,} training rows are fewer than batch_size {settings.batch_size:,}, "
-            "so every epoch is one step; lower batch_size for more steps"
-        )
-    held_out = None
-    if by_epoch and dev is not None and fit.record["selected_on"] == "dev":
-        curves = [part["curve"] for part in fit.record.get("members", [fit.record])]
-        ends = np.cumsum([len(curve) for curve in curves])[:-1]
-        members = np.split(np.array(by_epoch), ends)
-        held_out = hold_out(members, metric, dev.rating, dev.groups)
-    return module, replace(fit, notes=tuple(notes), held_out=held_out)
 
 
 def fit_recipe(
@@ -452,6 +391,66 @@ def fit_recipe(
         [1, 2]
     """
     device, family = choose_device(device), recipe.family
+    _check_pairs(recipe, pairs)
+    if not family.conditioned:
+        # A saved head records the size of its conditions, so drop those that it does not read.
+        pairs = replace(pairs, condition=None)
+        dev = None if dev is None else replace(dev, condition=None)
+        curve_splits = {
+            split: replace(rows, condition=None) for split, rows in (curve_splits or {}).items()
+        }
+    if not family.supervised:
+        module = family(recipe.settings, pairs.dim, pairs.dim_condition)
+        solution = module.solve(pairs, seed)
+        return FittedHead(recipe.kind, module.freeze(), seed, solution)
+    target_device, dev_score, settings = torch.device(device), None, recipe.settings
+
+    def scorer(
+        rows: PairArrays, by_epoch: list[NDArray[np.float32]] | None = None
+    ) -> Callable[[HeadModule], float]:
+        loader = Loader(rows, settings, torch.Generator(), torch.float32, target_device)
+        return partial(_compute_score, metric=metric, rows=rows, loader=loader, by_epoch=by_epoch)
+
+    by_epoch: list[NDArray[np.float32]] | None = None
+    if dev is not None and len(dev):
+        if len(dev) * settings.epochs * settings.members <= MAX_VALUES:
+            by_epoch = []
+        others = {
+            score_key(split, metric.name): scorer(rows)
+            for split, rows in (curve_splits or {}).items()
+        }
+        dev_score = DevScore(metric, scorer(dev, by_epoch), others)
+    score_name = score_key("dev", metric.name)
+    dims = pairs.dim, pairs.dim_condition
+    fitting = partial(
+        _PairFitting, recipe, dims, pairs, dev_score, target_device, score_name=score_name
+    )
+    head: FittedHead = fit_members(fitting, recipe, seed, on_epoch, start)
+    fit, notes = head.fit, []
+    if fit.notes:  # nothing was fitted
+        return head
+    if fit.record["selected_on"] is None and dev is not None:
+        notes.append(
+            "the dev score is undefined (all ratings or all predictions on dev are equal), so the "
+            "last epoch is kept"
+        )
+    if len(pairs) < settings.batch_size:
+        notes.append(
+            f"the {len(pairs):,} training rows are fewer than batch_size {settings.batch_size:,}, "
+            "so every epoch is one step; lower batch_size for more steps"
+        )
+    held_out = None
+    if by_epoch and dev is not None and fit.record["selected_on"] == "dev":
+        curves = [part["curve"] for part in fit.record.get("members", [fit.record])]
+        ends = np.cumsum([len(curve) for curve in curves])[:-1]
+        members = np.split(np.array(by_epoch), ends)
+        held_out = hold_out(members, metric, dev.rating, dev.groups)
+    return replace(head, fit=replace(fit, notes=tuple(notes), held_out=held_out))
+
+
+def _check_pairs(recipe: Recipe, pairs: PairArrays) -> None:
+    """Raise a UserError if a head cannot be fitted on training pairs."""
+    family = recipe.family
     if not issubclass(fitted_class(family), FittedHead):
         raise UserError(
             f"the head {recipe.name} ranks candidates; it cannot be fitted on rated pairs."
@@ -472,27 +471,11 @@ def fit_recipe(
             f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Check "
             "that the features were extracted with the right prompt."
         )
-    if not family.conditioned:
-        # A saved head records the size of its conditions, so drop those that it does not read.
-        pairs = replace(pairs, condition=None)
-        dev = None if dev is None else replace(dev, condition=None)
-        curve_splits = {
-            split: replace(rows, condition=None) for split, rows in (curve_splits or {}).items()
-        }
-    elif not pairs.dim_condition:
+    if family.conditioned and not pairs.dim_condition:
         raise UserError(
             f"the {recipe.kind} head needs the features of each condition, and none were given. "
             "Pass them with PairArrays(..., condition=...)."
         )
-    if family.supervised:
-        module, fit = fit_by_gradient(
-            recipe, pairs, dev, seed, on_epoch, device, metric, start, curve_splits
-        )
-    else:
-        module = family(recipe.settings, pairs.dim, pairs.dim_condition)
-        fit = module.solve(pairs, seed)
-        module.freeze()
-    return FittedHead(recipe.kind, family, module, seed, fit)
 
 
 def _vectors_differ(pairs: PairArrays) -> bool:

@@ -35,6 +35,7 @@ from llmcond.heads.module import (
     HeadModule,
     adjacent_pairs,
     contrast_groups,
+    members_of,
 )
 from llmcond.heads.numpy_heads import (
     ACTIVATIONS,
@@ -266,7 +267,6 @@ class FittedModule:
 
     Attributes:
         kind: name of its family in recipes and in head.json.
-        family: class of the module, or of each member of an ensemble.
         module: the module with its parameters, as ``HeadModule.freeze`` returns it.
         seed: random seed of initialisation, dropout and row order.
         fit: record of the fit.
@@ -279,10 +279,14 @@ class FittedModule:
     mismatch_reason: ClassVar[str]
 
     kind: str
-    family: type[HeadModule]
     module: HeadModule
     seed: int
     fit: FitReport = field(default_factory=FitReport)
+
+    @property
+    def family(self) -> type[HeadModule]:
+        """Class of the module, or of each member of an ensemble."""
+        return type(members_of(self.module)[0])
 
     @property
     def settings(self) -> Any:
@@ -333,7 +337,6 @@ class FittedHead(FittedModule):
 
     Attributes:
         kind: name of its family in recipes and in head.json.
-        family: class of the module, or of each member of an ensemble.
         module: the module with its parameters.
         seed: random seed of initialisation, dropout and row order.
         fit: record of the fit, and notes for the user.
@@ -561,3 +564,9 @@ class ConditionCache:
 def fitted_class(family: type[HeadModule]) -> type[FittedModule]:
     """Return the class of fitted heads of a family."""
     return family.Fitted or FittedHead
+
+
+def fitted_head(kind: str, module: HeadModule, seed: int, fit: FitReport = FitReport()) -> Any:
+    """Freeze a module, or an ensemble, and return it as a fitted head of its family's class."""
+    fitted = fitted_class(type(members_of(module)[0]))
+    return fitted(kind, module.freeze(), seed, fit)

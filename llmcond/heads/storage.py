@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
 from annotated_types import Ge, Lt
@@ -141,22 +141,6 @@ def _remove_obsolete_files(folder: Path) -> None:
                 path.unlink()
 
 
-class HeadFiles(NamedTuple):
-    """The files of a head.
-
-    Attributes:
-        source: path of head.json.
-        description: contents of head.json.
-        path: path of the weights.
-        weights: the weights as bytes, in safetensors format.
-    """
-
-    source: Path
-    description: dict[str, Any]
-    path: Path
-    weights: bytes
-
-
 def read_description(folder: Path) -> dict[str, Any]:
     """Read a head's head.json, and check it.
 
@@ -171,24 +155,24 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def read_head(folder: Path) -> HeadFiles:
-    """Read the files of a head, and check that they belong together.
+def _read_head(folder: Path) -> tuple[dict[str, Any], Path, bytes]:
+    """Return the contents of head.json, and the path and the contents of the weights.
 
     Raises:
         UserError: the folder contains no head, or one that a newer version wrote.
         LlmcondError: a file is damaged.
     """
-    source, description = folder / "head.json", read_description(folder)
+    description = read_description(folder)
     path = weights_path(folder, description)
     try:
         weights = path.read_bytes()
     except OSError as error:
-        if read_json(source) != description:  # another process has just replaced the head
-            return read_head(folder)
+        if read_json(folder / "head.json") != description:  # another process has just replaced it
+            return _read_head(folder)
         raise LlmcondError(f"{path} cannot be read: {error.strerror}. {FIT_AGAIN}") from error
     if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
         raise LlmcondError(f"{path} is damaged: head.json has another checksum. {FIT_AGAIN}")
-    return HeadFiles(source, description, path, weights)
+    return description, path, weights
 
 
 def damaged_weights_error(path: Path, kind: str, error: Exception) -> LlmcondError:
@@ -239,32 +223,21 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
 
 def load_fitted(folder: Path, expected_class: type[F]) -> tuple[F, dict[str, Any]]:
     """Load a head of a class of fitted heads; otherwise like ``load_head``."""
-    files = read_head(folder)
-    return restore_head(files, expected_class), files.description
-
-
-def restore_head(files: HeadFiles, expected_class: type[F]) -> F:
-    """Restore the head that files hold, if it belongs to a class of fitted heads.
-
-    Raises:
-        UserError, LlmcondError: as in ``load_head``.
-    """
     import torch
     from safetensors.torch import load as load_tensors
 
-    from llmcond.heads.fitted import fitted_class
+    from llmcond.heads.fitted import fitted_class, fitted_head
     from llmcond.heads.module import Ensemble
     from llmcond.heads.recipes import find_family
 
-    source, description, path, weights = files
-    kind, family = find_family(description["kind"], str(source))
+    description, path, weights = _read_head(folder)
+    source = str(folder / "head.json")
+    kind, family = find_family(description["kind"], source)
     restored = fitted_class(family)
     if not issubclass(restored, expected_class):
-        raise UserError(
-            f"{source.parent} holds a {kind} head; it {expected_class.mismatch_reason}."
-        )
-    check_record(description, restored.Sizes, str(source), FIT_AGAIN)
-    settings = build(family.Settings, description["settings"], str(source))
+        raise UserError(f"{folder} holds a {kind} head; it {expected_class.mismatch_reason}.")
+    check_record(description, restored.Sizes, source, FIT_AGAIN)
+    settings = build(family.Settings, description["settings"], source)
     dims = [description.get(size.name, 0) for size in fields(restored.Sizes)]
 
     def make() -> HeadModule:
@@ -280,9 +253,8 @@ def restore_head(files: HeadFiles, expected_class: type[F]) -> F:
         module.load_state_dict(tensors)
     except (ArithmeticError, KeyError, RuntimeError, SafetensorError, ValueError) as error:
         raise damaged_weights_error(path, kind, error) from error
-    return restored(
-        kind, family, module.freeze(), description["seed"], FitReport(description["fit"])
-    )
+    fit = FitReport(description["fit"])
+    return fitted_head(kind, module, description["seed"], fit), description
 
 
 def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:
@@ -294,14 +266,11 @@ def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:
     Raises:
         UserError, LlmcondError: as in ``load_head``.
     """
-    files = read_head(folder)
-    source, description, path, weights = files
+    if read_description(folder)["kind"] not in DENSE_KINDS:
+        return load_head(folder)
+    description, path, weights = _read_head(folder)
     kind = description["kind"]
-    if kind not in DENSE_KINDS:
-        from llmcond.heads.fitted import FittedHead
-
-        return restore_head(files, FittedHead), description
-    settings = build(DENSE_KINDS[kind][0], description["settings"], str(source))
+    settings = build(DENSE_KINDS[kind][0], description["settings"], str(folder / "head.json"))
     try:
         head = NumpyHead(kind, settings, description["dim_in"], load(weights))
         _ = head.members  # checks the tensors

@@ -51,6 +51,7 @@ from llmcond.finetune.settings import (
 )
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
 from llmcond.heads.conditioned import Regression, RegressionSettings
+from llmcond.heads.fitted import fitted_head
 from llmcond.heads.module import check_contrasts
 from llmcond.heads.numpy_heads import FitReport
 from llmcond.heads.recipes import parse_settings
@@ -617,8 +618,8 @@ def _combine_members(job: TrainingJob, members: Sequence[dict[str, Any]]) -> dic
     selected_on = "dev" if is_selected_on_dev(members[0]) else None
     record = {"selected_on": selected_on, **job.record_fields()}
     member_head, _ = load_head(folders[0] / "heads" / members[0]["head"])
-    module = member_head.family(member_head.settings, len(members) * member_head.dim_in).freeze()
-    head = FittedHead(member_head.kind, member_head.family, module, job.seed, FitReport(record))
+    module = member_head.family(member_head.settings, len(members) * member_head.dim_in)
+    head = fitted_head(member_head.kind, module, job.seed, FitReport(record))
     log.info(f"the ensemble of {len(members)}:")
     trained_head, seconds = job.save(head), sum(member["seconds"] for member in members)
     weights = members[0]["weights"]

@@ -15,7 +15,7 @@ from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS, Metric
 from llmcond.heads import ConcatenatedMatrix, Difference, PairArrays, SharedRows, cosine, fit_recipe
 from llmcond.heads.conditioned import Linear
-from llmcond.heads.fit import entries_since_best, fit_by_gradient
+from llmcond.heads.fit import entries_since_best
 from llmcond.heads.module import Batch, HeadModule, seeded
 from llmcond.heads.recipes import find_family
 
@@ -162,15 +162,16 @@ def test_features_and_conditions_in_any_form_give_same_head(monkeypatch, name):
 class Spy:
     """A linear head that records its batches; the first feature is the row number."""
 
-    def __init__(self):
-        self.batches, self.scored, self.weights, self.ends = [], [], [], []
+    def __init__(self, conditioned):
+        self.conditioned = conditioned
+        self.batches, self.scored, self.ends = [], [], []
 
     @property
     def family(self):
         spy = self
 
         class RecordingHead(HeadModule):
-            multiplies_in_bfloat16 = True
+            conditioned, multiplies_in_bfloat16 = spy.conditioned, True
 
             def __init__(self, settings, dim_in, dim_condition):
                 super().__init__(settings, dim_in, dim_condition)
@@ -205,7 +206,7 @@ def make_numbered_pairs(n, dim=3, condition=None, pair=None, seed=0):
 
 
 def fit_with_spy(pairs, dev=None, seed=0, **changes):
-    spy = Spy()
+    spy = Spy(pairs.condition is not None)
     base_recipe = make_recipe("linear", **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes})
 
     def on_epoch(epoch, epochs, entry):
@@ -213,7 +214,7 @@ def fit_with_spy(pairs, dev=None, seed=0, **changes):
             spy.ends.append(len(spy.batches))
 
     recipe = replace(base_recipe, family=spy.family)
-    spy.head, spy.fit = fit_by_gradient(recipe, pairs, dev, seed, on_epoch)
+    spy.fit = fit_recipe(recipe, pairs, dev, seed, on_epoch, "cpu").fit
     return spy
 
 

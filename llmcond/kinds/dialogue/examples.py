@@ -43,7 +43,7 @@ def resolve_head(predictor: AnyPredictor, dim: int) -> FittedRoleHead:
         return head
     recipe = load_recipe("none", "dialogue")
     module: Any = recipe.family(recipe.settings, dim)
-    return FittedRoleHead(recipe.kind, recipe.family, module.freeze(), 0)
+    return FittedRoleHead(recipe.kind, module.freeze(), 0)
 
 
 class UtteranceRoles:

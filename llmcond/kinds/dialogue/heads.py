@@ -501,25 +501,20 @@ def fit_turns(
         UserError: The recipe is for another task, no dialogue has enough turns, the parameters do
             not fit into memory, those of ``start`` have other shapes, or the loss diverges.
     """
-    family = check_turns(recipe)
+    check_turns(recipe)
     dims, torch_device = (int(arrays.utterances.shape[1]),), torch.device(choose_device(device))
     fitting = partial(_TurnFitting, recipe, dims, arrays, dev, torch_device)
-    module, fit = fit_members(fitting, recipe.settings.members, seed, on_epoch, start)
-    return FittedRoleHead(recipe.kind, family, module, seed, fit)
+    head: FittedRoleHead = fit_members(fitting, recipe, seed, on_epoch, start)
+    return head
 
 
-def check_turns(recipe: Recipe) -> type[RoleHead]:
-    """Return the family of a recipe's head.
-
-    Raises:
-        UserError: The family does not map utterances to roles.
-    """
+def check_turns(recipe: Recipe) -> None:
+    """Raise a UserError if the family of a recipe's head does not map utterances to roles."""
     if not issubclass(recipe.family, RoleHead):
         raise UserError(
             f"the head {recipe.name} does not map utterances to roles. `llmcond heads` lists the "
             "heads for dialogues."
         )
-    return recipe.family
 
 
 class _TurnFitting(HeadTrainer[RoleHead, FittedRoleHead]):
@@ -556,10 +551,6 @@ class _TurnFitting(HeadTrainer[RoleHead, FittedRoleHead]):
 
     def record(self) -> dict[str, Any]:
         return {"n_windows": self.n_rows}
-
-    def current_head(self) -> FittedRoleHead:
-        module = self.frozen_copy()
-        return FittedRoleHead(self.recipe.kind, type(module), module, self.seed)
 
 
 def windows(starts: Positions, size: int, min_context: int) -> Positions:

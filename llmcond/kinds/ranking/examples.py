@@ -73,7 +73,7 @@ def create_zero_shot_head(dim: int, reads_joint: bool) -> FittedQueryHead:
     recipe = load_recipe("none", "kgc")
     module: Any = recipe.family(replace(recipe.settings, score="dot"), dim)
     module.reads_joint = reads_joint
-    return FittedQueryHead(recipe.kind, recipe.family, module.freeze(), 0)
+    return FittedQueryHead(recipe.kind, module.freeze(), 0)
 
 
 class QueryExamples(RankedExamples):

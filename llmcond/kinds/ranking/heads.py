@@ -699,8 +699,8 @@ def fit_queries(
         )
     dims = dim, family.dim_of_relations(settings, dim_condition), n_relations
     fitting = partial(_QueryFitting, recipe, dims, arrays, dev, torch.device(choose_device(device)))
-    module, fit = fit_members(fitting, settings.members, seed, on_epoch, start)
-    return FittedQueryHead(recipe.kind, family, module, seed, fit, arrays)
+    head: FittedQueryHead = fit_members(fitting, recipe, seed, on_epoch, start)
+    return replace(head, data=arrays)
 
 
 def check_queries(recipe: Recipe) -> type[QueryHead]:
@@ -745,8 +745,7 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
         return {"temperature": 1 / self.module.scale}
 
     def current_head(self) -> FittedQueryHead:
-        module = self.frozen_copy()
-        return FittedQueryHead(self.recipe.kind, type(module), module, self.seed, data=self.data)
+        return replace(super().current_head(), data=self.data)
 
     def loss(self, batch: Positions) -> Tensor:
         """Return the loss of a batch of queries with their tails, a scalar."""
