@@ -218,4 +218,4 @@ def test_objective_from_file_is_minimised(folder):
     assert description["settings"]["objective"] == "my_objectives.py:Scaled"
     np.testing.assert_array_equal(loaded.tensors["weight"], head.tensors["weight"])
     with pytest.raises(UserError, match=r"objective is 'margin'; expected code as FILE.py:NAME"):
-        load_recipe("linear").parse_changes({"objective": "margin"}, "--set")
+        load_recipe("linear").with_changes({"objective": "margin"}, "--set")

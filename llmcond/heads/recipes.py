@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any
 
 from llmcond.base import package as plugins
-from llmcond.base.errors import UserError, nearest
+from llmcond.base.errors import UserError
 from llmcond.base.records import build, read_toml, resolve_toml
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
@@ -112,20 +113,20 @@ class Recipe:
         settings = build(self.family.Settings, {**asdict(self.settings), **changes}, source)
         return replace(self, settings=settings)
 
-    def parse_changes(self, changes: dict[str, str], source: str) -> dict[str, Any]:
-        """Parse the values of ``--set`` to the types of the settings.
+    def with_changes(self, changes: Mapping[str, str] | None, source: str) -> Recipe:
+        """Copy the recipe with the settings of ``--set`` changed.
 
         Args:
-            changes: values as text, by setting.
+            changes: new values as text, by setting; see ``parse_settings``.
             source: where the changes come from; errors begin with it.
 
         Returns:
-            The parsed values by setting.
+            The changed recipe.
 
         Raises:
-            UserError: a setting does not exist, or its value cannot be parsed.
+            UserError: a setting does not exist, or its value is invalid.
         """
-        return parse_settings(self.family.Settings, changes, source, f"the head {self.name}")
+        return self.with_settings(parse_settings(self.family.Settings, changes or {}), source)
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as head.json records it.
@@ -137,42 +138,26 @@ class Recipe:
         return {**about, "kind": self.kind, "settings": asdict(self.settings)}
 
 
-#: Parsers of ``--set`` values, by the type of the setting.
-_PARSERS: Mapping[Any, Callable[[str], Any]] = {
-    int: int,
-    float: float,
-    str: str,
-    bool: {"true": True, "false": False}.__getitem__,
-    tuple[int, ...]: lambda text: [int(part) for part in text.split(",") if part],
-}
+def parse_settings(settings: type[Any], changes: Mapping[str, str]) -> dict[str, Any]:
+    """Parse values of ``--set`` as numbers, truth values, lists of numbers, or text.
 
-
-def parse_settings(
-    settings: type[Any], changes: Mapping[str, str], source: str, what: str
-) -> dict[str, Any]:
-    """Parse values given as text to the types of a dataclass's fields; ``what`` names it in errors.
+    Whether the settings have these names and types is checked when they are built.
 
     Raises:
-        UserError: a setting does not exist, or its value cannot be parsed.
+        UserError: there is no such custom objective.
     """
-    hints = get_type_hints(settings)  # resolves Annotated[int, ...] to int
-    kinds: dict[str, type] = {
-        item.name: str if get_origin(hints[item.name]) is Literal else hints[item.name]
-        for item in fields(settings)
+
+    def parse(text: str) -> Any:
+        for parser in (int, float, {"true": True, "false": False}.__getitem__):
+            with suppress(KeyError, ValueError):
+                return parser(text)
+        return text
+
+    lists = {item.name for item in fields(settings) if isinstance(item.default, tuple)}
+    parsed = {
+        key: [parse(part) for part in text.split(",") if part] if key in lists else parse(text)
+        for key, text in changes.items()
     }
-    parsed: dict[str, Any] = {}
-    for key, text in changes.items():
-        if key not in kinds:
-            raise UserError(
-                f"{source}: {what} has no setting {key!r}. {nearest(key, kinds)} "
-                f"Settings: {', '.join(kinds) or 'none'}."
-            )
-        try:
-            parsed[key] = _PARSERS[kinds[key]](text)
-        except (KeyError, ValueError) as error:
-            is_list = get_origin(kinds[key]) is tuple
-            expected = "whole numbers, such as 256,128" if is_list else kinds[key].__name__
-            raise UserError(f"{source}: {key} is {text!r}, not {expected}.") from error
     return _load_objective(settings, parsed, Path())
 
 

@@ -238,7 +238,7 @@ def _load_recipes(
             key: text for key, text in changes.items() if key in asdict(recipe.settings)
         }
         unknown -= set(head_changes)
-        changed.append(recipe.with_settings(recipe.parse_changes(head_changes, "--set"), "--set"))
+        changed.append(recipe.with_changes(head_changes, "--set"))
     if unknown:
         known = sorted({key for recipe in recipes for key in asdict(recipe.settings)})
         key = min(unknown)

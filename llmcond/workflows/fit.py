@@ -117,8 +117,7 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
     """Fit a head on a run's training features and save it in the run."""
     run, name = open_any_run(Path(options.run)), options.name
     dev_options = options if options.with_split else None
-    recipe = load_recipe(options.head, run.task.recipes)
-    recipe = recipe.with_settings(recipe.parse_changes(dict(options.set or {}), "--set"), "--set")
+    recipe = load_recipe(options.head, run.task.recipes).with_changes(options.set, "--set")
     prompt, subtract, dim = options.prompt, options.subtract, options.dim
     start = None
     if options.start is not None:
@@ -424,11 +423,10 @@ def _make_trials(run: Run, options: SweepOptions) -> Iterator[list[Trial]]:
     for head, names in itertools.product(
         dict.fromkeys(options.head), dict.fromkeys(options.prompt or (None,))
     ):
-        recipe = load_recipe(head, run.task.recipes)
-        recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
+        recipe = load_recipe(head, run.task.recipes).with_changes(changes, "--set")
         for values in itertools.product(*vary.values()):
-            varied = recipe.parse_changes(dict(zip(vary, values, strict=True)), "--vary")
-            varied_recipe = recipe.with_settings(varied, "--vary")
+            varied_recipe = recipe.with_changes(dict(zip(vary, values, strict=True)), "--vary")
+            varied = {key: getattr(varied_recipe.settings, key) for key in vary}
             view = recipe_view(
                 varied_recipe, run.find_prompts(names, varied_recipe.features), subtract
             )

@@ -207,9 +207,9 @@ def plan_training(
     recipe, prompts, start, subtract = load_named_head(options, task)
     objective = ObjectiveSettings()
     if is_rated:
-        recipe, objective = _plan_objective(recipe, dict(options.set or {}))
-    elif options.set:
-        recipe = recipe.with_settings(recipe.parse_changes(dict(options.set), "--set"), "--set")
+        recipe, objective = _plan_objective(recipe, options.set or {})
+    else:
+        recipe = recipe.with_changes(options.set, "--set")
     if options.dim is not None:
         recipe = size_recipe(recipe, options.dim, options.dim)
     if not is_rated and len(prompts) > 1:
@@ -433,7 +433,7 @@ def resolve_trainable(
     return resolved
 
 
-def _plan_objective(recipe: Recipe, changes: dict[str, str]) -> tuple[Recipe, ObjectiveSettings]:
+def _plan_objective(recipe: Recipe, changes: Mapping[str, str]) -> tuple[Recipe, ObjectiveSettings]:
     """Apply ``--set`` to a recipe; return it, and the settings of the objective."""
 
     def is_trainable(recipe: Recipe) -> bool:
@@ -448,9 +448,9 @@ def _plan_objective(recipe: Recipe, changes: dict[str, str]) -> tuple[Recipe, Ob
         )
     if recipe.is_identity:
         # There is no head with settings, but the objective has settings too.
-        values = parse_settings(ObjectiveSettings, changes, "--set", "no head")
+        values = parse_settings(ObjectiveSettings, changes)
         return recipe, build(ObjectiveSettings, values, "--set")
-    recipe = recipe.with_settings(recipe.parse_changes(changes, "--set"), "--set")
+    recipe = recipe.with_changes(changes, "--set")
     if recipe.settings.members > 1:
         raise UserError(
             f"the head {recipe.name} has {recipe.settings.members} members, but only a single head "
@@ -470,9 +470,7 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
         LlmcondError: the encoder cannot be loaded or trained.
     """
     settings = build_tune_settings(options.tune_settings())
-    changes = parse_settings(
-        RegressionSettings, dict(options.set or {}), "--set", "a cross-encoder"
-    )
+    changes = parse_settings(RegressionSettings, options.set or {})
     head_settings = build(RegressionSettings, changes, "--set")
     task: Any = find_task(options.task)
     if not task.has_columns:

@@ -159,18 +159,19 @@ def test_invalid_settings_are_rejected():
 
 def test_set_values_are_parsed_by_setting_types():
     changes = {"epochs": "7", "learning_rate": "1e-2", "dropout": "0", "matryoshka": "8,4"}
-    parsed = load_recipe("mlp").parse_changes(changes, "--set")
-    assert parsed == {"epochs": 7, "learning_rate": 0.01, "dropout": 0.0, "matryoshka": [8, 4]}
-    assert [type(value) for value in parsed.values()] == [int, float, float, list]
-    assert load_recipe("mlp").with_settings(parsed, "--set").settings.epochs == 7
-    assert load_recipe("concat").parse_changes({"bias": "false"}, "--set") == {"bias": False}
+    settings = load_recipe("mlp").with_changes(changes, "--set").settings
+    values = [getattr(settings, name) for name in changes]
+    assert values == [7, 0.01, 0.0, (8, 4)]
+    assert [type(value) for value in values] == [int, float, float, tuple]
+    assert not load_recipe("concat").with_changes({"bias": "false"}, "--set").settings.bias
     for invalid, message in (
-        ({"epoch": "7"}, r"--set: the head mlp has no setting 'epoch'. Did you mean 'epochs'"),
-        ({"matryoshka": "8x4"}, "matryoshka is '8x4', not whole numbers, such as 256,128"),
+        ({"epoch": "7"}, r"--set: unknown key 'epoch'. Did you mean 'epochs'"),
+        ({"matryoshka": "8x4"}, "'matryoshka.0' is '8x4': it should be a valid integer"),
+        ({"last": "3"}, "'last' is 3: it must be one of 'same' or 'none'"),
         ({"objective": "mine"}, "objective is 'mine'; expected code as FILE.py:NAME"),
     ):
         with pytest.raises(UserError, match=message):
-            load_recipe("mlp").parse_changes(invalid, "--set")
+            load_recipe("mlp").with_changes(invalid, "--set")
 
 
 def test_recipe_files_are_validated_and_named_after_their_file(tmp_path):
