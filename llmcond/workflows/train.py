@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,7 +30,7 @@ from llmcond.base.package import bundled_names
 from llmcond.base.records import build
 from llmcond.base.system import require_libraries
 from llmcond.data.datasets import Dataset
-from llmcond.data.guides import AspectSample, dataset_files, read_aspect_datasets
+from llmcond.data.guides import dataset_files, read_aspect_datasets
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.adapter import member_folders, read_encoder_record, write_encoder_record
@@ -182,9 +182,12 @@ def train_lora(options: TrainLoraOptions) -> TrainingResult:
 
 def run_training(job: TrainingJob) -> TrainingResult:
     """Train one encoder, or the members of an ensemble; a finished training is not repeated."""
-    if isinstance(job.options, TrainLoraOptions) and job.options.ensemble > 1:
-        return _train_ensemble(job, job.options.ensemble)
-    return train(job)
+    summary = load_finished_training(job.folder, job.config)
+    if summary is None:
+        check_writable(job.folder / STATE / "state.safetensors")
+        members = job.options.ensemble if isinstance(job.options, TrainLoraOptions) else 1
+        summary = train(job) if members == 1 else _train_ensemble(job, members)
+    return TrainingResult(summary)
 
 
 def plan_training(
@@ -251,29 +254,26 @@ def plan_training(
         head={"kind": recipe.kind, **asdict(recipe.settings)},
         start=options.start and read_json(Path(options.start, "head.json"))["weights_sha256"],
     )
-    common = {
-        "options": options,
-        "resolved": resolved,
-        "task": task,
-        "dataset": dataset,
-        "settings": settings,
-        "recipe": recipe,
-        "view": view,
-        "start": start,
-    }
-    if not is_rated:
-        return TrainingJob(**common, config=config)
-    config |= {"subtract": subtract, "objective": asdict(objective)}
-    optional = {
-        "then": stage and asdict(stage),
-        "teacher": teacher and dict(teacher.record),
-        "aspects": aspects and _record_aspects(aspects),
-        "ensemble": options.ensemble if options.ensemble > 1 else None,
-    }
-    config |= {key: value for key, value in optional.items() if value is not None}
-    job = _PairJob(
-        **common,
+    if is_rated:
+        optional = {
+            "subtract": subtract,
+            "objective": asdict(objective),
+            "then": stage and asdict(stage),
+            "teacher": teacher and dict(teacher.record),
+            "aspects": aspects and _record_aspects(aspects),
+            "ensemble": options.ensemble if options.ensemble > 1 else None,
+        }
+        config |= {key: value for key, value in optional.items() if value is not None}
+    job = (_PairJob if is_rated else TrainingJob)(
+        options=options,
+        resolved=resolved,
+        task=task,
+        dataset=dataset,
+        settings=settings,
         config=config,
+        recipe=recipe,
+        view=view,
+        start=start,
         stage=stage,
         teacher=teacher,
         objective=objective,
@@ -307,13 +307,8 @@ def _record_aspects(settings: AspectSettings) -> dict[str, Any]:
     return {**asdict(settings), "aspects": digests}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _PairJob(TrainingJob):
     """Training of an encoder that reads each text, with a head that compares the embeddings."""
-
-    objective: ObjectiveSettings
-    aspects: AspectSettings | None
-    samples: Sequence[AspectSample]
 
     @override
     def build_parts(self, trainable: TrainableEncoder) -> tuple[BiEncoderModel, Any, Any]:
@@ -343,12 +338,6 @@ class _PairJob(TrainingJob):
             aspects=sampler,
         )
         return model, train_inputs, dev_inputs
-
-    @override
-    def record_fields(self) -> dict[str, Any]:
-        record = TrainingJob.record_fields(self)
-        names = [sample.name for sample in self.samples]
-        return {**record, "aspects": names} if names else record
 
     @override
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> RatedInputs:
@@ -509,7 +498,7 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
         recipe=Recipe(NAME, "", "", KIND, Regression, head_settings),
         stage=stage,
     )
-    return train(job)
+    return run_training(job)
 
 
 class _CrossJob(TrainingJob):
@@ -578,18 +567,8 @@ def _check_ensemble(job: TrainingJob) -> None:
         raise UserError("members of an ensemble need vectors of unit length. Add --normalize.")
 
 
-def _train_ensemble(job: TrainingJob, count: int) -> TrainingResult:
-    """Train the members one after the other, or continue where the training was stopped.
-
-    Each member continues as in ``train``, and a finished member is not trained again.
-
-    Raises:
-        UserError: as ``train``.
-    """
-    summary = load_finished_training(job.folder, job.config)
-    if summary is not None:
-        return TrainingResult(summary)
-    check_writable(job.folder / STATE / "state.safetensors")
+def _train_ensemble(job: TrainingJob, count: int) -> dict[str, Any]:
+    """Train the members one after the other; a finished member is not trained again."""
     # This folder marks an ensemble whose training is not finished.
     (job.folder / STATE).mkdir(parents=True, exist_ok=True)
     summaries = []
@@ -598,12 +577,10 @@ def _train_ensemble(job: TrainingJob, count: int) -> TrainingResult:
         config = {key: value for key, value in member.config.items() if key != "ensemble"}
         member = replace(member, config=config)
         log.info(f"member {number + 1} of {count}, seed {member.seed}:")
-        summaries.append(train(member).to_json())
+        summaries.append(run_training(member).to_json())
     from accelerate import PartialState
 
-    if not PartialState().is_main_process:
-        return TrainingResult({})
-    return TrainingResult(_combine_members(job, summaries))
+    return _combine_members(job, summaries) if PartialState().is_main_process else {}
 
 
 def _combine_members(job: TrainingJob, members: Sequence[dict[str, Any]]) -> dict[str, Any]:

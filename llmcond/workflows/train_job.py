@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.base.files import check_writable, digest_text, read_json, write_json, write_text
+from llmcond.base.files import digest_text, read_json, write_json, write_text
 from llmcond.base.metrics import finite_or_none
 from llmcond.base.output import FitBar, format_duration, log
 from llmcond.base.run_log import TRAINING, RunLog, log_path
 from llmcond.base.system import provenance
 from llmcond.data.datasets import Dataset
+from llmcond.data.guides import AspectSample
 from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.adapter import read_encoder_record
 from llmcond.encoders.spec import Orders
 from llmcond.evaluation.results import Result
 from llmcond.finetune.loop import TrainingState
-from llmcond.finetune.settings import StageSettings, TuneSettings
+from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
 from llmcond.heads import Recipe, save_head
 from llmcond.heads.fitted import FittedModule
+from llmcond.heads.settings import ObjectiveSettings
 from llmcond.options.common import Split
 from llmcond.options.scoring import EvaluateOptions
 from llmcond.options.training import TrainCrossOptions, TrainLoraOptions
@@ -43,8 +45,6 @@ from llmcond.workflows.training_record import (
     RECORD,
     STATE,
     TRAINING_FORMAT,
-    TrainingResult,
-    load_finished_training,
 )
 
 if TYPE_CHECKING:
@@ -257,6 +257,9 @@ class TrainingJob:
         start: the head that training starts from; None: a new one.
         stage: the last stage, which includes dev; None: there is none.
         teacher: the teacher that rates additional training rows; None: there is none.
+        objective: the objective on rated pairs.
+        aspects: the settings of training on texts with attributes too; None: there are none.
+        samples: the sets of such texts.
     """
 
     cross: ClassVar[bool] = False
@@ -272,6 +275,9 @@ class TrainingJob:
     start: Any = None
     stage: StageSettings | None = None
     teacher: Teacher | None = None
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    aspects: AspectSettings | None = None
+    samples: Sequence[AspectSample] = ()
 
     @property
     def folder(self) -> Path:
@@ -307,6 +313,8 @@ class TrainingJob:
             record["trained_on"] = list(self.trained_on)
         if self.teacher is not None:
             record["teacher"] = self.teacher.record_fields()
+        if self.samples:
+            record["aspects"] = [sample.name for sample in self.samples]
         return record
 
     def build_parts(self, trainable: TrainableEncoder) -> tuple[Any, Any, Any]:
@@ -387,16 +395,11 @@ class TrainingJob:
         ]
 
 
-def train(job: TrainingJob) -> TrainingResult:
-    """Train, or continue where the same job was stopped; a finished job is not trained again."""
-    summary = load_finished_training(job.folder, job.config)
-    if summary is not None:
-        return TrainingResult(summary)
-    check_writable(job.folder / STATE / "state.safetensors")
-    return TrainingResult(_train(job))
+def train(job: TrainingJob) -> dict[str, Any]:
+    """Train one encoder, or continue where the same job was stopped; return the summary.
 
-
-def _train(job: TrainingJob) -> dict[str, Any]:
+    It is empty in the worker processes of a distributed training.
+    """
     from llmcond.finetune.encoder import load_trainable, prepare_accelerator, save_encoder
     from llmcond.finetune.loop import LastStage, Trainer
 

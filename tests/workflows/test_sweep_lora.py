@@ -272,7 +272,7 @@ def test_sampled_combinations_are_part_of_larger_sample(plan):
 INVALID = [
     ("--vary rank=4 --seeds 1", "there is nothing to vary"),
     ("--vary lerning_rate=1,2", "Did you mean 'learning_rate'"),
-    ("--vary temperature=1.5,-1", "--vary temperature=-1: 'temperature' is -1.0"),
+    ("--vary temperature=1.5,-1", "--vary temperature=-1: 'temperature' is -1:"),
     ("--vary epochs=1,2", "epochs is both varied and set. Give it once."),
     ("--vary rank=1,2 --then dev", "Leave out --then"),
 ]
