@@ -11,11 +11,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from llmcond.base.errors import UserError
 from llmcond.base.options import option
-from llmcond.heads.settings import learning_rate_factor
+from llmcond.heads.settings import LARGEST, Count, learning_rate_factor
 
-#: Upper limit of settings, larger than any useful value.
-_LARGEST = 1_000_000
-Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Share = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -71,7 +68,7 @@ class TuneSettings:
         metavar="R",
         parse=_parse_rank,
     )
-    alpha: Annotated[float, Gt(0), Le(_LARGEST)] = option(
+    alpha: Annotated[float, Gt(0), Le(LARGEST)] = option(
         32.0, help="LoRA alpha: adapter outputs are scaled by A / rank", metavar="A"
     )
     target: Annotated[tuple[str, ...], MinLen(1)] = option(
@@ -87,7 +84,7 @@ class TuneSettings:
     learning_rate: Annotated[float, Gt(0), Le(100)] = option(
         1e-3, help="learning rate of the encoder; with --rank full 5e-05", metavar="LR"
     )
-    weight_decay: Annotated[float, Ge(0), Le(_LARGEST)] = option(
+    weight_decay: Annotated[float, Ge(0), Le(LARGEST)] = option(
         0.01, help="weight decay of the encoder's matrices", metavar="W"
     )
     batch_size: Count = option(64, help="rated rows per step")
@@ -95,7 +92,7 @@ class TuneSettings:
     warmup: Share = option(
         0.06, help="share of the steps in which learning rates rise from 0", metavar="SHARE"
     )
-    max_grad_norm: Annotated[float, Ge(0), Le(_LARGEST)] = option(
+    max_grad_norm: Annotated[float, Ge(0), Le(LARGEST)] = option(
         1.0, help="norm to which gradients are clipped; 0: no clipping", metavar="NORM"
     )
     gradient_accumulation_steps: Count = option(
@@ -168,7 +165,7 @@ class StageSettings:
         metavar="LR",
     )
     then_epochs: Count = option(1, help="epochs of this stage")
-    folds: Annotated[int, Ge(0), Le(_LARGEST)] = option(
+    folds: Annotated[int, Ge(0), Le(LARGEST)] = option(
         0,
         help="folds of a cross-validation over dev's sentence pairs that measures the gain of this "
         "stage (default: 0, none)",
@@ -206,10 +203,10 @@ class AspectSettings:
         "more conditions work",
         metavar="FOLDER",
     )
-    aspects_weight: Annotated[float, Gt(0), Le(_LARGEST)] = option(
+    aspects_weight: Annotated[float, Gt(0), Le(LARGEST)] = option(
         0.25, help="weight of the contrastive loss of these texts", metavar="W"
     )
-    aspects_texts: Annotated[int, Ge(4), Le(_LARGEST)] = option(
+    aspects_texts: Annotated[int, Ge(4), Le(LARGEST)] = option(
         96, help="texts per step, in groups of 6 to 12 under one condition"
     )
     aspects_values: Annotated[float, Ge(0), Le(1)] = option(

@@ -651,10 +651,8 @@ class Whitening(Projection):
 
         # Whitening divides by the spread of each direction. In float32 the smallest spreads cannot
         # be distinguished from zero.
-        features, requested = (
-            self._read_training_vectors(pairs).astype(np.float64),
-            self.settings.dim,
-        )
+        features = self._read_training_vectors(pairs).astype(np.float64)
+        requested = self.settings.dim
         model = PCA(n_components=requested, svd_solver="full", random_state=seed).fit(features)
         spread = np.sqrt(model.explained_variance_)
         dim = int((spread > _RANK_TOLERANCE * spread[0]).sum())

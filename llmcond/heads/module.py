@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -444,24 +443,21 @@ class Objective(nn.Module):
             ValueError: contrastive pairs are needed and missing.
             UserError: a size of ``matryoshka`` is larger than the embeddings.
         """
-        rows = batch or RatedBatch()
-        loss = partial(self._weighted_sum, rating, rows)
-        return average_truncations(loss, self.settings.matryoshka, first, second)
+        settings, rows = self.settings, batch or RatedBatch()
 
-    def _weighted_sum(
-        self, rating: Tensor, batch: RatedBatch, first: Tensor, second: Tensor
-    ) -> Tensor:
-        settings = self.settings
-        scored = _ScoredBatch(first, second, batch.similarity(first, second), rating, batch)
-        terms: list[Tensor] = [
-            weight * objective(scored, settings)
-            for name, objective in OBJECTIVES.items()
-            if (weight := getattr(settings, name))
-        ]
-        if self.custom is not None:
-            custom = self.custom(first, second, rating, batch, settings)
-            terms.append(settings.objective_weight * custom)
-        return sum(terms[1:], terms[0])
+        def weighted_sum(first: Tensor, second: Tensor) -> Tensor:
+            scored = _ScoredBatch(first, second, rows.similarity(first, second), rating, rows)
+            terms: list[Tensor] = [
+                weight * objective(scored, settings)
+                for name, objective in OBJECTIVES.items()
+                if (weight := getattr(settings, name))
+            ]
+            if self.custom is not None:
+                custom = self.custom(first, second, rating, rows, settings)
+                terms.append(settings.objective_weight * custom)
+            return sum(terms[1:], terms[0])
+
+        return average_truncations(weighted_sum, settings.matryoshka, first, second)
 
 
 def average_truncations(
@@ -526,11 +522,8 @@ def _ranking(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
 
 
 def _info_nce(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
-    (high, low, weight), first, second = (
-        _split_contrastive(scored, settings),
-        scored.first,
-        scored.second,
-    )
+    high, low, weight = _split_contrastive(scored, settings)
+    first, second = scored.first, scored.second
     if settings.info_nce_form == "v1":
         sides = [(first[high], second[low]), (first[low], second[high])]
     else:
@@ -544,9 +537,8 @@ def _info_nce(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
 
 def _quadruplet(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
     high, low, weight = _split_contrastive(scored, settings)
-    return _weighted_mean(
-        (settings.margin - scored.cosine[high] + scored.cosine[low]).relu(), weight
-    )
+    excess = settings.margin - scored.cosine[high] + scored.cosine[low]
+    return _weighted_mean(excess.relu(), weight)
 
 
 #: Setting with the weight of an objective -> the objective. To add one, write a function and add a
@@ -570,9 +562,8 @@ def _split_contrastive(
     gap = scored.rating[first] - scored.rating[second]
     swapped = gap < 0
     high, low = torch.where(swapped, second, first), torch.where(swapped, first, second)
-    weight = (
-        torch.ones_like(gap) if settings.ties == "keep" else _gap_weight(gap.abs(), settings.ties)
-    )
+    keeps_ties = settings.ties == "keep"
+    weight = torch.ones_like(gap) if keeps_ties else _gap_weight(gap.abs(), settings.ties)
     return high, low, weight
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,19 +129,11 @@ def apply_layers(layers: Sequence[DenseLayer[Array]], values: Array) -> Array:
     return values
 
 
-class _FeatureSizes(Protocol):
-    """The attributes of a head that describe its inputs."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def dim_in(self) -> int: ...  # 0: any
-    @property
-    def dim_condition(self) -> int: ...  # 0: none
-
-
-def check_features(head: _FeatureSizes, features: MatrixLike, condition: MatrixLike | None) -> None:
+def check_features(head: Any, features: MatrixLike, condition: MatrixLike | None) -> None:
     """Check that a head can be applied to features, (n, dim), and conditions, (n or 1, dim_c).
+
+    Its ``dim_in`` is 0 if features may have any size, its ``dim_condition`` if it reads no
+    conditions.
 
     Raises:
         UserError: the features have another size, or conditions are missing or not expected.

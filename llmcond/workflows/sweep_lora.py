@@ -332,21 +332,18 @@ class _Search:
             return -math.inf
         return float(score) if self._metric.higher_is_better else -float(score)
 
-    def _finished(self, group: Iterable[str]) -> list[str]:
-        return [digest for digest in group if digest in self._grid.records]
-
     def _rank(self, groups: Iterable[Iterable[str]]) -> list[list[str]]:
         """Return the finished trainings of each combination, those of the best one first.
 
         Combinations with failed trainings come last. Ties keep the order of the grid.
         """
-        digests = filter(None, map(self._finished, groups))
+        finished = [
+            [digest for digest in group if digest in self._grid.records] for group in groups
+        ]
         return sorted(
-            digests, key=lambda group: (-len(group), -statistics.fmean(map(self._quality, group)))
+            filter(None, finished),
+            key=lambda group: (-len(group), -statistics.fmean(map(self._quality, group))),
         )
-
-    def _best_seed(self, digests: Sequence[str]) -> str:
-        return max(digests, key=self._quality)
 
     def _remove_weights(self) -> None:
         """Remove the weights of all trainings that cannot become the best.
@@ -356,19 +353,16 @@ class _Search:
         if self._options.keep_all:
             return
         done = self._grid.records.keys() | self._grid.failures.keys()
-        complete = [group for group in self._grid.groups if done.issuperset(group)]
-        needed = {self._best_seed(group) for group in self._rank(complete)[:1]}
-        for group in self._grid.groups:
-            finished = self._finished(group)
-            if finished and group not in complete:
-                needed.add(self._best_seed(finished))
+        incomplete = [group for group in self._grid.groups if not done.issuperset(group)]
+        kept = [*self._rank(self._grid.groups)[:1], *self._rank(incomplete)]
+        needed = {max(group, key=self._quality) for group in kept}
         for digest in done - needed:
             shutil.rmtree(self._folder / _TRAININGS / digest, ignore_errors=True)
 
     def finish(self) -> LoraSweepResult:
         """Keep the best training in the folder ``best``, and return the results."""
         ranked = self._rank(self._grid.groups)
-        best_digest = self._best_seed(ranked[0])
+        best_digest = max(ranked[0], key=self._quality)
         best = self._keep_best(best_digest)
         run = open_any_run(best)
         examples, metrics = load_examples(run), choose_metrics(run.task.metrics)
