@@ -137,7 +137,6 @@ def test_invalid_settings_are_rejected():
     cases = [
         ("mlp", {"dimm": 4}, "unknown key 'dimm'.*Did you mean 'dim'"),
         ("mlp", {"dim": "4"}, "'dim' is '4'"),
-        ("mlp", {"dim": True}, "'dim' is True"),
         ("mlp", {"dropout": 1.0}, "'dropout' is 1.0: .*below 1"),
         ("mlp", {"learning_rate": 0.0}, "'learning_rate' is 0.0: .*above 0"),
         *(
@@ -166,7 +165,7 @@ def test_set_values_are_parsed_by_setting_types():
     assert not load_recipe("concat").with_changes({"bias": "false"}, "--set").settings.bias
     for invalid, message in (
         ({"epoch": "7"}, r"--set: unknown key 'epoch'. Did you mean 'epochs'"),
-        ({"matryoshka": "8x4"}, "'matryoshka.0' is '8x4': it should be a valid integer"),
+        ({"matryoshka": "8x4"}, "'matryoshka.0' is '8x4': it should be a whole number"),
         ({"last": "3"}, "'last' is 3: it must be one of 'same' or 'none'"),
         ({"objective": "mine"}, "objective is 'mine'; expected code as FILE.py:NAME"),
     ):
@@ -264,19 +263,9 @@ def find_weights(folder):
     return path
 
 
-@pytest.fixture(scope="module")
-def linear_head():
-    return fit("linear", PAIRS, **SHORT, dim=4)
-
-
-@pytest.fixture(scope="module")
-def pca_head():
-    return fit("pca", PAIRS, dim=2)
-
-
 @pytest.fixture
-def saved_head(tmp_path, linear_head):
-    save_head(linear_head, tmp_path / "head", {})
+def saved_head(tmp_path):
+    save_head(fit("linear", PAIRS, **SHORT, dim=4), tmp_path / "head", {})
     return tmp_path / "head"
 
 
@@ -306,8 +295,7 @@ def test_invalid_description_is_rejected(saved_head):
     description = json.loads(path.read_text())
     for changes, message in (
         ({"format": 3}, r"newer version of llmcond \(format 3.*Upgrade llmcond"),
-        ({"format": True}, "states no format version"),
-        ({"seed": "0"}, r"was damaged: 'seed' is '0': it should be a whole number\. Fit"),
+        ({"seed": "0"}, r"was damaged: 'seed' is '0': it should be a whole number\\. Fit"),
         ({"dim_in": 2**24}, "does not hold the parameters"),
         ({"fit": {"curve": [{"epoch": 1}]}}, r"the key 'fit\.curve\.0\.loss' is missing"),
         ({"kind": "mlp"}, "does not hold the parameters of a mlp head"),
@@ -339,9 +327,9 @@ def test_tensors_of_another_head_are_rejected_despite_matching_digest(name, tmp_
 
 
 @pytest.mark.parametrize("stop", range(4))
-def test_interrupted_replacement_leaves_loadable_head(saved_head, pca_head, monkeypatch, stop):
+def test_interrupted_replacement_leaves_loadable_head(saved_head, monkeypatch, stop):
     """Whenever a save is killed, the old or the new head can be loaded; the next save cleans up."""
-    changes, loaded_kinds = [], []
+    changes, loaded_kinds, new_head = [], [], fit("pca", PAIRS, dim=2)
 
     def interrupt(original):
         def load_and_change(path, *arguments, **options):
@@ -356,20 +344,20 @@ def test_interrupted_replacement_leaves_loadable_head(saved_head, pca_head, monk
     for name in ("replace", "unlink"):
         monkeypatch.setattr(type(saved_head), name, interrupt(getattr(type(saved_head), name)))
     with suppress(SystemExit):
-        save_head(pca_head, saved_head, {})
+        save_head(new_head, saved_head, {})
     monkeypatch.undo()
     assert loaded_kinds[0] == "linear"
     assert set(loaded_kinds) <= {"linear", "pca"}
-    save_head(pca_head, saved_head, {})
+    save_head(new_head, saved_head, {})
     assert len(list(saved_head.iterdir())) == 3
 
 
-def test_reader_loads_new_head_if_writer_replaces_it(saved_head, pca_head, monkeypatch):
+def test_reader_loads_new_head_if_writer_replaces_it(saved_head, monkeypatch):
     check_record = llmcond.heads.storage.check_record
 
     def replace_head(*arguments):
         monkeypatch.setattr(llmcond.heads.storage, "check_record", check_record)
-        save_head(pca_head, saved_head, {})
+        save_head(fit("pca", PAIRS, dim=2), saved_head, {})
 
     monkeypatch.setattr(llmcond.heads.storage, "check_record", replace_head)
     assert load_head(saved_head)[0].kind == "pca"

@@ -1,11 +1,7 @@
 """Held-out predictions of dev: the choice of epochs and settings, and what fits record of them."""
 
-import json
-import shutil
-
 import numpy as np
-import pytest
-from helpers.commands import run_json
+from helpers.commands import run_json, write_pairs
 from helpers.heads import fit
 
 import llmcond
@@ -82,27 +78,17 @@ def test_fit_holds_out_predictions_of_dev(monkeypatch):
         assert (fit("linear", pairs, pairs, **changes).fit.held_out is not None) == held_out
 
 
-@pytest.fixture(scope="module")
-def dev_run(tmp_path_factory, model, small_rows):
-    """A run with forty sentence pairs in dev, two of whose sentences are in train."""
-    folder = tmp_path_factory.mktemp("dev")
-    columns = ("sentence1", "sentence2", "condition", "label")
-    rows = [dict(zip(columns, row, strict=True)) for row in small_rows]
-    new = [{**row, "sentence1": f"{row['sentence1']} again"} for row in rows]
-    new = [{**row, "sentence2": f"{row['sentence2']} again"} for row in new]
-    new[0]["sentence1"] = new[1]["sentence1"] = rows[0]["sentence1"]
-    data = folder / "data"
-    data.mkdir()
-    for name, part in (("train", rows), ("dev", new)):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+def test_commands_report_held_out_scores(capsys, tmp_path, model, small_rows):
+    """Forty sentence pairs are in dev, and two of their sentences in train."""
+    new = [(f"{first} again", f"{second} again", *rest) for first, second, *rest in small_rows]
+    new[:2] = [(small_rows[0][0], *row[1:]) for row in new[:2]]
+    for name, rows in (("train", small_rows), ("dev", new)):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        write_pairs(tmp_path / "data" / f"{name}.csv", rows)
     options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
-    prompt = ["concat-sent-cond"]
-    llmcond.extract(model=model, data=data, run=folder / "run", prompt=prompt, **options)
-    return folder / "run"
-
-
-def test_fit_and_evaluate_report_held_out_score(capsys, dev_run, tmp_path):
-    folder = shutil.copytree(dev_run, tmp_path / "run")
+    options |= {"prompt": ["concat-sent-cond"], "data": tmp_path / "data"}
+    folder = tmp_path / "run"
+    llmcond.extract(model=model, run=folder, **options)
     command = ("fit-head", "--run", folder, "--set", "epochs=3", "--head")
     fitted = run_json(capsys, *command, "linear")
     low, high = fitted["held_out_spearman_ci"]
@@ -117,10 +103,6 @@ def test_fit_and_evaluate_report_held_out_score(capsys, dev_run, tmp_path):
     assert "accuracy" in rows["linear"]["shared_sentences"]
     train = run_json(capsys, "evaluate", "--run", folder, "--split", "train")["results"]
     assert not any("held_out_spearman" in row for row in train)
-
-
-def test_sweep_reports_held_out_choice(capsys, dev_run, tmp_path):
-    folder = shutil.copytree(dev_run, tmp_path / "run")
     command = ("sweep", "--run", folder, "--head", "linear", "--seeds", "3", "--workers", "1")
     command += ("--set", "epochs=2", "--vary", "dim=4,8")
     swept = run_json(capsys, *command)

@@ -56,14 +56,26 @@ def folder(two_prompts: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(two_prompts, tmp_path / "own"))
 
 
+class Fits(list):
+    """The recipe, size and seed of every fit of a sweep in this process; ``errors`` are raised.
+
+    The keys of ``errors`` are numbers of fits from 0, or pairs of size and seed.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.errors = {}
+
+
 @pytest.fixture
-def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None, int]]:
-    """The recipe, size and seed of every fit of a sweep in this process."""
-    calls: list[tuple[str, int | None, int]] = []
-    fit = FITS.fit_recipe
+def fits(monkeypatch: pytest.MonkeyPatch) -> Fits:
+    calls, fit = Fits(), FITS.fit_recipe
 
     def count_fit(recipe, pairs, dev, seed, *others):
         calls.append((recipe.name, recipe.dim, seed))
+        for key in (len(calls) - 1, (recipe.dim, seed)):
+            if key in calls.errors:
+                raise calls.errors.pop(key)
         return fit(recipe, pairs, dev, seed, *others)
 
     monkeypatch.setattr(FITS, "fit_recipe", count_fit)
@@ -185,8 +197,7 @@ def test_fits_are_keyed_by_all_that_affects_results(capsys, monkeypatch, folder,
 
 
 def test_results_match_single_fits(capsys, folder):
-    options = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", 2)
-    rows, _ = run_sweep(capsys, folder, *options, prompt=BOTH)
+    rows, _ = run_sweep(capsys, folder, *DIMS, prompt=BOTH)
     records = list(load_fits(folder).values())
     assert len(records) == 4
     for dim in (2, 4):
@@ -271,35 +282,19 @@ def test_invalid_sweep_is_rejected_before_first_fit(capsys, folder, fits):
 # -- failed fits and interrupted sweeps --------------------------------------------------------
 
 
-def fail_fits(monkeypatch, should_fail, error=None):
-    """Make fits fail if ``should_fail`` returns true for their number from 0, size and seed."""
-    fit, seeds = FITS.fit_recipe, []
-
-    def fit_or_fail(recipe, pairs, dev, seed, *others):
-        seeds.append(seed)
-        if should_fail(len(seeds) - 1, recipe.dim, seed):
-            raise error
-        return fit(recipe, pairs, dev, seed, *others)
-
-    monkeypatch.setattr(FITS, "fit_recipe", fit_or_fail)
-    return seeds
-
-
-def test_failed_fit_is_reported_and_repeated(capsys, monkeypatch, folder):
-    error = RuntimeError("out of memory")
-    arguments = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", 3)
-    with monkeypatch.context() as patched:
-        fail_fits(patched, lambda _, dim, seed: (dim, seed) == (4, 1), error)
-        rows, messages = run_sweep(capsys, folder, *arguments)
+def test_failed_fit_is_reported_and_repeated(capsys, folder, fits):
+    fits.errors[4, 1] = RuntimeError("out of memory")
+    arguments = (*DIMS[:-1], "3")
+    rows, messages = run_sweep(capsys, folder, *arguments)
     line = f"small@{JOINT} dim=4 seed=1: RuntimeError: out of memory"
     assert f"failed: {line}" in messages
     assert messages.count("failed") == 1
     assert json.loads((folder / "sweep.json").read_text())["failures"] == [line]
     assert {row["dim"]: row["seeds"] for row in rows} == {2: [0, 1, 2], 4: [0, 2]}
-    seeds = fail_fits(monkeypatch, lambda *_: False)
+    fits.clear()
     rows, messages = run_sweep(capsys, folder, *arguments)
     assert "6 fits, 5 of them already done" in messages
-    assert seeds == [1]
+    assert fits == [("small", 4, 1)]
     assert {tuple(row["seeds"]) for row in rows} == {(0, 1, 2)}
 
 
@@ -321,19 +316,15 @@ def test_sweep_fails_only_if_there_is_no_fit(capsys, folder):
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (OSError("gone"), 1)])
-def test_interrupted_sweep_loses_no_fit(
-    capsys, monkeypatch, two_prompts, folder, tmp_path, error, code
-):
+def test_interrupted_sweep_loses_no_fit(capsys, two_prompts, folder, fits, tmp_path, error, code):
     expected, _ = run_sweep(capsys, shutil.copytree(two_prompts, tmp_path / "whole"), *DIMS)
-    with monkeypatch.context() as patched:
-        fail_fits(patched, lambda number, *_: number == 2, error)
-        assert run(sweep_arguments(folder, *DIMS)) == code
+    fits.errors[6] = error
+    assert run(sweep_arguments(folder, *DIMS)) == code
     assert "results are kept" in capsys.readouterr().err
     assert len(load_fits(folder)) == 2
-    seeds = fail_fits(monkeypatch, lambda *_: False)
     rows, messages = run_sweep(capsys, folder, *DIMS)
     assert "4 fits, 2 of them already done" in messages
-    assert len(seeds) == 2
+    assert len(fits) == 4 + 3 + 2
     assert rows == expected
 
 
