@@ -354,8 +354,8 @@ class _Search:
             return
         done = self._grid.records.keys() | self._grid.failures.keys()
         incomplete = [group for group in self._grid.groups if not done.issuperset(group)]
-        kept = [*self._rank(self._grid.groups)[:1], *self._rank(incomplete)]
-        needed = {max(group, key=self._quality) for group in kept}
+        groups = [*self._rank(self._grid.groups)[:1], *self._rank(incomplete)]
+        needed = {max(group, key=self._quality) for group in groups}
         for digest in done - needed:
             shutil.rmtree(self._folder / _TRAININGS / digest, ignore_errors=True)
 
