@@ -109,15 +109,15 @@ class Compare(CompareSystemsOptions, Command):
         return compare_systems(self)
 
     def show(self, result: SystemComparison, form: str) -> None:
-        """Print a summary in words, then a table, and a table of subsets."""
+        """Print a summary in words, then a table, and a table of all differences."""
         from llmcond.base.output import print_sentences
-        from llmcond.report.tables import results_table, subset_differences_table, summary
+        from llmcond.report.tables import differences_table, results_table, summary
 
         print_sentences(summary(result.results, result.baseline), form)
         results_table(result.results).print(form)
-        subsets = subset_differences_table(result.results)
-        if subsets is not None:
-            subsets.print(form)
+        differences = differences_table(result.results)
+        if differences is not None:
+            differences.print(form)
 
 
 compare = as_function(Compare)

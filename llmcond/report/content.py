@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.base.errors import UserError
-from llmcond.base.metrics import finite_or_none, get_metric
 from llmcond.base.output import Column, Table
 from llmcond.base.system import provenance
 from llmcond.data.rows import QueryRows, Rows
@@ -21,12 +20,9 @@ from llmcond.evaluation.results import Result
 from llmcond.heads import PairArrays
 from llmcond.prompts import Prompt
 from llmcond.report.tables import (
-    Cell,
-    estimate_text,
     find_baselines,
     interval_column,
     number_column,
-    p_value_text,
     text_column,
 )
 from llmcond.runs import Run, RunEmbeddingHead
@@ -185,45 +181,6 @@ def measure_predictors(
     return rows
 
 
-def difference_table(results: Sequence[Result]) -> Table | None:
-    """Return all differences from the baselines with both p-values; None if there are none."""
-    headings = {
-        "system": "",
-        "metric": "",
-        "difference": "with its 95 % interval",
-        "p": "",
-        "p, corrected": "after Holm's correction for the number of systems compared",
-        "detectable difference": "the smallest true difference that these rows detect with a power "
-        "of 80 %",
-        "verdict": "",
-    }
-    rows = [
-        (
-            Cell(result.name, result.name),
-            Cell(metric.heading, metric.heading),
-            Cell(estimate_text(metric, difference), finite_or_none(difference.value)),
-            Cell(p_value_text(difference.p), finite_or_none(difference.p)),
-            Cell(p_value_text(difference.p_holm), finite_or_none(difference.p_holm)),
-            Cell(metric.format(difference.minimum), finite_or_none(difference.minimum)),
-            Cell(difference.verdict, difference.verdict),
-        )
-        for result in results
-        for metric in map(get_metric, result.difference or ())
-        for difference in [(result.difference or {})[metric.name]]
-    ]
-    if not rows:
-        return None
-    columns = zip(headings.items(), zip(*rows, strict=True), strict=True)
-    return Table(
-        [
-            Column(heading, cells, "text" if heading in _TEXTS else "figures", hint)
-            for (heading, hint), cells in columns
-        ]
-    )
-
-
-#: The headings of the columns of texts among differences.
-_TEXTS = ("system", "metric", "verdict")
 #: With more subsets than this, the subsets become rows and the systems become columns.
 _MAX_SUBSET_COLUMNS = 12
 

@@ -21,19 +21,18 @@ from llmcond.evaluation.results import Result
 from llmcond.report.content import (
     SUBSET_TITLES,
     Page,
-    difference_table,
     subsets_table,
 )
 from llmcond.report.figures import plot_intervals, plot_isotropy, plot_predictions, plot_steps
 from llmcond.report.tables import (
     MINUS,
     axis_label,
+    differences_table,
     factors_text,
     interval_notes,
     isotropy_table,
     results_table,
     sentences_text,
-    subset_differences_table,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def write_page(page: Page, path: Path) -> None:
         notes=interval_notes(page.results),
         intervals=_find_intervals(page.results),
         results=results_table(page.results),
-        differences=difference_table(page.results),
+        differences=differences_table(page.results),
         parts={
             title: subsets_table(kind, page.results)
             for kind, title in SUBSET_TITLES.items()
@@ -93,7 +92,6 @@ def write_page(page: Page, path: Path) -> None:
         },
         heads=heads and heads[1],
         forest=forest is not None,
-        compared_subsets=subset_differences_table(page.results),
         isotropy=isotropy_table(page.isotropy) if page.isotropy else None,
     )
 

@@ -19,7 +19,7 @@ from llmcond.base.metrics import (
 )
 from llmcond.base.output import Column, Table, line_limit, print_sentences
 from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
-from llmcond.evaluation.results import Result
+from llmcond.evaluation.results import Result, Subset
 
 if TYPE_CHECKING:
     from llmcond.evaluation.analyses import Agreement
@@ -445,32 +445,60 @@ def choice_sentence(choice: Mapping[str, Any]) -> str:
     )
 
 
-def subset_differences_table(results: Sequence[Result]) -> Table | None:
-    """Return the differences on subsets of the rows, one row per subset and system.
+def differences_table(results: Sequence[Result]) -> Table | None:
+    """Return the differences from the baselines, on all rows and on subsets, with both p-values.
 
-    The table is None if the results have no subsets.
+    The table is None if nothing is compared.
     """
-    systems = [result for result in results if result.subsets.get("subsets")]
-    if not systems:
+    compared = [
+        ("all", r, get_metric(name), Subset(r.counts.n, {name: r.metrics[name]}, {}, difference))
+        for r in results
+        for name, difference in (r.difference or {}).items()
+    ]
+    compared += [
+        (name, r, r.primary, part)
+        for r in results
+        for name, part in r.subsets.get("subsets", {}).items()
+        if part.difference
+    ]
+    rows = [
+        (
+            Cell(name, name),
+            Cell(result.name, result.name),
+            Cell(metric.heading, metric.heading),
+            Cell(f"{part.n:,}", part.n),
+            Cell(estimate_text(metric, part.main), finite_or_none(part.main.value)),
+            Cell(estimate_text(metric, difference), finite_or_none(difference.value)),
+            Cell(p_value_text(difference.p), finite_or_none(difference.p)),
+            Cell(p_value_text(difference.p_holm), finite_or_none(difference.p_holm))
+            if name == "all"
+            else Cell("–"),
+            Cell(metric.format(difference.minimum), finite_or_none(difference.minimum)),
+        )
+        for name, result, metric, part in compared
+        if (difference := part.difference)
+    ]
+    if not rows:
         return None
-    metric = systems[0].primary
-    names = [(name, system) for name in systems[0].subsets["subsets"] for system in systems]
-    parts = [system.subsets["subsets"][name] for name, system in names]
-    differences = [part.difference for part in parts]
-    column = interval_column("difference", metric, differences)
-    p_values = [d.p if d else None for d in differences]
+    headings = {
+        "rows": "",
+        "system": "",
+        "metric": "",
+        "n": "number of rows or queries",
+        "value": "with its 95 % interval",
+        "difference": "with its 95 % interval",
+        "p": "not corrected",
+        "p, corrected": _CORRECTED,
+        "detectable": "the smallest true difference that these rows detect with a power of 80 %",
+    }
+    columns = zip(headings.items(), zip(*rows, strict=True), strict=True)
     return Table(
         [
-            text_column("rows", [name for name, _ in names]),
-            text_column("system", [system.name for _, system in names]),
-            number_column("n", [part.n for part in parts]),
-            interval_column(metric.heading, metric, [part.main for part in parts]),
-            # A verdict would need a correction for the number of subsets.
-            replace(column, cells=[replace(cell, verdict="") for cell in column.cells]),
-            number_column("p", p_values, p_value_text, "not corrected"),
+            Column(heading, cells, "figures" if i > 2 else "text", hint)
+            for i, ((heading, hint), cells) in enumerate(columns)
         ],
-        f"{metric.heading} on subsets. p is not corrected, so that these are hints for further "
-        "experiments.",
+        "Differences from the baseline. On parts of the rows p is not corrected, so that these are "
+        "hints for further experiments.",
     )
 
 
