@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -156,57 +156,23 @@ _SHADES = "Shades are relative to the largest of all values; special tokens have
 
 
 def show_explanation(explanation: Explanation, form: str = "table") -> None:
-    """Print the value of each token under each condition, with bars in a terminal."""
-    tokens = {tuple(explained.tokens) for explained in explanation.conditions}
-    is_joint = len(tokens) == 1 and not any(e.layers for e in explanation.conditions)
-    conditions = list(
-        zip(
-            condition_titles([e.condition for e in explanation.conditions]),
-            explanation.conditions,
-            strict=True,
-        )
-    )
-    for group in [conditions] if is_joint else [[pair] for pair in conditions]:
-        _make_table(explanation, group, with_bars=form == "table").print(form)
+    """Print the value of each token under each condition, with bars in a terminal.
 
+    Conditions whose tokens are the same share a table.
+    """
 
-def _make_table(
-    explanation: Explanation,
-    group: Sequence[tuple[str, ConditionExplanation]],
-    *,
-    with_bars: bool,
-) -> Table:
-    """Return the table of conditions whose tokens are the same."""
-    first = group[0][1]
-    note = subject(explanation)
-    similarities = [
-        f"{title}: {e.similarity:.3f}" for title, e in group if e.similarity is not None
-    ]
-    if similarities:
-        note += f" Similarity under {'; '.join(similarities)}."
-    if first.layers:
-        note += f" Condition: {group[0][0]}."
-    tokens = [
-        token_label(explanation.sentence, first, i) + (" (special)" if token.special else "")
-        for i, token in enumerate(first.tokens)
-    ]
-    subtracts = any(explained.condition_term is not None for _, explained in group)
-    columns = [Column("token", [*tokens, SUBTRACTED] if subtracts else tokens)]
-    largest = _find_largest([explained for _, explained in group])
-    for heading, explained in group:
-        series = {f"layer {n}": weights for n, weights in explained.layers.items()}
-        series["mean" if series else heading] = explained.values
-        for name, values in series.items():
-            shown = [*values.tolist(), *([explained.condition_term or 0.0] if subtracts else [])]
-            figures = [format_value(explanation, float(value)) for value in shown]
-            columns.append(Column(name, figures, "figures"))
-        if with_bars and not explained.layers:
-            shares = [
-                0.0 if token.special else float(value) / largest
-                for token, value in zip(explained.tokens, explained.values, strict=True)
-            ]
-            columns.append(Column("", [*map(_bar, shares), *([""] if subtracts else [])], "word"))
-    return Table(columns, note)
+    def tokens_of(row: TokenRow) -> list[str]:
+        return [f"{token.text}{' (special)' * token.special}" for token in row.tokens]
+
+    has_bars = form == "table" and not any(e.layers for e in explanation.conditions)
+    for tokens, rows in groupby(_token_rows(explanation), key=tokens_of):
+        columns = [Column("token", tokens)]
+        for row in rows:
+            heading = ", ".join(filter(None, (row.title, row.detail)))
+            columns.append(Column(heading, [token.number for token in row.tokens], "figures"))
+            if has_bars:
+                columns.append(Column("", [_bar(token.share) for token in row.tokens], "word"))
+        Table(columns, subject(explanation)).print(form)
 
 
 def _bar(share: float) -> str:
@@ -219,18 +185,6 @@ def subject(explanation: Explanation) -> str:
     if explanation.method == "leave-one-out" and explanation.to is None:
         return _ALONE
     return _SUBJECTS[explanation.method]
-
-
-def token_label(sentence: str, explained: ConditionExplanation, position: int) -> str:
-    """Return a token as the vocabulary has it or, if that is unreadable, as the sentence has it.
-
-    Byte-level vocabularies have other characters for letters outside ASCII.
-    """
-    token = explained.tokens[position]
-    if token.start is None:
-        return token.text
-    characters = sentence[token.start : token.end]
-    return token.text if characters.casefold() in token.text.casefold() else characters
 
 
 def format_value(explanation: Explanation, value: float) -> str:
@@ -311,12 +265,12 @@ def _shade(
     largest: float,
 ) -> Iterator[ShadedToken]:
     end: int | None = None
-    for position, (token, value) in enumerate(zip(explained.tokens, values, strict=True)):
-        label, continues = token_label(explanation.sentence, explained, position), False
+    for token, value in zip(explained.tokens, values, strict=True):
+        # A figure shows the sentence as it is, without spaces between the parts of a word.
+        label = token.text
         if token.start is not None:
-            # Without spaces between the parts of a word, a figure shows the sentence as it is.
             label = explanation.sentence[token.start : token.end]
-            continues = token.start == end
+        continues = token.start is not None and token.start == end
         end = token.end
         number = format_value(explanation, float(value))
         share = 0.0 if token.special else float(value) / largest

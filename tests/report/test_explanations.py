@@ -25,7 +25,9 @@ VALUES = np.array([0.7, 0.2, 0.1, -0.05, 0.0001])
 
 def explain():
     first = ConditionExplanation("the sport", TOKENS, VALUES, similarity=0.9, condition_term=-0.05)
-    second = ConditionExplanation("the mood", TOKENS, VALUES[::-1], similarity=0.1)
+    second = ConditionExplanation(
+        "the mood", TOKENS, VALUES[::-1], similarity=0.1, condition_term=0.0
+    )
     return Explanation(SENTENCE, "Skiing", "exact", [first, second], {"encoder": "minilm"})
 
 
@@ -33,15 +35,15 @@ def test_table_has_values_and_bars_and_cannot_control_the_terminal(capsys):
     show_explanation(explain())
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line.split() for line in printed.splitlines() if line.split()}
-    assert lines["snow"] == ["snow", "+0.200", "█" * 3, "-0.050", "░"]
-    assert lines["##boarding"] == ["##boarding", "+0.100", "██", "+0.100", "██"]
+    assert lines["Snow"] == ["Snow", "+0.200", "█" * 3, "-0.050", "░"]
+    assert lines["boarding"] == ["boarding", "+0.100", "██", "+0.100", "██"]
     assert "[CLS] (special)" in printed
     assert "█" not in " ".join(lines["[CLS]"])  # longer than all others, and no word
-    assert lines["minus"] == ["minus", "the", "condition", "-0.050", "+0.000"]
+    assert lines["minus"] == ["minus", "the", "condition", "(special)", "-0.050", "+0.000"]
     # The vocabulary's characters are unreadable, so those of the sentence are shown.
     assert "Ã" not in printed
     assert lines["fun"][1] == "+0.000"
-    assert "the sport: 0.900; the mood: 0.100" in " ".join(printed.split())
+    assert "the sport, similarity 0.900" in " ".join(printed.split())
     tokens = [Token("\x1b[31mred", 0, 4, False)]
     explained = ConditionExplanation("the\x1b]0;x", tokens, np.ones(1), similarity=1.0)
     show_explanation(Explanation("\x1b[31mred", "b", "leave-one-out", [explained]))
