@@ -45,7 +45,7 @@ _MAX_MARKS = 15
 _MAX_LEGEND = 20
 #: The number of bins of a histogram.
 _BINS = 60
-_NO_INTERVAL = "two seeds or few rows give no interval"
+_NO_INTERVAL = "two seeds or few rows have none"
 
 # -- files -------------------------------------------------------------------------------------
 
@@ -367,55 +367,11 @@ def plot_intervals(
     for row in data:
         row[0] = row[0].replace("\n", ", ")
     series = list(dict.fromkeys(row["series"] for row in values))
-    caption = _add_missing([row["low"] for row in rows], f"bar: {bar}", "no bars", "; no bar: ")
+    caption = f"bar: {bar} ({_NO_INTERVAL})"
     legend = len(series) > 1
     chart = interval_chart(values, series, xlabel, caption, reference, legend=legend)
     del chart["autosize"]
     _save({**chart, "width": 480}, path, caption, columns, data)
-
-
-def plot_histograms(
-    panels: Mapping[str, Mapping[str, NDArray[np.floating]]],
-    path: Path,
-    xlabel: str,
-    noun: str,
-    caption: str,
-) -> None:
-    """Plot the distributions of values, with one panel for each group of series.
-
-    All panels have the same bins. The numbers in the bins are also written as CSV; see
-    ``data_path``.
-
-    Args:
-        panels: the (n,) finite values of each series, by the titles of the panels and the names of
-            the series.
-        path: the .png, .svg or .pdf file to write.
-        xlabel: the label of the x axis.
-        noun: what has the values, in the plural.
-        caption: the text that explains the panels.
-    """
-    import altair as alt
-
-    names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    everything = np.concatenate([v for series in panels.values() for v in series.values()])
-    edges = np.histogram_bin_edges(everything, _BINS)
-    rows = []
-    for title, series in panels.items():
-        for name, values in series.items():
-            counts, mean = np.histogram(values, edges)[0], values.mean() if len(values) else None
-            percent = 100 * counts / max(1, counts.sum())
-            for row in zip(edges, edges[1:], counts, percent, strict=False):
-                rows.append((title, name, *(number.item() for number in row), mean))
-    columns = ("panel", "series", "from", "to", noun, "percent")
-    base = alt.Chart(_data((*columns, "mean"), rows)).encode(color=_series(names)[0])
-    bars = base.mark_area(opacity=0.4, line=True, interpolate="step-after").encode(
-        x=alt.X("from:Q", title=xlabel).scale(zero=False, nice=False),
-        y=alt.Y("percent:Q", title=f"% of {noun}", stack=None),
-    )
-    means = base.mark_rule(strokeDash=[4, 4]).encode(x="mean(mean):Q")
-    chart = alt.layer(bars, means).properties(width=300, height=140)
-    chart = chart.facet(alt.Facet("panel:N", title=None, sort=list(panels)), columns=2)
-    _save(chart, path, caption, columns, (row[:-1] for row in rows))
 
 
 def plot_predictions(
@@ -494,18 +450,9 @@ def plot_settings(results: Sequence[Result], path: Path) -> None:
     log_x = x_values[0] > 0 and x_values[-1] / x_values[0] > 8
     one_seed = all(len(result.seeds) <= 1 for result in results)
     line = "line: one seed" if one_seed else "line: mean over seeds"
-    band = f"{line}; band: 95 % confidence interval over {'rows' if one_seed else 'rows and seeds'}"
-    missing = [low for points in series.values() for _, _, low, _ in points]
-    caption = _add_missing(missing, band, f"{line}; no band", "; no band: ")
+    rows = "rows" if one_seed else "rows and seeds"
+    caption = f"{line}; band: 95 % confidence interval over {rows} ({_NO_INTERVAL})"
     plot_curve(series, path, key.replace("_", " "), axis_label(metric), log_x, caption)
-
-
-def _add_missing(ends: Sequence[float | None], every: str, none: str, some: str) -> str:
-    """Return the caption of intervals, of which all, some or none are missing."""
-    missing = [end is None or math.isnan(end) for end in ends]
-    if all(missing):
-        return f"{none}, because {_NO_INTERVAL}"
-    return every + (f"{some}{_NO_INTERVAL}" if any(missing) else "")
 
 
 def _line_name(result: Result, settings: Mapping[str, Any]) -> str:
@@ -556,23 +503,43 @@ def plot_isotropy(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Plot the distributions of the cosines to the mean vector (CASE, figures 5 and 6).
 
     There is one panel for each head and prompt, which compares the vectors with and without
-    subtraction. No file is written if all vectors are zero.
+    subtraction. All panels have the same bins, whose numbers are also written as CSV; see
+    ``data_path``. No file is written if all vectors are zero.
 
     Args:
         rows: name, head, prompt, subtract and ``cosines`` (n,) of each set of vectors.
         path: the .png, .svg or .pdf file to write.
     """
-    panels: dict[str, dict[str, NDArray[np.floating]]] = {}
+    import altair as alt
+
+    panels: dict[tuple[str, str], NDArray[np.floating]] = {}
     for row in rows:
-        if not len(row["cosines"]):
-            continue
         title, series = f"{row['head']}@{row['prompt']}", "minus c" if row["subtract"] else "with c"
         # Fitted heads of the same recipe and prompt have distinct names.
-        title = row["name"] if series in panels.get(title, ()) else title
-        panels.setdefault(title, {})[series] = row["cosines"]
-    if panels:
-        caption = "minus c: the unconditional vector is subtracted; dashed line: mean"
-        plot_histograms(panels, path, "cosine to the mean vector", "vectors", caption)
+        title = row["name"] if (title, series) in panels else title
+        if len(row["cosines"]):
+            panels[title, series] = row["cosines"]
+    if not panels:
+        return
+    edges = np.histogram_bin_edges(np.concatenate(list(panels.values())), _BINS)
+    data = []
+    for key, values in panels.items():
+        counts, mean = np.histogram(values, edges)[0], values.mean()
+        for bar in zip(edges, edges[1:], counts, 100 * counts / counts.sum(), strict=False):
+            data.append((*key, *(number.item() for number in bar), mean))
+    columns = ("panel", "series", "from", "to", "vectors", "percent")
+    names = list(dict.fromkeys(series for _, series in panels))
+    base = alt.Chart(_data((*columns, "mean"), data)).encode(color=_series(names)[0])
+    bars = base.mark_area(opacity=0.4, line=True, interpolate="step-after").encode(
+        x=alt.X("from:Q", title="cosine to the mean vector").scale(zero=False, nice=False),
+        y=alt.Y("percent:Q", title="% of vectors", stack=None),
+    )
+    means = base.mark_rule(strokeDash=[4, 4]).encode(x="mean(mean):Q")
+    titles = list(dict.fromkeys(title for title, _ in panels))
+    chart = alt.layer(bars, means).properties(width=300, height=140)
+    chart = chart.facet(alt.Facet("panel:N", title=None, sort=titles), columns=2)
+    caption = "minus c: the unconditional vector is subtracted; dashed line: mean"
+    _save(chart, path, caption, columns, (row[:-1] for row in data))
 
 
 # -- shaded tokens -----------------------------------------------------------------------------
