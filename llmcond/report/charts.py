@@ -14,7 +14,7 @@ import numpy as np
 import vl_convert
 from numpy.typing import NDArray
 
-from llmcond.base.metrics import Estimate, Floats, Metric, finite_or_none, get_metric
+from llmcond.base.metrics import Floats, finite_or_none, get_metric
 from llmcond.data.rows import QueryRows, Rows
 from llmcond.evaluation.analyses import (
     by_condition,
@@ -24,7 +24,6 @@ from llmcond.evaluation.analyses import (
     rank_share,
     rating_span,
 )
-from llmcond.evaluation.paired import PairedDifference
 from llmcond.heads.numpy_heads import DEV_SCORE_KEY
 from llmcond.report.content import Page
 from llmcond.report.tables import (
@@ -492,80 +491,77 @@ def _round_values(values: NDArray[np.floating], digits: int) -> list[Any]:
 # -- charts that do not depend on the selected systems ---------------------------------------
 
 
-def _make_legend(names: Sequence[str]) -> Legend:
-    return [(name, *series_style(i)) for i, name in enumerate(names)]
-
-
 def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
-    """Return a chart of the primary metric by head and template, best template first.
+    """Return a chart of the primary metric by head and prompt, the best first.
 
     Returns:
         The chart and its legend; None if the metric is defined for fewer than two results.
     """
-    metric, rows = page.results[0].primary, score_rows(page)
+    metric, rows, heads = page.results[0].primary, interval_rows(page), _list_heads(page)
     if len(rows) < 2:
         return None
-    heads = list(dict.fromkeys(row["series"] for row in rows))
     baselines = list(page.baselines.values()) if len(page.baselines) == 1 else []
     reference = metric.in_display_unit(baselines[0].main.value) if baselines else None
     description = (
-        f"{metric.heading} of each system with its 95 % confidence interval, by template and head."
+        f"{metric.heading} of each system with its 95 % confidence interval, by prompt and head."
     )
     chart = interval_chart(rows, heads, axis_label(metric), description, reference)
-    return chart, _make_legend(heads)
+    return chart, [(name, *series_style(i)) for i, name in enumerate(heads)]
 
 
-def score_rows(page: Page) -> list[dict[str, Any]]:
-    """Return a row of ``interval_chart`` for each result whose primary metric is defined."""
+def difference_chart(page: Page) -> dict[str, Any] | None:
+    """Return a chart of the differences of systems of several runs to their baseline.
+
+    The systems are in the order of the results. The chart is None if no difference is defined.
+    """
+    metric, rows = page.results[0].primary, interval_rows(page, differences=True)
+    if not rows or not _system_labels(page):
+        return None
+    title = f"difference in {axis_label(metric)}"
+    description = f"Difference of each system to the baseline in {metric.heading}."
+    return interval_chart(rows, _list_heads(page), title, description, reference=0.0)
+
+
+def _list_heads(page: Page) -> list[str]:
+    return list(dict.fromkeys(result.head for result in page.results))
+
+
+def interval_rows(page: Page, *, differences: bool = False) -> list[dict[str, Any]]:
+    """Return rows of ``interval_chart`` with the primary metric, or the differences in it.
+
+    Results whose figure is undefined have no row.
+    """
     metric, systems, rows = page.results[0].primary, _system_labels(page), []
     subtracts = not page.ranked or any(result.subtract for result in page.results)
     for result in page.results:
+        difference = (result.difference or {}).get(metric.name)
+        figure = difference if differences else result.main
+        if figure is None or finite_or_none(figure.value) is None:
+            continue
         details = [("no subtraction", "minus c")[result.subtract]] if subtracts else []
         details += [result.variant[1]]
         details += ["control"] if result.about.get("control") else []
         details += ["baseline"] if result.name in page.baselines else []
+        details += [difference.verdict] if difference and differences else []
         named = systems.get(result.name) or f"{result.prompt or result.name}\n"
-        label = ", ".join(filter(None, (named, *details))).replace("\n, ", "\n")
-        about = {"label": label, "series": result.head, "system": result.name}
-        rows += _interval_row(metric, result.main, metric.heading, about)
-    return rows
-
-
-def difference_rows(page: Page) -> list[dict[str, Any]]:
-    """Return a row of ``interval_chart`` for each defined difference in the primary metric."""
-    metric, systems, rows = page.results[0].primary, _system_labels(page), []
-    for result in page.results:
-        difference = (result.difference or {}).get(metric.name)
-        if difference is not None:
-            minus = "minus c" if result.subtract else "no subtraction"
-            named = systems.get(result.name) or f"{result.prompt}\n{minus}"
-            label = f"{named}, {difference.verdict}"
-            about = {"label": label, "series": "difference" if systems else result.head}
-            row = _interval_row(metric, difference, "difference", about)
-            rows += [{**r, "p, corrected": p_value_text(difference.p_holm)} for r in row]
-    return rows
-
-
-def _interval_row(
-    metric: Metric, figure: Estimate | PairedDifference, heading: str, about: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Return the row of a figure with its interval; none if the figure is undefined."""
-    if finite_or_none(figure.value) is None:
-        return []
-    interval = interval_text(metric, figure)
-    ends = (figure.low, figure.high) if interval else (None, None)
-    low, high = map(metric.in_display_unit, ends)
-    signed = isinstance(figure, PairedDifference)
-    return [
-        {
-            **about,
+        interval = interval_text(metric, figure)
+        low, high = map(metric.in_display_unit, (figure.low, figure.high))
+        row = {
+            "label": ", ".join(filter(None, (named, *details))).replace("\n, ", "\n"),
+            "series": result.head,
+            "system": result.name,
             "value": metric.in_display_unit(figure.value),
-            "low": low,
-            "high": high,
-            heading: with_minus_signs(metric.format(figure.value, signed)),
+            "low": low if interval else None,
+            "high": high if interval else None,
+            "difference" if differences else metric.heading: with_minus_signs(
+                metric.format(figure.value, signed=differences)
+            ),
             "95 % interval": with_minus_signs(interval) or "undefined",
         }
-    ]
+        if difference and differences:
+            row["p, corrected"] = p_value_text(difference.p_holm)
+        rows.append(row)
+    return rows
 
 
 def _system_labels(page: Page) -> dict[str, str]:
@@ -578,16 +574,3 @@ def _system_labels(page: Page) -> dict[str, str]:
             labels[result.name] = f"{head}\n{Path(source).name}"
     unique = len(set(labels.values())) == len(labels)
     return labels if unique else {name: f"{name}\n" for name in labels}
-
-
-def difference_chart(page: Page) -> dict[str, Any] | None:
-    """Return a chart of the differences of systems of several runs to their baseline.
-
-    The systems are in the order of the results. The chart is None if no difference is defined.
-    """
-    metric, rows = page.results[0].primary, difference_rows(page)
-    if not rows or not _system_labels(page):
-        return None
-    title = f"difference in {axis_label(metric)}"
-    description = f"Difference of each system to the baseline in {metric.heading}."
-    return interval_chart(rows, ["difference"], title, description, reference=0.0)

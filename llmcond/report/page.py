@@ -222,7 +222,7 @@ def write_figures(page: Page, folder: Path, form: str) -> None:
         folder: the folder to write to.
         form: the suffix of the files, one of png, svg and pdf.
     """
-    from llmcond.report.charts import difference_rows, score_rows
+    from llmcond.report.charts import interval_rows
 
     def path(name: str) -> Path:
         return folder / f"{name}.{form}"
@@ -230,9 +230,9 @@ def write_figures(page: Page, folder: Path, form: str) -> None:
     metric = page.results[0].primary
     seeds = " and seeds" if any(len(result.seeds) > 1 for result in page.results) else ""
     interval = f"95 % confidence interval over rows{seeds}"
-    plot_intervals(score_rows(page), path("scores"), axis_label(metric), interval)
+    plot_intervals(interval_rows(page), path("scores"), axis_label(metric), interval)
     plot_intervals(
-        difference_rows(page),
+        interval_rows(page, differences=True),
         path("differences"),
         f"difference to the baseline, {axis_label(metric)}",
         "95 % confidence interval of this paired difference over rows and seeds, not corrected for "

@@ -691,20 +691,11 @@ def show_agreement(agreement: Agreement, model: str, form: str = "table") -> Non
     ]
     note = "Number of rows by people's rating (rows) and the model's (columns)"
     Table.of_rows(confusion, note=note).print(form)
-    subsets = agreement.by_condition[:_MAX_CONDITIONS]
+    subsets = agreement.to_json()["by_condition"]
     if subsets:
-        rows = [
-            {
-                "condition": subset.condition,
-                "rows": subset.n,
-                "people's mean": subset.human,
-                "model's mean": subset.model,
-                "Spearman": get_metric("spearman").format(subset.spearman),
-            }
-            for subset in subsets
-        ]
-        note = f"the {len(subsets):,} most frequent of {len(agreement.by_condition):,}"
-        Table.of_rows(rows, note=f"By condition: {note}").print(form)
+        n = min(len(subsets), _MAX_CONDITIONS)
+        note = f"By condition, with mean ratings: the {n:,} most frequent of {len(subsets):,}"
+        Table.of_rows(subsets[:n], note=note).print(form)
 
 
 # -- the check of an encoder -------------------------------------------------------------------

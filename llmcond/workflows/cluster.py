@@ -194,24 +194,16 @@ def _name_columns(
     conditions: Sequence[str], keep: Sequence[str], text: str
 ) -> list[tuple[str, str]]:
     """Return the column names of each condition's cluster numbers and cluster names."""
-    suffixes = (
-        [f" ({condition_text(condition)})" for condition in conditions]
-        if len(conditions) > 1
-        else [""]
-    )
+    suffixes = [f" ({condition_text(condition)})" for condition in conditions]
+    if len(conditions) < 2:
+        suffixes = [""]
     names = [(f"cluster{suffix}", f"name{suffix}") for suffix in suffixes]
-    taken_names = {text, *(name for pair in names for name in pair)}
-    conflicts = [name for name in keep if name in taken_names] or [
-        name for name, n in Counter(keep).items() if n > 1
-    ]
-    if conflicts:
+    columns = Counter([text, *keep, *(name for pair in names for name in pair)])
+    repeated = [name for name, n in columns.items() if n > 1]
+    if repeated:
         raise UserError(
-            f"--keep {conflicts[0]}: a column of that name is written anyway. Leave it out."
-        )
-    if any(text in pair for pair in names):
-        raise UserError(
-            f"--text {text}: the clusters are written to a column of that name. Rename that column "
-            "of the texts."
+            f"the table would have two columns {repeated[0]!r}. Leave it out of --keep, or rename "
+            "the column of the texts (--text)."
         )
     return names
 

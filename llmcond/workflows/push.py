@@ -187,14 +187,12 @@ def _translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code
         message = " ".join(str(error.server_message or error.response.reason_phrase).split())
-        if status in (401, 403, 404):
+        if 400 <= status < 500:
             raise UserError(
-                f"the hub does not let you write to {repo} ({status}: {message}). Name a "
-                "repository of yours, or log in with a token that has write access: hf auth login, "
-                "or HF_TOKEN."
+                f"the hub does not accept the push to {repo} ({status}: {message}). If it does not "
+                "let you write there, name a repository of yours, or log in with a token that has "
+                "write access: hf auth login, or HF_TOKEN."
             ) from error
-        if status == 400:
-            raise UserError(f"the hub rejected the upload to {repo}: {message}") from error
         raise LlmcondError(
             f"the hub failed ({status}: {message}), and nothing was pushed to {repo}. Run the same "
             "command again later."

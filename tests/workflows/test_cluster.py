@@ -155,7 +155,7 @@ INVALID = [
         (*PLACE, "--method", "hdbscan", "--min-cluster-size", "49"),
         "--min-cluster-size is 49, but texts.csv has 48 texts. Give at most 48, or more texts",
     ),
-    ((*PLACE, "--keep", "text"), "--keep text: a column of that name is written"),
+    ((*PLACE, "--keep", "text"), "the table would have two columns 'text'. Leave it out of --keep"),
     ((*PLACE, "--labels", "place", "people"), "--labels names 2 columns"),
     ((*PLACE, "--map", "out.png", "--out", "out-data.csv"), "the positions of --map out.png"),
     ((*PLACE, *PEOPLE_COUNT, "--guide", "guide.csv"), "there are 2 conditions"),

@@ -429,7 +429,7 @@ def test_answers_of_hub_are_reported_in_one_line(hub, adapter, capsys, monkeypat
         return line
 
     denied = json.dumps({"error": "You may not.\nNot here."})
-    not_allowed = f"does not let you write to {REPO} (403: "
+    not_allowed = f"does not accept the push to {REPO} (403: "
     for end, status, body, code, expected in (
         ("/repos/create", 403, denied, 2, not_allowed),
         ("/commit/main", 403, denied, 2, not_allowed),
