@@ -90,8 +90,7 @@ def test_ranks_equal_those_of_plain_loops(graph, vectors):
     assert have_equal_ranks(ranks, rank(queries, candidates, triples, None))
 
 
-@pytest.mark.parametrize(("block", "tile"), [(1, 64), (7, 64), (64, 1), (5, 29)])
-def test_ranks_do_not_depend_on_block_sizes(graph, vectors, block, tile, tmp_path: Path):
+def test_ranks_do_not_depend_on_block_sizes(graph, vectors, tmp_path: Path):
     triples, known = graph.queries("test"), KnownTriples(graph)
     context = TrainGraph.from_graph(graph)
     terms = [context.create_hops_term(2, 0.5), context.create_reverse_term(1.0)]
@@ -99,20 +98,17 @@ def test_ranks_do_not_depend_on_block_sizes(graph, vectors, block, tile, tmp_pat
     queries, candidates = vectors
     np.save(tmp_path / "c.npy", candidates.astype(np.float16))
     mapped = np.load(tmp_path / "c.npy", mmap_mode="r")
-    pool = CandidatePool(mapped, known, terms, exclude_head=True, tile=tile)
-    assert have_equal_ranks(rank_each(queries, pool, triples, (), block)[0], whole)
+    for block, tile in ((1, 64), (7, 64), (64, 1), (5, 29)):
+        pool = CandidatePool(mapped, known, terms, exclude_head=True, tile=tile)
+        assert have_equal_ranks(rank_each(queries, pool, triples, (), block)[0], whole)
 
 
 @pytest.mark.parametrize("tile", [7, 64])
 def test_variants_rank_like_additional_terms(graph, vectors, tile):
     """Weights move answers that have the edge, and move others past answers without it."""
-    triples, known, context = (
-        graph.queries("test"),
-        KnownTriples(graph),
-        TrainGraph.from_graph(graph),
-    )
-    # The answers have reversed edges too, so that some of them move.
-    context.known = KnownTriples(graph)
+    triples, known = graph.queries("test"), KnownTriples(graph)
+    context = TrainGraph.from_graph(graph)
+    context.known = known  # The answers have reversed edges too, so that some of them move.
     terms = [context.create_hops_term(1, 0.5)]
     variants = [context.create_reverse_term(weight) for weight in (0, 1, -2.5, 40)]
     queries, candidates = vectors
@@ -137,12 +133,12 @@ def test_ranks_among_ignores_candidates_left_out():
         ranks_among(scores, answer)
 
 
-@pytest.mark.parametrize("which", ["query", "candidate"])
-def test_non_finite_vectors_are_rejected(graph, vectors, which):
-    queries, candidates = (array.copy() for array in vectors)
-    (queries if which == "query" else candidates)[3, 1] = np.nan
-    with pytest.raises(UserError, match=f"1 in total, the first of {which} 3"):
-        rank(queries, candidates, graph.queries("test"), None)
+def test_non_finite_vectors_are_rejected(graph, vectors):
+    for which in ("query", "candidate"):
+        queries, candidates = (array.copy() for array in vectors)
+        (queries if which == "query" else candidates)[3, 1] = np.nan
+        with pytest.raises(UserError, match=f"1 in total, the first of {which} 3"):
+            rank(queries, candidates, graph.queries("test"), None)
 
 
 @pytest.mark.parametrize("tile", [3, 64])

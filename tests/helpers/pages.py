@@ -78,29 +78,16 @@ def open_page(browser, path, width=1_280, scheme="light"):
         context.close()
 
 
-def find_overflow(tab):
-    """Return by how many pixels the page is too wide, and the elements that overflow it.
+VIEWS = (("screen", 1_280, "light"), ("print", 718, "dark"), ("screen", 360, "dark"))
 
-    Elements in a scroll box do not count.
-    """
-    return tab.evaluate(
-        """() => {
-            const width = document.documentElement.clientWidth;
-            const out = [...document.querySelectorAll("body *")].filter((e) =>
-                e.getBoundingClientRect().right > width + 1 && !e.closest(".scroll"));
-            return [document.documentElement.scrollWidth - width, out.map((e) => e.outerHTML)];
-        }"""
-    )
-
-
-VIEWS = (("screen", 1_280, "light"), ("print", 718, "dark"), ("screen", 390, "dark"))
-
-
-def find_accessibility_faults(tab):
-    from axe_playwright_python.sync_playwright import Axe
-
-    options = {"resultTypes": ["violations"], "rules": {"target-size": {"enabled": True}}}
-    return Axe().run(tab, options=options).response["violations"]
+#: Returns by how many pixels the page is too wide, and the elements outside of scroll boxes that
+#: overflow it.
+FIND_OVERFLOW = """() => {
+    const width = document.documentElement.clientWidth;
+    const out = [...document.querySelectorAll("body *")].filter((e) =>
+        e.getBoundingClientRect().right > width + 1 && !e.closest(".scroll"));
+    return [document.documentElement.scrollWidth - width, out.map((e) => e.outerHTML)];
+}"""
 
 
 def check_views(tab):
@@ -108,8 +95,11 @@ def check_views(tab):
 
     It must fit in each of these views, and break no rule of axe on screen.
     """
+    from axe_playwright_python.sync_playwright import Axe
+
+    options = {"resultTypes": ["violations"], "rules": {"target-size": {"enabled": True}}}
     for media, width, scheme in VIEWS:
         tab.emulate_media(media=media, color_scheme=scheme)
         tab.set_viewport_size({"width": width, "height": 800})
-        assert find_overflow(tab) == [0, []]
-        assert media == "print" or find_accessibility_faults(tab) == []
+        assert tab.evaluate(FIND_OVERFLOW) == [0, []]
+        assert media == "print" or Axe().run(tab, options=options).response["violations"] == []

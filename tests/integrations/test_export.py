@@ -196,15 +196,12 @@ def test_heads_without_plain_form_are_rejected(fitted, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_command_prints_summary_and_rejects_invalid_input(fitted, tmp_path, capsys):
-    command = ["export", "--run", fitted, "--head", "relu", "--condition"]
-    (tmp_path / "file").write_text("mine")
-    assert "already exists" in run_rejected(capsys, *command, "c", "--out", tmp_path)
-    assert "--condition is empty" in run_rejected(capsys, *command, " ", "--out", tmp_path / "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    summary = run_json(capsys, *command, "the place", "--out", tmp_path / "new")
+def test_command_prints_summary_and_rejects_existing_folder(fitted, tmp_path, capsys):
+    command = ["export", "--run", fitted, "--head", "relu", "--condition", "the place", "--out"]
+    summary = run_json(capsys, *command, tmp_path / "new")
     assert summary["chosen_by"] == "fixed"
     assert summary["difference"] < 1e-5
+    assert "already exists" in run_rejected(capsys, *command, tmp_path / "new")
 
 
 def test_export_with_wrong_vectors_is_deleted(fitted, tmp_path, monkeypatch):
