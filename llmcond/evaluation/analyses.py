@@ -118,12 +118,9 @@ def _norms_and_mean_direction(
         block = np.asarray(vectors[part], dtype=np.float64)
         total += block.sum(axis=0)
         norms[part] = np.linalg.norm(block, axis=1)
-    for bad, what in ((~np.isfinite(norms), "NaN or infinite"), (norms == 0, "zero")):
-        if bad.any():
-            raise UserError(
-                f"{int(bad.sum()):,} of {n:,} vectors are {what}, the first at position "
-                f"{int(bad.argmax())}. They have no direction; leave them out."
-            )
+    _check_finite(norms, "vectors")
+    if not norms.all():
+        raise UserError(f"the vector at position {norms.argmin()} is zero. Leave it out.")
     mean = total / n
     length = float(np.linalg.norm(mean))
     return norms, mean / length if length > _NO_MEAN * norms.mean() else np.zeros(dim)
@@ -277,12 +274,7 @@ def _as_points(vectors: NDArray[Any]) -> NDArray[np.floating]:
     points = np.asarray(vectors)
     if points.dtype != np.float64:
         points = points.astype(np.float32)
-    bad = ~np.isfinite(points).all(axis=1)
-    if bad.any():
-        raise UserError(
-            f"{int(bad.sum()):,} of {len(points):,} vectors are NaN or infinite, the first at "
-            f"position {int(bad.argmax())}. Leave them out."
-        )
+    _check_finite(points, "vectors")
     return points
 
 
@@ -524,10 +516,11 @@ def most_changed(
 
 
 def _check_finite(values: NDArray[np.floating], name: str) -> None:
-    bad = int((~np.isfinite(values)).sum())
-    if bad:
+    bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    if bad.any():
         raise UserError(
-            f"{bad:,} of {len(values):,} {name} are NaN or infinite. Leave those rows out."
+            f"{bad.sum():,} of {len(values):,} {name} are NaN or infinite, the first at position "
+            f"{bad.argmax()}. Leave them out."
         )
 
 

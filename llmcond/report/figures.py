@@ -139,40 +139,6 @@ def _series(
 # -- vectors on a plane ------------------------------------------------------------------------
 
 
-def plot_clusters(
-    before: NDArray[np.floating],
-    after: NDArray[np.floating],
-    labels: NDArray[np.int64],
-    names: Sequence[str],
-    path: Path,
-    titles: tuple[str, str],
-) -> None:
-    """Plot vectors before and after a head, coloured by condition (Hyper-CL, figure 4).
-
-    The points are also written as CSV; see ``data_path``.
-
-    Args:
-        before: (n, 2) the encoder's vectors projected onto a plane.
-        after: (n, 2) the head's embeddings projected onto a plane, in the same order.
-        labels: (n,) the condition of each vector, as an index into ``names``.
-        names: the conditions.
-        path: the .png, .svg or .pdf file to write.
-        titles: the titles of the two panels.
-    """
-    import altair as alt
-
-    columns = ("condition", "before_x", "before_y", "after_x", "after_y")
-    rows = [
-        (names[label], *point)
-        for label, *point in zip(labels, *before.T.tolist(), *after.T.tolist(), strict=True)
-    ]
-    panels = []
-    for points, title in zip((before, after), titles, strict=True):
-        chart = _scatter(points, [names[label] for label in labels], _series(names))
-        panels.append(chart.properties(title=shorten(title, 60)))
-    _save(alt.hconcat(*panels), path, "", columns, rows)
-
-
 def _scatter(
     points: NDArray[np.floating], series: Sequence[str], encodings: tuple[Any, Any]
 ) -> Any:
@@ -216,6 +182,8 @@ class MapPanel:
 
 def plot_maps(panels: Sequence[MapPanel], texts: Sequence[str], path: Path, caption: str) -> None:
     """Plot maps of the same n texts, one below the other, each with the number of every cluster.
+
+    Hyper-CL's figure 4 has such maps of embeddings by condition, before and after a head.
 
     The positions are also written as CSV; see ``data_path``.
 

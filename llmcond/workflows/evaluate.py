@@ -57,7 +57,7 @@ from llmcond.options.scoring import (
 )
 from llmcond.options.texts import CheckConditionOptions
 from llmcond.report.content import make_page, measure_predictors
-from llmcond.report.figures import Point, plot_clusters, plot_curve, plot_isotropy
+from llmcond.report.figures import MapPanel, Point, plot_curve, plot_isotropy, plot_maps
 from llmcond.report.page import check_page, write_page
 from llmcond.report.tables import estimate_text, highest_or_lowest
 from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
@@ -468,6 +468,9 @@ def _analyse_clusters(
         figures = {"impurity": result.value, **asdict(result)}
         results[name] = {"name": name, **figures, **_describe(predictor)}
     kinds = np.array([names.index(text) for text in labels])
+    legend = {number: f"{number}: {name}" for number, name in enumerate(names)}
+    sentences = data.texts(data.rows.sentence1)
+    texts = [sentences[i] for i in positions]
     for head in fitted:
         # Zero-shot on separate features is e(s) - e(c), which clusters by condition already.
         features = as_matrix(data.pairs(head).first).read(positions)
@@ -475,9 +478,9 @@ def _analyse_clusters(
         path = figure(f"clusters-{head.name}")
         if path is None:
             continue
-        title = f"features of the prompt {head.view.name}"
-        before_2d, after_2d = project_2d(features), project_2d(vectors[head.name])
-        plot_clusters(before_2d, after_2d, kinds, names, path, (title, head.name))
+        maps = {f"features of {head.view.name}": features, head.name: vectors[head.name]}
+        panels = [MapPanel(title, project_2d(v), kinds, legend) for title, v in maps.items()]
+        plot_maps(panels, texts, path, "")
     return list(results.values())
 
 

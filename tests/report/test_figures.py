@@ -10,7 +10,7 @@ import pytest
 import llmcond
 from llmcond.base.errors import UserError
 from llmcond.base.files import check_figure
-from llmcond.report.figures import plot_clusters, plot_curve
+from llmcond.report.figures import MapPanel, plot_curve, plot_maps
 
 NAMES = [
     r"The price in $ of the ticket, whether paid in $ or in \euro, as told by the person standing "
@@ -24,8 +24,9 @@ NAMES = [
 
 def draw_clusters(path, n=60, names=NAMES):
     rng = np.random.default_rng(0)
-    points = rng.normal(size=(n, 2)), rng.normal(size=(n, 2))
-    plot_clusters(*points, np.arange(n) % len(names), names, path, ("before", "after"))
+    labels, clusters = np.arange(n) % len(names), dict(enumerate(names))
+    panels = [MapPanel(t, rng.random(size=(n, 2)), labels, clusters) for t in ("before", "after")]
+    plot_maps(panels, [f"text {i}" for i in range(n)], path, "a caption")
 
 
 def draw_curves(path, log_x=True, x=(4096, 64, 512, 128, 256, 1024), names=NAMES):
@@ -65,11 +66,12 @@ def test_figure_data_has_the_plotted_points(tmp_path):
     assert headings == ["series", "steps", "MRR", "low", "high"]
     assert rows == [["b", "1", "0.25", "0", "1"], ["b", "2", "0.5", "0.4", "0.6"]]
     points = np.array([[0.5, 1.0], [2.0, 3.0]])
-    titles = ("before", "after")
-    plot_clusters(points, points + 1, np.array([1, 0]), NAMES[:2], tmp_path / "x.png", titles)
+    panel = MapPanel("before", points, np.array([1, 0]), dict(enumerate(NAMES[:2])))
+    plot_maps([panel], ["a", "b"], tmp_path / "x.png", "")
     headings, *rows = read_data(tmp_path / "x-data.csv")
-    assert headings == ["condition", "before_x", "before_y", "after_x", "after_y"]
-    assert rows == [[NAMES[1], "0.5", "1.0", "1.5", "2.0"], [NAMES[0], "2.0", "3.0", "3.0", "4.0"]]
+    assert headings == ["map", "x", "y", "cluster", "name", "text"]
+    assert rows[0] == ["before", "0.5", "1.0", "1", NAMES[1], "a"]
+    assert rows[1] == ["before", "2.0", "3.0", "0", NAMES[0], "b"]
 
 
 def test_analyses_work_without_chart_libraries(monkeypatch, tmp_path, tiny_run, caplog):

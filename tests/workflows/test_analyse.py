@@ -68,7 +68,8 @@ def test_clusters_before_a_head_are_those_of_sentences_without_their_condition(h
     assert head["impurity_before"] == impurity(sentences.read(positions), labels, 0).value
     assert "impurity_before" not in zero_shot
     assert "</svg>" in (tmp_path / "clusters-low.svg").read_text(encoding="utf-8")
-    assert [row["condition"] for row in read_csv(tmp_path / "clusters-low-data.csv")] == labels
+    names = [row["name"].partition(": ")[2] for row in read_csv(tmp_path / "clusters-low-data.csv")]
+    assert names == labels * 2  # before and after the head
 
 
 # -- answers -----------------------------------------------------------------------------------
