@@ -42,29 +42,23 @@ def answers(tmp_path: Path) -> str:
     return f"{tmp_path}/my_task.py:Answers"
 
 
-def test_custom_task_reads_its_columns_and_scale(answers):
+def test_custom_task_has_columns_scale_and_unconditioned_texts(answers):
     task = find_task(answers)
     assert task.name == "my_task.py:Answers"
+    scored = [{**row, "score": row["relevance"] + 1} for row in ROWS]
+    # Columns and bounds that the user does not name are those of the task.
+    dataset = task.read(DataOptions(scored, columns={"label": "score"}, scale={"high": 3}))
+    assert dataset.columns == Columns("question", "answer", "topic", "score")
+    assert dataset.scale == RatingScale(low=0, high=3, unrated=-1)
     dataset = task.read(DataOptions(ROWS))
     rows = dataset.splits["train"]
     assert dataset.source == "rows in memory"
     assert set(rows.sentence1) < {row["question"] for row in ROWS}
     assert set(rows.rating) <= {0.0, 1.0}
-    assert rows.conditioned == (True, False)
     sample = find_task("csts").read(DataOptions())
     assert (sample.source, sample.splits["train"].conditioned) == ("sample", (True, True))
-
-
-def test_missing_columns_and_scale_default_to_those_of_task(answers):
-    rows = [{**row, "score": row["relevance"] + 1} for row in ROWS]
-    options = DataOptions(rows, columns={"label": "score"}, scale={"high": 3})
-    dataset = find_task(answers).read(options)
-    assert dataset.columns == Columns("question", "answer", "topic", "score")
-    assert dataset.scale == RatingScale(low=0, high=3, unrated=-1)
-
-
-def test_unconditioned_text_is_rendered_unchanged_without_subtraction(answers):
-    rows = find_task(answers).read(DataOptions(ROWS)).splits["train"]
+    # Texts without a condition are encoded unchanged, and nothing is subtracted from them.
+    assert rows.conditioned == (True, False)
     inputs = render_rows(rows, load_prompt("concat-sent-cond"))
     assert inputs.second == [EncoderInput("", text) for text in rows.sentence2]
     assert inputs.second_unconditional == inputs.second

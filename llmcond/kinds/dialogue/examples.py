@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.base.arrays import Array, ConcatenatedMatrix, Matrix, MatrixLike, Positions, as_matrix
+from llmcond.base.arrays import (
+    Array,
+    ConcatenatedMatrix,
+    Matrix,
+    MatrixLike,
+    Positions,
+    as_matrix,
+    scale_to_unit_norm,
+)
 from llmcond.base.errors import UserError, format_count, shortened_repr
 from llmcond.base.metrics import METRICS, mean_over_strata
 from llmcond.data.datasets import Problems
@@ -55,20 +63,17 @@ class UtteranceRoles:
         head: head that maps the utterances; its ``score`` compares them.
     """
 
-    def __init__(self, head: FittedRoleHead, features: MatrixLike, indices: Positions) -> None:
+    def __init__(self, head: FittedRoleHead, vectors: MatrixLike, indices: Positions) -> None:
         """Map utterances to their roles.
 
         Args:
             head: head that maps them.
-            features: features of all texts, (n, d).
-            indices: distinct positions of the utterances, (u,).
+            vectors: features of the utterances, (u, d).
+            indices: distinct positions of the utterances among all texts, (u,), ascending.
         """
-        self.head = head
-        used_features = as_matrix(features).take(indices)
-        self._b1, self._b2 = head.before(used_features)
-        self._after = head.after(used_features)
-        self._row_of = np.full(len(features), -1)
-        self._row_of[indices] = np.arange(len(indices))
+        self.head, self._indices = head, indices
+        self._b1, self._b2 = head.before(vectors)
+        self._after = head.after(vectors)
 
     def with_score(self, score: str) -> UtteranceRoles:
         """Return a copy that compares the same vectors by another score."""
@@ -78,12 +83,12 @@ class UtteranceRoles:
 
     def before(self, contexts: Positions) -> tuple[Array, Array]:
         """Return the roles before-1 and before-2 of contexts (n, h), each (n, h, k)."""
-        rows = self._row_of[contexts]
+        rows = np.searchsorted(self._indices, contexts)
         return self._b1[rows], self._b2[rows]
 
     def after(self, candidates: Positions) -> Array:
         """Return the role after of candidates (c,), (c, k)."""
-        vectors: Array = self._after[self._row_of[candidates]]
+        vectors: Array = self._after[np.searchsorted(self._indices, candidates)]
         return vectors
 
     def scores(self, contexts: Positions, candidates: Positions) -> Array:
@@ -141,8 +146,8 @@ class DialogueExamples(RankedExamples):
 
     def roles(self, predictor: AnyPredictor, indices: Positions) -> UtteranceRoles:
         """Return utterances, by distinct positions, in the roles to which a predictor maps them."""
-        features = self.features(predictor.view)
-        return UtteranceRoles(resolve_head(predictor, int(features.shape[1])), features, indices)
+        vectors = self.features(predictor.view).take(indices)
+        return UtteranceRoles(resolve_head(predictor, int(vectors.shape[1])), vectors, indices)
 
     # -- the interface of Examples -------------------------------------------------------------
 
@@ -485,7 +490,7 @@ class RetrievedPool:
     def __call__(self, turns: Turns, h: int, /) -> Positions:
         """Return the candidates, without texts of the same dialogue."""
         texts, text_of_turn = np.unique(turns.utterances, return_inverse=True)
-        vectors = _scale_to_unit(as_matrix(self.features).read(texts))
+        vectors = scale_to_unit_norm(as_matrix(self.features).read(texts))
         rows, _, _ = turns.contexts(h)
         dialogue_texts = [
             np.unique(text_of_turn[turns.starts[i] : turns.starts[i + 1]]) for i in rows
@@ -496,7 +501,7 @@ class RetrievedPool:
         for begin in range(0, len(rows), PLAN_BLOCK):
             block = rows[begin : begin + PLAN_BLOCK]
             last = text_of_turn[turns.starts[block][:, None] + np.arange(max(h - 2, 0), h)]
-            scores = _scale_to_unit(vectors[last].mean(axis=1)) @ vectors.T
+            scores = scale_to_unit_norm(vectors[last].mean(axis=1)) @ vectors.T
             for row, texts_of in enumerate(dialogue_texts[begin : begin + PLAN_BLOCK]):
                 scores[row, texts_of] = -np.inf
             # The sort is stable, so that equal scores are in the order of the data.
@@ -542,11 +547,6 @@ def _check_pool_size(size: int) -> None:
             "there are no candidates in addition to the answer, because no other dialogue has a "
             "suitable utterance. Give more data, another pool or a shorter --history."
         )
-
-
-def _scale_to_unit(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
-    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
 
 
 @dataclass(frozen=True)

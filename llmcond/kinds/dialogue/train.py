@@ -24,20 +24,25 @@ from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS, Metric
 from llmcond.encoders.tokenizing import Tokens
 from llmcond.encoders.torch.engine import Engine
-from llmcond.evaluation.results import ranks_among
 from llmcond.finetune.model import DistributedCompute, TrainedModel
 from llmcond.heads import Recipe
 from llmcond.heads.fit import load_start
 from llmcond.heads.module import seeded
 from llmcond.heads.numpy_heads import DEV_SCORE_KEY
 from llmcond.kinds.dialogue.data import Dialogues, Turns, UtteranceInputs
+from llmcond.kinds.dialogue.examples import (
+    NextQueries,
+    UtteranceRoles,
+    next_queries,
+    rank_next,
+    stack_queries,
+)
 from llmcond.kinds.dialogue.heads import (
     FittedRoleHead,
     RoleHead,
     RoleSettings,
     check_turns,
     distinct_utterances,
-    turn_scores,
     windows,
 )
 from llmcond.tasks import AnyTask
@@ -46,8 +51,8 @@ if TYPE_CHECKING:
     from llmcond.finetune.encoder import TrainableEncoder
 
 
-#: The fixed sample of dev that is scored: the number of dialogues, and the history lengths.
-_DEV_DIALOGUES, _DEV_HISTORIES = 1_000, range(2, 11)
+#: Number of dialogues of dev that are scored.
+_DEV_DIALOGUES = 1_000
 
 
 @dataclass(frozen=True)
@@ -77,16 +82,14 @@ class DialogueInputs:
         return np.append(self.turns.utterances, -1)[self.window_turns[rows]]
 
     @cached_property
-    def dev_sample(self) -> list[tuple[Positions, Positions]]:
-        """The sample of the split that is scored: contexts (n, h) and answers (n,) for each h."""
+    def dev_queries(self) -> Sequence[NextQueries]:
+        """The queries of a fixed sample of the split; empty if its dialogues are too short."""
         sample = np.sort(np.random.default_rng(0).permutation(len(self.turns))[:_DEV_DIALOGUES])
-        contexts_by_length = [self.turns.contexts(h) for h in _DEV_HISTORIES]
-        in_sample = [np.isin(dialogues, sample) for dialogues, _, _ in contexts_by_length]
-        queries = [
-            (context[1][mask], context[2][mask])
-            for context, mask in zip(contexts_by_length, in_sample, strict=True)
-        ]
-        return [(contexts, answers) for contexts, answers in queries if len(answers) > 1]
+        turns = Turns.from_lists([self.turns.utterances_of(i) for i in sample])
+        try:
+            return next_queries(Dialogues("", (), {"dev": turns}), "dev")
+        except UserError:
+            return ()
 
 
 class TurnModel(TrainedModel[DialogueInputs, FittedRoleHead]):
@@ -132,40 +135,22 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoleHead]):
 
     @override
     def score(self, inputs: DialogueInputs, shared: DistributedCompute) -> float | None:
-        # The strata of the metric are the history lengths. Answers are ranked among the answers of
-        # the sampled dialogues, as ``evaluate`` ranks them.
-        queries = inputs.dev_sample
+        # Answers are ranked among the answers of the sampled dialogues, as ``evaluate`` ranks them.
+        queries = inputs.dev_queries
         if not queries:
             return None
-        utterances = np.unique(
-            np.concatenate([positions.ravel() for pair in queries for positions in pair])
+        used = np.unique(
+            np.concatenate([a.ravel() for q in queries for a in (q.contexts, q.candidates)])
         )
         vectors = shared(
-            len(utterances),
-            lambda which: self.vectors([inputs.tokens[utterances[i]] for i in which]),
+            len(used), lambda which: self.vectors([inputs.tokens[used[i]] for i in which])
         )
         if not np.isfinite(vectors).all():
             return None
-        head = self.fitted_head()
-        (b1, b2), after = head.before(vectors), head.after(vectors)
-        ranks = []
-        for contexts, answers in queries:
-            context_rows, answer_rows = (
-                np.searchsorted(utterances, contexts),
-                np.searchsorted(utterances, answers),
-            )
-            # Each text is scored once, as the products of equal texts may differ in the last bit.
-            texts, which = np.unique(answer_rows, return_inverse=True)
-            scores = turn_scores(
-                b1[context_rows], b2[context_rows], after[texts], head.score, head.weights
-            )
-            ranks.append(ranks_among(scores[:, which], np.arange(len(answer_rows))).resolve_ties())
-        stratum = np.repeat(
-            np.arange(len(ranks)), [len(ranks_of_length) for ranks_of_length in ranks]
-        )
-        return self.metric(
-            np.concatenate(ranks), stratum.astype(np.float64), np.arange(len(stratum))
-        )
+        roles = UtteranceRoles(self.fitted_head(), vectors, used)
+        scored = stack_queries(queries)
+        ranks = rank_next(queries, roles.scores).resolve_ties()
+        return self.metric(ranks, scored.rating, np.arange(len(ranks)))
 
     @override
     def groups(self, inputs: DialogueInputs) -> NDArray[np.int64]:

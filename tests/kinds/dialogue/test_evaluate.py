@@ -28,21 +28,6 @@ def run(dialogue_run, tmp_path):
     return shutil.copytree(dialogue_run, tmp_path / "copy")
 
 
-# -- extraction and fitting --------------------------------------------------------------------
-
-
-def test_each_distinct_utterance_is_encoded_once(capsys, dialogue_run, model, tmp_path):
-    data = ("--data", dialogue_run.parent / "data", "--model", model, *ENCODER)
-    command = ("extract", *data, "--run", tmp_path / "run")
-    texts = {turn for number in range(72) for turn in make_dialogue(number)}
-    prompts = run_json(capsys, *command, "--task", "dialogue")["prompts"]
-    assert list(prompts) == ["separate"]
-    assert prompts["separate"]["n_inputs"] == prompts["separate"]["n_computed"] == len(texts)
-    assert run_json(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
-    manifest = json.loads((tmp_path / "run/run.json").read_text())
-    assert (manifest["kind"], manifest["task"]) == ("dialogue", "dialogue")
-
-
 def test_default_head_and_epoch_have_lowest_average_rank(capsys, dialogue_run):
     rows = run_json(capsys, "heads", "--run", dialogue_run)["heads"]
     (taken,) = (row["dev_average_rank"] for row in rows if row["taken"])

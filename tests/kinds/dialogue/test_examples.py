@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from llmcond.base.errors import UserError
-from llmcond.base.metrics import choose_metrics
-from llmcond.evaluation.results import Result
 from llmcond.kinds.dialogue.data import Dialogues, Turns
 from llmcond.kinds.dialogue.examples import (
     RandomPool,
@@ -19,10 +17,7 @@ from llmcond.kinds.dialogue.examples import (
     rank_next,
     rank_plans,
     read_samples,
-    stack_queries,
-    subset_masks,
 )
-from llmcond.runs.examples import score_ranks
 
 #: Seven texts. The first, "x", occurs in all dialogues but one and twice as the third turn.
 TEXTS = ("x", "a", "b", "c", "d", "e", "f")
@@ -83,24 +78,6 @@ def test_ranks_are_those_of_loops_for_any_block_size(random_dialogues):
     assert max(block_sizes[7:]) == 3
 
 
-def test_metrics_are_means_over_histories_or_cells(random_dialogues):
-    rng = np.random.default_rng(3)
-    subsets = next_queries(random_dialogues, "test")
-    ranks = [rng.integers(1, 20, size=len(subset.dialogue)) for subset in subsets]
-    metrics = choose_metrics(["average_rank", "average_rank_micro"])
-    result = Result(name="x", head="x", prompts=(), subtract=False, split="test")
-    all_ranks, masks = np.concatenate(ranks).astype(float), {"by_history": subset_masks(subsets)}
-    (scored,) = score_ranks([result], [all_ranks], stack_queries(subsets), metrics, masks)
-    parts = scored.subsets["by_history"]
-    assert list(parts) == [str(h) for h in range(2, 9)]
-    means = [values.mean() for values in ranks]
-    assert [part.main.value for part in parts.values()] == pytest.approx(means)
-    average, micro = (scored.metrics[metric.name] for metric in metrics)
-    assert average.value == pytest.approx(np.mean(means))
-    assert micro.value == pytest.approx(np.concatenate(ranks).mean())
-    assert average.low < average.value < average.high
-
-
 # -- planning ----------------------------------------------------------------------------------
 
 
@@ -131,10 +108,9 @@ def test_equal_texts_are_not_counted_as_wrong(data):
     assert calls == [([[1, 2]], [3]), ([[2, 0]], [1])]
 
 
-@pytest.mark.parametrize(
-    "pool", [RandomPool(True, size=7, seed=3), RandomPool(False, size=7, seed=3)]
-)
-def test_random_candidates_come_from_other_dialogues(random_dialogues, pool):
+@pytest.mark.parametrize("same_depth", [True, False])
+def test_random_candidates_come_from_other_dialogues(random_dialogues, same_depth):
+    pool = RandomPool(same_depth, size=7, seed=3)
     turns = random_dialogues.splits["test"]
     for h in (2, 5):
         rows, _, _ = turns.contexts(h)
@@ -142,7 +118,7 @@ def test_random_candidates_come_from_other_dialogues(random_dialogues, pool):
         assert candidates.shape == (len(rows), 7)
         for row, row_candidates in zip(rows.tolist(), candidates, strict=True):
             others = [turns.utterances_of(i) for i in range(len(turns)) if i != row]
-            if pool.same_depth:
+            if same_depth:
                 others = [other[h : h + 1] for other in others]
             available = np.bincount(np.concatenate(others), minlength=120)
             assert (np.bincount(row_candidates, minlength=120) <= available).all()

@@ -251,8 +251,7 @@ def test_loaded_head_gives_same_roles_and_scores(tmp_path):
         load_head(tmp_path / "head")
 
 
-def fit_quickly(name, arrays=None, **changes):
-    arrays = arrays or make_dialogues()
+def fit_quickly(name, arrays, **changes):
     return fit_turns(make_recipe(name, **changes), arrays, None, 0, ignore_progress)
 
 
@@ -267,7 +266,10 @@ def test_invalid_settings_and_fits_are_rejected():
             lambda: fit_recipe(make_recipe("rank"), pairs, None, 0, ignore_progress),
             "it cannot be fitted on rated pairs",
         ),
-        (lambda: fit_quickly("none").with_score("weighted"), "needs a head with learned weights"),
+        (
+            lambda: fit_quickly("none", short).with_score("weighted"),
+            "needs a head with learned weights",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             call()
