@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from llmcond.base.errors import UserError
-from llmcond.base.stores import check_lance_column_names, commit_first, open_newest, write_rows
+from llmcond.base.stores import check_lance_column_names, commit_rows, open_newest, write_rows
 
 ROWS = pa.table({"x": list(range(1000))})
 
@@ -46,7 +46,7 @@ def test_folder_without_version_contains_no_dataset(tmp_path):
     fragments = write_rows(uri, None, None, ROWS)
     (tmp_path / "x.lance" / "_versions").mkdir()
     assert open_newest(uri) is None
-    commit_first(uri, None, ROWS.schema, fragments)
+    commit_rows(uri, None, None, fragments, ROWS.schema)
     assert open_newest(uri).count_rows() == 1000
 
 
@@ -68,5 +68,5 @@ def test_lance_holds_all_other_column_names(tmp_path):
     check_lance_column_names(names)
     uri = str(tmp_path / "names.lance")
     rows = pa.table([pa.array([name]) for name in names], names=names)
-    dataset = commit_first(uri, None, rows.schema, write_rows(uri, None, None, rows))
+    dataset = commit_rows(uri, None, None, write_rows(uri, None, None, rows), rows.schema)
     assert dataset.to_table(columns=names).to_pylist() == rows.to_pylist()

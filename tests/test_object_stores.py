@@ -69,7 +69,7 @@ def kill_in_bucket(point):
     if point != "half sent":
         kill_at(point, 3)
         return
-    original, names = outputs.Output._write_object, []
+    original, names = outputs.Output._write_file, []
 
     def write_half(self, name, content):
         names.append(name)
@@ -80,7 +80,7 @@ def kill_in_bucket(point):
         original(self, name, content)
 
     embed_stream.UNIT_ROWS = 40
-    outputs.Output._write_object = write_half
+    outputs.Output._write_file = write_half
 
 
 def test_busy_server_is_retried(capsys, fitted, bucket, proxy, monkeypatch):

@@ -363,31 +363,12 @@ def write_rows(
     return fragments
 
 
-def commit_first(
+def commit_rows(
     uri: str,
     options: dict[str, str] | None,
-    schema: pa.Schema,
-    fragments: Sequence[FragmentMetadata],
-) -> Any:
-    """Commit fragments as the first version of a dataset, and return it.
-
-    Raises:
-        PreemptedError: the dataset has a version already.
-    """
-    import lance
-
-    try:
-        return _commit(uri, lance.LanceOperation.Overwrite(schema, fragments), options, None)
-    except OSError as error:  # Another process may have committed in the meantime.
-        if any(text in str(error) for text in ("already exists", "_versions/0.manifest")):
-            raise PreemptedError from error
-        raise
-
-
-def commit_rows(
     dataset: Any,
-    options: dict[str, str] | None,
     fragments: Sequence[FragmentMetadata],
+    schema: pa.Schema,
     removed: Sequence[int] = (),
 ) -> Any:
     """Append and remove fragments of a dataset, and return the new version.
@@ -397,32 +378,36 @@ def commit_rows(
     concurrent commits that update the same fragment.
 
     Args:
-        dataset: newest known version.
+        uri: folder or URI of the dataset.
         options: Lance's storage options.
+        dataset: newest known version; None if there is none.
         fragments: fragments to append.
+        schema: schema of a dataset without a version.
         removed: ids of fragments to remove.
 
     Raises:
         PreemptedError: ``dataset`` is not the newest version.
     """
-    import lance
-
-    first = dataset.get_fragments()[:1]
-    updated = [fragment.metadata for fragment in first if fragment.fragment_id not in removed]
-    operation = lance.LanceOperation.Update(
-        removed_fragment_ids=list(removed), updated_fragments=updated, new_fragments=fragments
-    )
-    return _commit(dataset, operation, options, dataset.version)
-
-
-def _commit(base: Any, operation: Any, options: dict[str, str] | None, version: int | None) -> Any:
-    from lance import LanceDataset
+    from lance import LanceDataset, LanceOperation
     from lance.commit import CommitConflictError
 
+    operation: Any = LanceOperation.Overwrite(schema, fragments)
+    if dataset is not None:
+        first = dataset.get_fragments()[:1]
+        updated = [fragment.metadata for fragment in first if fragment.fragment_id not in removed]
+        operation = LanceOperation.Update(
+            removed_fragment_ids=list(removed), updated_fragments=updated, new_fragments=fragments
+        )
+    base, version = (uri, None) if dataset is None else (dataset, dataset.version)
     try:
         return LanceDataset.commit(base, operation, version, storage_options=options, max_retries=0)
     except CommitConflictError as error:
         raise PreemptedError from error
+    except OSError as error:  # another process may have committed the first version meanwhile
+        texts = ("already exists", "_versions/0.manifest")
+        if dataset is None and any(text in str(error) for text in texts):
+            raise PreemptedError from error
+        raise
 
 
 def merge_last(uri: str, options: dict[str, str] | None, dataset: Any, count: int) -> Any:
@@ -437,7 +422,8 @@ def merge_last(uri: str, options: dict[str, str] | None, dataset: Any, count: in
     last = dataset.get_fragments()[-count:]
     rows = dataset.scanner(fragments=last, batch_size=_MERGE_BATCH, batch_readahead=4)
     merged = write_rows(uri, options, dataset, rows.to_reader())
-    return commit_rows(dataset, options, merged, [fragment.fragment_id for fragment in last])
+    removed = [fragment.fragment_id for fragment in last]
+    return commit_rows(uri, options, dataset, merged, dataset.schema, removed)
 
 
 def clean_up(uri: str, dataset: Any, *, alone: bool) -> None:

@@ -48,21 +48,6 @@ _UNIT_SIZE, _MAX_ROUTERS = 256, 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Chunking:
-    """The order in which inputs are encoded, and the number that are committed together.
-
-    Attributes:
-        chunk: The number of inputs that are computed before they are committed.
-        window: The number of inputs that are sorted together.
-        by_prefix: Whether the encoder computes a common prefix of several inputs only once.
-    """
-
-    chunk: int = CHUNK
-    window: int = WINDOW
-    by_prefix: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Extraction:
     """The counts of an extraction.
 
@@ -86,8 +71,10 @@ def extract(
     store: FeatureStore,
     load: Callable[[], Encoder],
     progress: ExtractionBar | None = None,
-    chunking: Chunking = Chunking(),
     *,
+    chunk: int = CHUNK,
+    window: int = WINDOW,
+    by_prefix: bool = False,
     missing: MissingCount | None = None,
     execute: PlanExecutor | None = None,
 ) -> Extraction:
@@ -102,7 +89,9 @@ def extract(
         store: The store of the vectors.
         load: Returns the encoder. It is called only if an input is missing.
         progress: Updated after every part that is stored.
-        chunking: The order in which inputs are encoded, and the number that are committed together.
+        chunk: The number of inputs that are computed before they are committed.
+        window: The number of inputs that are sorted together.
+        by_prefix: Whether the encoder computes a common prefix of several inputs only once.
         missing: Counts of missing inputs, for the progress. None: they are counted first.
         execute: Runs the plan elsewhere, instead of threads that call the encoder.
 
@@ -111,14 +100,14 @@ def extract(
         DiskFullError: The disk is full. Rows that were already stored are kept.
     """
     if missing is None and isinstance(inputs, Sized):  # the length of a generator is not known
-        missing = count_missing(store, inputs, chunking.window)
+        missing = count_missing(store, inputs, window)
     total = (missing.n_missing, missing.n_characters) if missing and missing.n_missing else None
 
     def begin() -> None:
         if progress:
             progress.start(*(total or (None, None)))
 
-    plan = EncodingPlan(inputs, store, chunking)
+    plan = EncodingPlan(inputs, store, chunk, window, by_prefix)
     tally = (execute or partial(_execute_in_threads, load))(plan, progress, begin)
     n_inputs, n_truncated = plan.counts()
     return Extraction(n_inputs, tally.n_added, n_truncated, tally.n_tokens, tally.seconds)
@@ -191,7 +180,9 @@ class EncodingPlan:
 
     inputs: Iterable[EncoderInput]
     store: FeatureStore
-    chunking: Chunking
+    chunk: int
+    window: int
+    by_prefix: bool
 
     def __post_init__(self) -> None:
         self._seen = KeyIndex()
@@ -205,17 +196,15 @@ class EncodingPlan:
 
         A chunk has ``concurrency()`` parts. The function is called only if an input is missing.
         """
-        for window in iterate_windows(self.inputs, self.chunking.window):
-            ordered = order_inputs(
-                select_unseen(window, self._seen), by_prefix=self.chunking.by_prefix
-            )
+        for window in iterate_windows(self.inputs, self.window):
+            ordered = order_inputs(select_unseen(window, self._seen), by_prefix=self.by_prefix)
             routers = self._find_units(ordered)
             self._record_requests(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
             absent[self.store.missing(ordered)] = True
             if not absent.any():
                 continue
-            size = max(1, self.chunking.chunk // concurrency())
+            size = max(1, self.chunk // concurrency())
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
                     yield EncodingPart(ordered[start : start + size], routers)
@@ -260,6 +249,7 @@ class CommittedCounts:
         n_characters: Characters of the encoded inputs.
         n_tokens: Tokens of the encoded inputs, before truncation.
         seconds: The time to encode and store them.
+        failure: The first input of a worker's item without a vector, with the reason.
     """
 
     n_inputs: int = 0
@@ -267,6 +257,7 @@ class CommittedCounts:
     n_characters: int = 0
     n_tokens: int = 0
     seconds: float = 0.0
+    failure: tuple[EncoderInput, str] | None = None
 
 
 class ExtractionTally:

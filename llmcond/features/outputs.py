@@ -23,12 +23,11 @@ from filelock import FileLock, Timeout
 from pyarrow import fs
 
 from llmcond.base.errors import LlmcondError, UserError, raise_disk_error
-from llmcond.base.files import check_free_space, replace_atomically, suffix, write_json
+from llmcond.base.files import check_free_space, replace_atomically, suffix
 from llmcond.base.stores import (
     READ_ERRORS,
     PreemptedError,
     clean_up,
-    commit_first,
     commit_rows,
     convert_panics,
     describe_failure,
@@ -156,18 +155,21 @@ class Output(ABC):
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Write the settings that the embeddings are made with."""
-        if not self._remote:
-            write_json(self._folder / RECORD_NAME, record)
-            return
-        with self._convert_errors():
-            self._write_object(RECORD_NAME, json.dumps(record).encode())
+        self._write_file(RECORD_NAME, json.dumps(record).encode())
 
-    def _write_object(self, name: str, content: Any) -> None:
-        # Closing the stream creates the object, even from partial content. So the stream is only
-        # closed once everything has been written.
-        stream = self._filesystem.open_output_stream(f"{self._root}/{name}")
-        stream.write(content)
-        stream.close()
+    def _write_file(self, name: str, content: Any) -> None:
+        """Write a file of the folder, completely or not at all."""
+        with self._convert_errors():
+            if not self._remote:
+                self._check_room(len(content))
+                with replace_atomically(self._folder / name) as path:
+                    path.write_bytes(content)
+                return
+            # Closing the stream creates the object, even from partial content. So the stream is
+            # only closed once everything has been written.
+            stream = self._filesystem.open_output_stream(f"{self._root}/{name}")
+            stream.write(content)
+            stream.close()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -302,19 +304,13 @@ class ParquetOutput(Output):
         return schema.remove_metadata()
 
     def write_unit(self, unit: WorkUnit, rows: pa.Table) -> str:
-        """Write a unit's file under a temporary name, and rename it."""
+        """Write a unit's file."""
         is_vector = pa.types.is_fixed_size_list
         texts = [field.name for field in rows.schema if not is_vector(field.type)]
         rows = rows.replace_schema_metadata({_ROWS_KEY: _rows_value(unit)})
-        with self._convert_errors():
-            if self._remote:
-                sink = pa.BufferOutputStream()
-                pq.write_table(rows, sink, use_dictionary=texts)
-                self._write_object(_file_name(unit), sink.getvalue())
-            else:
-                self._check_room(rows.nbytes)
-                with replace_atomically(self._folder / _file_name(unit)) as path:
-                    pq.write_table(rows, path.absolute(), use_dictionary=texts)
+        sink = pa.BufferOutputStream()
+        pq.write_table(rows, sink, use_dictionary=texts)
+        self._write_file(_file_name(unit), sink.getvalue())
         return ""
 
 
@@ -407,10 +403,8 @@ class LanceOutput(Output):
         with self._convert_errors():
             self._check_room(0)
             try:
-                self._dataset = (
-                    commit_rows(self._dataset, self._options, fragments)
-                    if self._dataset
-                    else commit_first(self.uri, self._options, self._schema, fragments)
+                self._dataset = commit_rows(
+                    self.uri, self._options, self._dataset, fragments, self._schema
                 )
             except PreemptedError:
                 # If the response to a commit was lost, the commit exists, and a repetition fails.

@@ -96,7 +96,7 @@ def worker_pool(workers: Workers, factory: Any, *args: Any) -> Iterator[WorkerPo
         count = workers.count or 1
         threads = None if workers.gpus_each else max(1, cpu_threads() // count)
         context = process_context("llmcond.encoders.encoder")
-        gpus = _list_gpus() if workers.gpus_each else [None]
+        gpus = list_gpus() if workers.gpus_each else [None]
 
         def start_process(number: int) -> _Process:
             return _Process(context, gpus[number % len(gpus)], (*setup, threads))
@@ -156,7 +156,7 @@ def _call_in_process(method: str, *args: Any) -> _Answer:
     return answer
 
 
-def _list_gpus() -> Sequence[str]:
+def list_gpus() -> list[str]:
     """Return the names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them."""
     import torch
 

@@ -47,7 +47,6 @@ from llmcond.base.stores import (
     READ_ERRORS,
     PreemptedError,
     clean_up,
-    commit_first,
     commit_rows,
     convert_panics,
     lance_options,
@@ -426,15 +425,13 @@ class FeatureStore:
     def _commit(self, rows: pa.Table) -> Any:
         """Commit rows, and return the new version. The caller holds the commit lock."""
         uri, options, dataset = self._location.uri, self._location.options, self._dataset
+        identity = self.identity.to_json()
+        description = {"format": FORMAT, "dtype": self.dtype, "encoder": identity}
+        schema = rows.schema.with_metadata({_DESCRIPTION: json.dumps(description)})
         fragments = write_rows(uri, options, dataset, rows)
         while True:
             with suppress(PreemptedError):
-                if dataset is not None:
-                    return commit_rows(dataset, options, fragments)
-                identity = self.identity.to_json()
-                description = {"format": FORMAT, "dtype": self.dtype, "encoder": identity}
-                schema = rows.schema.with_metadata({_DESCRIPTION: json.dumps(description)})
-                return commit_first(uri, options, schema, fragments)
+                return commit_rows(uri, options, dataset, fragments, schema)
             # Another machine has committed, because this process holds the lock of this machine.
             newest = self._location.newest()
             if newest is None or (dataset is not None and newest.version == dataset.version):
@@ -468,7 +465,7 @@ class FeatureStore:
         write under the lock.
         """
         rows = [fragment.physical_rows for fragment in self._dataset.get_fragments()]
-        bytes_per_row = row_bytes(self._dataset.schema.field("vector").type.list_size, self.dtype)
+        bytes_per_row = row_bytes(self._dim, self.dtype)
         count = mergeable(rows, bytes_per_row)
         if not count:
             return
@@ -506,23 +503,21 @@ class FeatureStore:
                 "finish. Run the same `llmcond extract` again; it resumes where it stopped."
             )
         distinct_positions, index = np.unique(positions, return_inverse=True)
-        first = (
-            self._read_vectors(distinct_positions[:_READ_ROWS])
-            if len(distinct_positions)
-            else np.zeros((0, 0), self.dtype)
-        )
-        shape = len(distinct_positions), first.shape[1]
+        shape = len(distinct_positions), self._dim if len(distinct_positions) else 0
         if math.prod(shape) * np.dtype(self.dtype).itemsize <= _MAX_TABLE_BYTES:
             table: NDArray[Any] = np.empty(shape, dtype=self.dtype)
         else:
             self._location.prepare()
             table = memory_mapped_array(self.folder, shape, self.dtype)
-        table[: len(first)] = first
-        for start in range(_READ_ROWS, len(distinct_positions), _READ_ROWS):
+        for start in range(0, len(distinct_positions), _READ_ROWS):
             table[start : start + _READ_ROWS] = self._read_vectors(
                 distinct_positions[start : start + _READ_ROWS]
             )
         return SharedRows(table, index.reshape(-1))
+
+    @property
+    def _dim(self) -> int:
+        return int(self._dataset.schema.field("vector").type.list_size)
 
     def _read_vectors(self, positions: NDArray[np.int64]) -> NDArray[Any]:
         """Return the vectors at ascending positions, in the store's type."""

@@ -15,14 +15,14 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmcond.base.errors import UserError
 from llmcond.base.output import ExtractionBar, log
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.spec import EncoderInput, InputError
+from llmcond.encoders.spec import InputError
 from llmcond.features.extract import (
     CHUNK,
     CommittedCounts,
@@ -45,18 +45,6 @@ if TYPE_CHECKING:
 _ITEM_SECONDS, _FEW_WORKERS, _MAX_PARTS = 10.0, 16, 64
 #: Small files of the store are merged after this number of items.
 _ITEMS_PER_MERGE = 16
-
-
-class StoredItem(NamedTuple):
-    """The result of a worker for some parts.
-
-    Attributes:
-        counts: counts of the inputs that are finished.
-        failure: the first input without a vector, with the reason.
-    """
-
-    counts: CommittedCounts
-    failure: tuple[EncoderInput, str] | None = None
 
 
 class ExtractionWorker:
@@ -103,7 +91,7 @@ class ExtractionWorker:
         self._threads = WorkerThreads(encoder.concurrency)
         self._store = FeatureStore(store_root, resolved.identity, dtype, only_write=True)
 
-    def work(self, item: list[EncodingPart]) -> StoredItem:
+    def work(self, item: list[EncodingPart]) -> CommittedCounts:
         """Encode parts, and store the vectors that are finite in the store's type.
 
         Parts after an input that cannot be encoded are skipped.
@@ -130,8 +118,8 @@ class ExtractionWorker:
                     )
                     counts = commit_finite(self._store, inputs, encoded, began)
         except InputError as error:
-            return StoredItem(counts, (error.item, str(error)))
-        return StoredItem(counts)
+            return replace(counts, failure=(error.item, str(error)))
+        return counts
 
 
 class SharedExecution(ExitStack):
@@ -155,9 +143,9 @@ class SharedExecution(ExitStack):
         self._arguments = (source, options, fingerprint, store.root, store.dtype)
 
     @cached_property
-    def _pool(self) -> WorkerPool[list[EncodingPart], StoredItem]:
+    def _pool(self) -> WorkerPool[list[EncodingPart], CommittedCounts]:
         manager = worker_pool(self._workers, ExtractionWorker, *self._arguments)
-        pool: WorkerPool[list[EncodingPart], StoredItem] = self.enter_context(manager)
+        pool: WorkerPool[list[EncodingPart], CommittedCounts] = self.enter_context(manager)
         where = "this machine" if self._workers.is_local else "the cluster"
         log.info(f"{pool.size} workers on {where}")
         return pool
@@ -187,11 +175,11 @@ class SharedExecution(ExitStack):
 
         pending: list[EncodingPart] = []
         try:
-            for number, (item, stored) in enumerate(pool.map(items()), 1):
-                parts_per_item = _parts_per_item(stored.counts.seconds, len(item), pool.size)
-                tally.add(stored.counts, at_once=pool.size)
-                if stored.failure is not None:
-                    raise InputError(*stored.failure)
+            for number, (item, done) in enumerate(pool.map(items()), 1):
+                parts_per_item = _parts_per_item(done.seconds, len(item), pool.size)
+                tally.add(done, at_once=pool.size)
+                if done.failure is not None:
+                    raise InputError(*done.failure)
                 pending += item
                 if number % _ITEMS_PER_MERGE == 0:
                     _merge(plan.store, pending)

@@ -37,7 +37,7 @@ from llmcond.encoders.resolve import cross_encoder_error
 from llmcond.encoders.settings import find_model, known_names
 from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.evaluation.analyses import CALIBRATION
-from llmcond.features.extract import Chunking, Extraction, MissingCount, PlanExecutor, extract
+from llmcond.features.extract import Extraction, MissingCount, PlanExecutor, extract
 from llmcond.prompts import Prompt, load_prompt
 from llmcond.runs.run import NO_DATA, Run, create_manifest, portable_model_name, read_manifest
 from llmcond.tasks import find_task
@@ -380,9 +380,14 @@ def extract_inputs(
     """Extract inputs with a progress bar, and log a summary that begins with ``name``."""
     resolved = encoder.resolved
     with ExtractionBar() as bar:
-        chunking = Chunking(by_prefix=resolved.shares_prefixes)
         extraction = extract(
-            inputs, store, encoder, bar, chunking, missing=missing, execute=encoder.execute
+            inputs,
+            store,
+            encoder,
+            bar,
+            by_prefix=resolved.shares_prefixes,
+            missing=missing,
+            execute=encoder.execute,
         )
     summary = "nothing to encode, the vectors of all inputs are already stored"
     if extraction.n_computed:

@@ -20,7 +20,7 @@ from llmcond.base.errors import DiskFullError, LlmcondError
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Concurrency, Encoder
 from llmcond.encoders.spec import InputError
-from llmcond.features.extract import Chunking, extract, order_inputs
+from llmcond.features.extract import extract, order_inputs
 from llmcond.features.store import FeatureStore
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", max_tokens_per_batch=128)
@@ -97,7 +97,7 @@ def extract_in_worker(checkpoint, root, inputs, connection, file_limit=None, thr
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     try:
-        connection.send(extract(inputs, store, load, chunking=Chunking(CHUNK)))
+        connection.send(extract(inputs, store, load, chunk=CHUNK))
     except DiskFullError as error:
         connection.send(error)
 
@@ -151,10 +151,10 @@ def uninterrupted_rows(tmp_path_factory, checkpoint):
 
 
 def test_only_missing_inputs_are_encoded(store, checkpoint, encoder, tmp_path):
-    result = extract([*INPUTS[:30], *INPUTS[:10]], store, lambda: encoder, chunking=Chunking(CHUNK))
+    result = extract([*INPUTS[:30], *INPUTS[:10]], store, lambda: encoder, chunk=CHUNK)
     assert (result.n_inputs, result.n_computed, result.n_truncated) == (30, 30, 0)
     recorder = RecordingEncoder(encoder)
-    result = extract(INPUTS[:70], store, lambda: recorder, chunking=Chunking(CHUNK))
+    result = extract(INPUTS[:70], store, lambda: recorder, chunk=CHUNK)
     encoded = [item for batch in recorder.batches for item in batch]
     assert sorted(encoded, key=INPUTS.index) == INPUTS[30:70]
     assert (result.n_inputs, result.n_computed) == (70, 40)
@@ -202,9 +202,9 @@ def test_stored_chunks_do_not_shift_other_chunks(store, encoder):
     inputs = order_inputs(INPUTS[:80])
     chunks = [inputs[i : i + CHUNK] for i in range(0, 80, CHUNK)]
     for stored in (chunks[3], chunks[1]):
-        extract(stored, store, lambda: encoder, chunking=Chunking(CHUNK))
+        extract(stored, store, lambda: encoder, chunk=CHUNK)
     recorder = RecordingEncoder(encoder)
-    extract(INPUTS[:80], store, lambda: recorder, chunking=Chunking(CHUNK))
+    extract(INPUTS[:80], store, lambda: recorder, chunk=CHUNK)
     assert recorder.batches == [chunks[0], chunks[2], chunks[4]]
 
 
@@ -248,7 +248,7 @@ def test_two_processes_share_one_extraction(tmp_path, checkpoint, uninterrupted_
 
 
 def test_full_disk_keeps_stored_features(tmp_path, checkpoint, store, encoder):
-    extract(INPUTS[:40], store, lambda: encoder, chunking=Chunking(CHUNK))
+    extract(INPUTS[:40], store, lambda: encoder, chunk=CHUNK)
     before = read_rows(store)
     # The limit is below the size of a commit's manifest, as Lance overlooks truncated data files.
     process, connection = start_worker(checkpoint, tmp_path, INPUTS, 512, 3)
@@ -258,7 +258,7 @@ def test_full_disk_keeps_stored_features(tmp_path, checkpoint, store, encoder):
     assert "the 40 features already stored are kept" in str(error)
     reopened = open_store(tmp_path, checkpoint)
     assert read_rows(reopened) == before
-    extract(INPUTS, reopened, lambda: encoder, chunking=Chunking(CHUNK))
+    extract(INPUTS, reopened, lambda: encoder, chunk=CHUNK)
     assert len(read_rows(reopened)) == len(INPUTS)
 
 
@@ -273,14 +273,13 @@ def test_generator_is_read_little_ahead_of_stored_inputs(store, encoder):
             ahead.append(n_read - len(store))
             yield item
 
-    chunking = Chunking(CHUNK, WINDOW)
-    result = extract(stream_inputs(), store, lambda: encoder, progress, chunking)
+    result = extract(stream_inputs(), store, lambda: encoder, progress, chunk=CHUNK, window=WINDOW)
     assert len(ahead) == result.n_inputs == result.n_computed == len(INPUTS)
     assert max(ahead) <= WINDOW + 2 * CHUNK
     # The number of inputs of a generator is unknown.
     assert progress.started == [(None, None)]
     assert sum(row[0] for row in progress.advanced) == len(INPUTS)
-    second = extract(stream_inputs(), store, fail_to_load, progress, chunking)
+    second = extract(stream_inputs(), store, fail_to_load, progress, chunk=CHUNK, window=WINDOW)
     assert (second.n_inputs, second.n_computed) == (len(INPUTS), 0)
     assert len(progress.started) == 1
 
@@ -288,7 +287,7 @@ def test_generator_is_read_little_ahead_of_stored_inputs(store, encoder):
 def test_repeats_across_windows_are_encoded_and_counted_once(store, encoder):
     recorder, progress = RecordingEncoder(encoder), RecordingProgress()
     stream = iter([*INPUTS[:64], *INPUTS[32:96], *INPUTS[:96]])
-    result = extract(stream, store, lambda: recorder, progress, Chunking(CHUNK, WINDOW))
+    result = extract(stream, store, lambda: recorder, progress, chunk=CHUNK, window=WINDOW)
     encoded = [item for batch in recorder.batches for item in batch]
     assert sorted(encoded, key=INPUTS.index) == INPUTS[:96]
     assert (result.n_inputs, result.n_computed) == (96, 96)
@@ -301,11 +300,11 @@ def test_truncated_inputs_are_counted_once_across_windows(tmp_path, checkpoint):
     encoder = Encoder(resolve(str(checkpoint), options))
     store = open_store(tmp_path, checkpoint, options=options)
     inputs = [EncoderInput("", "red " * n) for n in (7, 2, 7, 12, 6, 12, 9, 3, 7)]
-    first = extract(iter(inputs), store, lambda: encoder, chunking=Chunking(window=2))
+    first = extract(iter(inputs), store, lambda: encoder, window=2)
     # 7, 9 and 12 words are more than 8 tokens, with the two special tokens.
     assert (first.n_inputs, first.n_truncated) == (6, 3)
     assert first.n_tokens == sum(n + 2 for n in (7, 2, 12, 6, 9, 3))
-    second = extract(iter(inputs[:4]), store, fail_to_load, chunking=Chunking(window=2))
+    second = extract(iter(inputs[:4]), store, fail_to_load, window=2)
     assert (second.n_inputs, second.n_truncated) == (3, 2)
 
 
@@ -338,12 +337,12 @@ def test_error_in_one_thread_keeps_vectors_of_other_threads(store, encoder):
     inputs = order_inputs(INPUTS[:64])
     failing = FailingEncoder(encoder, inputs[0])
     with pytest.raises(LlmcondError, match="ran out of memory"):
-        extract(inputs, store, lambda: failing, chunking=Chunking(CHUNK))
+        extract(inputs, store, lambda: failing, chunk=CHUNK)
     assert len(failing.other) == CHUNK // 2
     assert store.missing(failing.other) == []
     assert 0 in store.missing(inputs)
     stored = read_rows(store)
-    result = extract(inputs, store, lambda: encoder, chunking=Chunking(CHUNK))
+    result = extract(inputs, store, lambda: encoder, chunk=CHUNK)
     assert result.n_computed == 64 - len(stored)
     assert stored.items() <= read_rows(store).items()
 
@@ -375,11 +374,11 @@ def interruptible(checkpoint):
 def test_interrupt_stops_all_threads_immediately(store, interruptible):
     chunk, interrupted_at = 32, 100
     inputs = order_inputs(INPUTS[:300])
-    extract(inputs[:20], store, lambda: interruptible, chunking=Chunking(chunk))
+    extract(inputs[:20], store, lambda: interruptible, chunk=chunk)
     stored = read_rows(store)
     interruptible.passes, interruptible.interrupted_at = 0, interrupted_at
     with pytest.raises(KeyboardInterrupt):
-        extract(inputs, store, lambda: interruptible, chunking=Chunking(chunk))
+        extract(inputs, store, lambda: interruptible, chunk=chunk)
     passes = interruptible.passes
     time.sleep(0.1)
     # 280 inputs were missing. No thread goes on in the background.
@@ -391,7 +390,7 @@ def test_interrupt_stops_all_threads_immediately(store, interruptible):
     assert n_stored <= 20 + passes
 
     interruptible.interrupted_at = None
-    result = extract(inputs, store, lambda: interruptible, chunking=Chunking(chunk))
+    result = extract(inputs, store, lambda: interruptible, chunk=chunk)
     assert (result.n_inputs, result.n_computed) == (300, 300 - n_stored)
     assert len(read_rows(store)) == 300
 
@@ -420,7 +419,7 @@ def test_error_names_the_input_with_nan_vector(tmp_path, checkpoint):
     bad_input = EncoderInput("", "two dogs walk in the rain")
     inputs = [*INPUTS[:12], bad_input]
     with pytest.raises(InputError, match="two dogs walk in the rain") as raised:
-        extract(inputs, store, lambda: encoder, chunking=Chunking(CHUNK))
+        extract(inputs, store, lambda: encoder, chunk=CHUNK)
     assert (raised.value.item, raised.value.exit_code) == (bad_input, 2)
     assert store.missing(inputs) == [12]
     assert np.isfinite(store.lookup(INPUTS[:12]).read()).all()

@@ -416,23 +416,23 @@ def other_machine(monkeypatch, tmp_path, bucket, bucket_store):
     return handle
 
 
-@pytest.mark.parametrize("name", ["commit_first", "commit_rows"])
+@pytest.mark.parametrize("is_first", [True, False])
 def test_commit_after_that_of_another_machine_is_repeated(
-    bucket_store, other_machine, monkeypatch, name
+    bucket_store, other_machine, monkeypatch, is_first
 ):
-    commit, n_added_by_other = getattr(lance_io, name), []
+    commit, n_added_by_other = lance_io.commit_rows, []
 
     def commit_after_other(*arguments):
-        monkeypatch.setattr(store_module, name, commit)
+        monkeypatch.setattr(store_module, "commit_rows", commit)
         n_added_by_other.append(add_rows(other_machine, range(5, 15)))
         return commit(*arguments)
 
-    monkeypatch.setattr(store_module, name, commit_after_other)
-    if name == "commit_rows":
+    if not is_first:
         add_rows(bucket_store, range(5))
+    monkeypatch.setattr(store_module, "commit_rows", commit_after_other)
     assert add_rows(bucket_store, range(5, 20)) == 15
     assert n_added_by_other == [10]
-    check_contents(bucket_store, range(5 if name == "commit_first" else 0, 20), once=False)
+    check_contents(bucket_store, range(5 if is_first else 0, 20), once=False)
 
 
 def test_storage_without_conditional_writes_is_reported(s3_port, bucket, bucket_store, monkeypatch):

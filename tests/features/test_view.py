@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from helpers.commands import run_json, run_rejected
+from helpers.vectors import cosines
 from scipy.stats import spearmanr
 
 import llmcond
@@ -232,8 +233,7 @@ class ReferenceFeatures:
             self.embeddings(name, list(zip(texts, conditions, strict=True))).astype(np.float64)
             for texts in (first, second)
         )
-        norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-        return (first * second).sum(axis=1) / norms
+        return cosines(first, second)
 
 
 @pytest.fixture(scope="module")
@@ -292,21 +292,18 @@ def test_embedding_is_the_head_applied_to_features(monkeypatch, sample_run, refe
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_invalid_arguments_of_fit_head_are_rejected(capsys, sample_run):
+    for arguments, expected in (
         (["--head", "hypernet", "--prompt", J], "--prompt separate"),
         (["--head", "hypernet", "--set", "features=both"], f"--prompt separate+{J}"),
         (["--head", "linear", "--prompt", S, "--no-subtract"], "Subtract, or choose a prompt"),
         (["--head", "mlp", "--prompt", f"{S}+{J}+{S}.toml"], "names a prompt twice"),
         (["--head", "mlp", "--prompt", f"{J}++{S}"], f"is '{J}++{S}'; expected names joined by +"),
         (["--head", "hadamard", "--dim", "4"], "Leave out --dim"),
-    ],
-)
-def test_invalid_arguments_of_fit_head_are_rejected(capsys, sample_run, arguments, expected):
-    before = sorted(sample_run.rglob("*"))
-    assert expected in run_rejected(capsys, "fit-head", *arguments, "--run", sample_run)
-    assert sorted(sample_run.rglob("*")) == before
+    ):
+        before = sorted(sample_run.rglob("*"))
+        assert expected in run_rejected(capsys, "fit-head", *arguments, "--run", sample_run)
+        assert sorted(sample_run.rglob("*")) == before
 
 
 def test_order_of_prompts_does_not_change_a_head(run_copy):

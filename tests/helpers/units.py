@@ -6,7 +6,6 @@ from pathlib import Path
 
 import lance
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from llmcond.features import outputs
@@ -56,16 +55,15 @@ def kill_at(point, count, threads=1):
         setattr(owner, name, call)
 
     if point == "half written":
-        original = pq.write_table
+        original = Path.write_bytes
 
-        def write_half(rows, path, **kwargs):
-            original(rows, path, **kwargs)
-            content = Path(path).read_bytes()
-            Path(path).write_bytes(content[: len(content) // 2])
-            kill_at_count()
-            Path(path).write_bytes(content)
+        def write_half(path, content):
+            if ".parquet" in path.name:
+                original(path, memoryview(content)[: len(content) // 2])
+                kill_at_count()
+            return original(path, content)
 
-        pq.write_table = write_half
+        Path.write_bytes = write_half
     elif point == "written":
         kill_before(outputs.ParquetOutput, "add_unit")
         kill_before(outputs.LanceOutput, "add_unit")

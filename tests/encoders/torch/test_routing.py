@@ -16,7 +16,7 @@ from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import Concurrency, load_encoder
 from llmcond.encoders.spec import Router
 from llmcond.encoders.tokenizing import record_weights, recording_weights
-from llmcond.features.extract import Chunking, extract
+from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,7 +135,7 @@ def test_extraction_encodes_each_router_once_and_resumes(e5_encoder, tmp_path, m
         encoder = FailingEncoder(e5_encoder, left)
         store = FeatureStore(tmp_path / name, IDENTITY, "float32")
         try:
-            extract(iter(items), store, lambda: encoder, chunking=Chunking(16, window))
+            extract(iter(items), store, lambda: encoder, chunk=16, window=window)
         except InterruptedError:
             assert 0 < len(store) < len(set(items))
         else:
