@@ -431,22 +431,32 @@ def check_ranges(ranges: Any, dim: int | None, source: str = "ranges") -> Array:
     Raises:
         UserError: they have another shape, are not finite, or a lowest value is above the highest.
     """
-    try:
-        values = np.asarray(ranges, dtype=np.float32)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{source} holds no numbers: {error}.") from error
+    values: Array = _as_array(ranges, source).astype(np.float32)
     if values.ndim != 2 or len(values) != 2 or dim not in (None, values.shape[1]):
-        shape = "x".join(map(str, values.shape)) or "of a single number"
         raise UserError(
-            f"{source} has the shape {shape}, not 2x{dim or 'dimensions'}: the lowest and the "
-            "highest value of each dimension of the embeddings."
+            f"{source} has the shape {_shape_text(values)}, not 2x{dim or 'dimensions'}: the "
+            "lowest and the highest value of each dimension of the embeddings."
         )
-    if not np.isfinite(values).all() or (values[0] > values[1]).any():
+    if not (np.isfinite(values).all() and (values[0] <= values[1]).all()):
         raise UserError(
             f"{source} is not a range for each dimension: a value is not finite, or the lowest is "
             "above the highest."
         )
     return values
+
+
+def _as_array(values: Any, name: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} cannot be read as an array of numbers: {error}.") from error
+    if array.dtype.kind not in "fiu":
+        raise UserError(f"{name} cannot be read as an array of numbers: it has {array.dtype}.")
+    return array
+
+
+def _shape_text(array: NDArray[Any]) -> str:
+    return "x".join(map(str, array.shape)) or "of a single number"
 
 
 def quantize_embeddings(
@@ -521,10 +531,7 @@ def _check_embeddings(embeddings: Any, name: str, dim: int | None = None) -> NDA
     Raises:
         UserError: they are no finite floating-point numbers, or have another shape.
     """
-    try:
-        array = np.asarray(embeddings)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{name} cannot be read as an array of numbers: {error}.") from error
+    array = _as_array(embeddings, name)
     are, dtype = ("is" if name.isidentifier() else "are"), array.dtype
     if not np.issubdtype(dtype, np.floating):
         raise UserError(
@@ -532,9 +539,8 @@ def _check_embeddings(embeddings: Any, name: str, dim: int | None = None) -> NDA
             "been quantised yet."
         )
     if array.ndim not in (1, 2) or (dim is not None and array.shape[1:] != (dim,)):
-        shape = "x".join(map(str, array.shape)) or "of a single number"
         expected = "texts x dimensions" if dim is None else f"embeddings x {dim}"
-        raise UserError(f"{name} {are} {shape}; expected {expected}.")
+        raise UserError(f"{name} {are} {_shape_text(array)}; expected {expected}.")
     if not np.isfinite(array).all():
         row = int(np.flatnonzero(~np.isfinite(np.atleast_2d(array)).all(axis=1))[0]) + 1
         raise UserError(f"{name} {are} not finite: row {row} has NaN or infinity. Leave it out.")

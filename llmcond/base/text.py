@@ -320,7 +320,18 @@ def combine_values(conditions: Sequence[str], values: Sequence[str]) -> list[str
         UserError: a condition is empty, the numbers of conditions and values differ, or
             ``Condition`` raises it.
     """
-    combined = _combine_values([as_condition(text, "--condition") for text in conditions], values)
+    texts = [as_condition(text, "--condition") for text in conditions]
+    combined = texts
+    if len(texts) == 1 and values:
+        combined = [Condition(texts[0], [value for text in values for value in read_values(text)])]
+    elif values and len(values) != len(texts):
+        raise UserError(
+            f"there are {len(values)} --values and {len(texts)} --condition. Give --values once "
+            "for each --condition, in the same order, with all values of the condition in one "
+            "text: --values 'Italian, Thai' ('' for a condition without values)."
+        )
+    elif values:
+        combined = [Condition(*pair) for pair in zip(texts, values, strict=True)]
     distinct = distinct_conditions(combined)
     if len(distinct) < len(combined):
         counts = Counter(map(condition_key, combined))
@@ -330,20 +341,6 @@ def combine_values(conditions: Sequence[str], values: Sequence[str]) -> list[str
             "and spacing make no difference"
         )
     return distinct
-
-
-def _combine_values(conditions: Sequence[str], values: Sequence[str]) -> list[str]:
-    if len(conditions) == 1 and values:
-        return [Condition(conditions[0], [value for text in values for value in read_values(text)])]
-    if values and len(values) != len(conditions):
-        raise UserError(
-            f"there are {len(values)} --values and {len(conditions)} --condition. Give --values "
-            "once for each --condition, in the same order, with all values of the condition in one "
-            "text: --values 'Italian, Thai' ('' for a condition without values)."
-        )
-    if not values:
-        return list(conditions)
-    return [Condition(*pair) for pair in zip(conditions, values, strict=True)]
 
 
 def condition_text(condition: str) -> str:

@@ -161,20 +161,21 @@ _COLUMNS_ADVICE = (
 
 
 def check_columns(
-    name: str, present: Sequence[str], columns: Sequence[str], advice: str = _COLUMNS_ADVICE
-) -> None:
-    """Check that each column exists exactly once.
+    name: str, present: Sequence[str], columns: Sequence[str] | None, advice: str = _COLUMNS_ADVICE
+) -> list[str]:
+    """Check that each column exists exactly once, and return the distinct ones.
 
     Args:
         name: name of the file in messages.
         present: the names of the file's columns.
-        columns: the required columns.
+        columns: the required columns; None: all that have a name.
         advice: the end of the message about a missing column.
 
     Raises:
         MissingColumnError: a column is missing.
         UserError: a column exists twice.
     """
+    columns = list(dict.fromkeys(filter(None, present) if columns is None else columns))
     repeated = [column for column in columns if list(present).count(column) > 1]
     if repeated:
         raise UserError(
@@ -191,6 +192,7 @@ def check_columns(
             advice,
             missing[0],
         )
+    return columns
 
 
 #: The rows of a file; None stands for a blank line.
@@ -231,7 +233,7 @@ def _read_csv(file: InputFile, columns: Sequence[str] | None) -> _Records:
     numbered = rows(enumerate(chain(head, lines), n_skipped + 1), file.name, delimiter)
     _, header = next(numbered)
     header = name_columns(header, columns)
-    check_columns(file.name, header, [n for n in header if n] if columns is None else columns)
+    check_columns(file.name, header, columns)
     for number, row in numbered:
         if not row or (len(header) > 1 and len(row) == 1 and not row[0].strip()):
             yield None
@@ -455,7 +457,7 @@ def _complete_rows(
             if columns is not None and not missing:
                 break
     if missing and has_rows:  # a file without rows is reported as empty
-        check_columns(name, list(names), columns or ())
+        check_columns(name, list(names), columns)
     empty = dict.fromkeys(names if columns is None else columns)
     for row in iterate():
         yield None if row is None else empty | row
@@ -506,8 +508,7 @@ def _read_parquet(file: InputFile, columns: Sequence[str] | None) -> Iterator[di
         schema = parquet.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file.name} is not a Parquet file: {first_line(error)}") from error
-    required = list(dict.fromkeys(filter(None, schema.names) if columns is None else columns))
-    check_columns(file.name, schema.names, required)
+    required = check_columns(file.name, schema.names, columns)
     try:
         # Only the required columns are converted, as others may be large.
         for batch in parquet.iter_batches(columns=required):
@@ -579,7 +580,7 @@ def _read_xlsx(file: InputFile, columns: Sequence[str] | None) -> _Records:
         return
     header = name_columns(rows[start], columns)
     where = f"{name} (sheet {shortened_repr(sheet.title)})"
-    check_columns(where, header, [n for n in header if n] if columns is None else columns)
+    check_columns(where, header, columns)
     for row, is_blank in zip(rows[start + 1 :], blank[start + 1 :], strict=True):
         if is_blank:
             yield None

@@ -603,8 +603,7 @@ def _read_memory(table: MemoryTable, columns: Sequence[str] | None) -> Iterator[
         yield from (dict.fromkeys(columns or TEXT_COLUMNS[:1], text) for text in table.values(0))
         return
     names = list(table.names)
-    required = list(dict.fromkeys(filter(None, names) if columns is None else columns))
-    check_columns(IN_MEMORY, names, required)
+    required = check_columns(IN_MEMORY, names, columns)
     values = (table.values(names.index(column)) for column in required)
     for row in zip(*values, strict=True):
         yield dict(zip(required, row, strict=True))

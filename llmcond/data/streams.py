@@ -37,15 +37,14 @@ from llmcond.base.stores import (
     lance_options,
     open_filesystem,
 )
-from llmcond.base.text import cell_text, check_cell, check_string
+from llmcond.base.text import check_string
 from llmcond.data.datasets import (
     Problems,
     open_collection,
-    read_columns,
+    read_collection,
     several_splits_error,
-    text_reader,
 )
-from llmcond.data.formats import MissingColumnError, ReadOptions, check_columns
+from llmcond.data.formats import ReadOptions, check_columns
 from llmcond.data.readers import STDIN, Source, read_records
 from llmcond.data.rows import to_arrow
 
@@ -180,11 +179,10 @@ class TextSource(ABC):
             UserError: a text is null or empty, or a column does not exist or does not have texts.
         """
         where = self.part_name(part)
-        with _convert_errors(where, self.name):
-            schema = self.schema(part)
-        _check_texts(where, schema, texts)
         problems, rows = Problems(where, can_skip=self.can_skip), 0
         with _convert_errors(where, self.name):
+            schema = self.schema(part)
+            _check_texts(where, schema, texts)
             for batch in self.batches(part, texts):
                 for name in texts:
                     for index in pc.indices_nonzero(_find_missing(batch.column(name))).to_pylist():
@@ -493,17 +491,12 @@ class TableRows(TextSource):
         Raises:
             UserError: a column is missing, or a text is empty.
         """
-        readers = {sentence: text_reader(self._source)}
-        for name in conditions:
-            readers.setdefault(name, cell_text)
-        for name in self.columns():
-            readers.setdefault(name, check_cell)
-        try:
-            values = read_columns(self._source, self._source.files, list(readers.items()))
-        except MissingColumnError as error:
-            advice = "Name the columns to read: --text COL, --condition COL_OR_TEXT."
-            raise UserError(f"{error.finding} {advice}") from error
-        return TableRows(self._source, pa.table(list(map(to_arrow, values)), list(readers)))
+        others = [name for name in self.columns() if name not in (sentence, *conditions)]
+        cells = [name for name in conditions if name != sentence]
+        rows = read_collection(self._source, sentence, others, conditions=cells)
+        columns: dict[Any, Any] = {sentence: rows.texts, **rows.conditions, **rows.columns}
+        arrays = {name: to_arrow(values) for name, values in columns.items()}
+        return TableRows(self._source, pa.table(arrays))
 
     @override
     def states(self) -> dict[str, str]:

@@ -85,11 +85,6 @@ class InputTemplate:
         """The names of all placeholders in the templates."""
         return {n for t in self.templates.values() for _, n in _parse_template(t) if n is not None}
 
-    @property
-    def read_placeholders(self) -> set[str]:
-        """The placeholders that the encoder reads together with the text, not in a router."""
-        return replace(self, router=None).placeholders
-
     def render(
         self, sentence: str, condition: str, extra: Mapping[str, str] = MappingProxyType({})
     ) -> EncoderInput:
@@ -213,7 +208,8 @@ class Prompt:
                     "it pools only the tokens of the text, which the encoder's pooling "
                     f"{encoder.pooling} does not support (--pooling mean)"
                 )
-        if encoder.routes_inside and "condition" in self.conditional.read_placeholders:
+        read_with_text = replace(self.conditional, router=None)
+        if encoder.routes_inside and "condition" in read_with_text.placeholders:
             return (
                 "it puts the condition into the text, but the encoder expects it in a router "
                 "(--prompt routed)"

@@ -9,10 +9,9 @@ have, is a function of e(s), and no text needs to be encoded again for a new con
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -132,10 +131,6 @@ class SearchModel(EmbeddingModel):
         UserError: if the head does not compare embeddings by their cosine.
     """
 
-    #: The projections of recently used conditions, which several threads may use at once.
-    _projections: OrderedDict[str | None, ConditionProjection] = field(
-        default_factory=OrderedDict, init=False, repr=False, compare=False
-    )
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _loading: Any = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
@@ -177,17 +172,18 @@ class SearchModel(EmbeddingModel):
     def projection(self, condition: str | None) -> ConditionProjection:
         """Return the projection of a condition, and encode the condition's inputs if needed."""
         with self._lock:
-            projection = self._projections.get(condition)
-            if projection is None:
-                parts = [] if condition is NO_CONDITION else self.condition_only
-                inputs = [part.render("", str(condition)) for part in parts]
-                vectors = dict(zip(inputs, self.encode_inputs(inputs)[:], strict=True))
-                projection = ConditionProjection(self, condition, vectors)
-                self._projections[condition] = projection
-                if len(self._projections) > _MAX_PROJECTIONS:
-                    self._projections.popitem(last=False)
-            self._projections.move_to_end(condition)
-            return projection
+            return self._cached_projection(condition)
+
+    @cached_property
+    def _cached_projection(self) -> Callable[[str | None], ConditionProjection]:
+        @lru_cache(_MAX_PROJECTIONS)
+        def create(condition: str | None) -> ConditionProjection:
+            parts = [] if condition is NO_CONDITION else self.condition_only
+            inputs = [part.render("", str(condition)) for part in parts]
+            vectors = dict(zip(inputs, self.encode_inputs(inputs)[:], strict=True))
+            return ConditionProjection(self, condition, vectors)
+
+        return create
 
     def encode_texts(self, texts: Sequence[str]) -> Array:
         """Encode queries in the form in which texts are stored, (q, parts * dim)."""

@@ -26,6 +26,7 @@ from llmcond.base.run_log import TRAINING, log_path, send_log
 from llmcond.base.system import process_context, provenance
 from llmcond.data.datasets import DataOptions
 from llmcond.evaluation.results import FittedResults, Result, Results, score_results
+from llmcond.features.pool import list_gpus
 from llmcond.finetune.settings import StageSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.settings import ObjectiveSettings
@@ -410,10 +411,7 @@ def _list_gpus(options: SweepLoraOptions, job: TrainingJob) -> list[str]:
     """Return the GPUs to share among workers; empty: all use the device of the options."""
     if job.resolved.device == "cpu" or options.device not in ("auto", "cuda"):
         return []
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    return list_gpus()
 
 
 def _prepare_training(gpus: Any) -> Worker[PlannedTraining]:
