@@ -58,9 +58,8 @@ def test_codes_stand_for_middle_of_their_step(embeddings, precision):
     np.testing.assert_allclose(decoded, np.where(embeddings > 0, 1, -1) / 20**0.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_arguments_are_rejected():
+    for arguments, message in (
         ((np.ones((3, 4)), ["int8"]), r"precision is \['int8'\].* Legal: float32, int8, uint8"),
         ((np.ones((3, 4), np.int8), "binary"), "the embeddings are of the type int8"),
         (([[1.0], [1.0, 2.0]], "binary"), "the embeddings cannot be read as an array"),
@@ -69,11 +68,9 @@ def test_codes_stand_for_middle_of_their_step(embeddings, precision):
         ((np.ones((1, 4)), "uint8"), "a single embedding has none"),
         ((np.ones((3, 4)), "int8", np.zeros((2, 5))), "has the shape 2x5, not 2x4"),
         ((np.ones((3, 4)), "int8", np.ones((2, 4)) * [[1], [0]]), "the lowest is above"),
-    ],
-)
-def test_invalid_arguments_are_rejected(arguments, message):
-    with pytest.raises(UserError, match=message):
-        quantize_embeddings(*arguments)
+    ):
+        with pytest.raises(UserError, match=message):
+            quantize_embeddings(*arguments)
 
 
 def test_invalid_truncate_dim_is_rejected():

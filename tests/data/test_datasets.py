@@ -47,27 +47,21 @@ def make_rows(pairs: list[tuple[str, str]]) -> Rows:
 # -- ratings ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("scale", "labels", "expected"),
-    [
+def test_ratings_are_scaled_by_the_range_and_not_by_the_data(write_rows: WriteRows):
+    for scale, labels, expected in (
         (RatingScale(), [1, 2, 3.5, 5], [0, 0.25, 0.625, 1]),
         (RatingScale(-5, 5, unrated=99), [-5, -1, 99, 5], [0, 0.4, np.nan, 1]),
         (RatingScale(), [-1, "-1.0", 5], [np.nan, np.nan, 1]),
         (RatingScale(-5, 5, unrated="empty"), ["", " ", "NaN", -1, 5], [np.nan] * 3 + [0.4, 1]),
-    ],
-)
-def test_ratings_are_scaled_by_the_range_and_not_by_the_data(
-    write_rows: WriteRows, scale: RatingScale, labels: list[object], expected: list[float]
-):
-    path = write_rows([("a", "b", "c", label) for label in labels])
-    rows = load_rows(str(path), scale=scale)
-    np.testing.assert_allclose(rows.rating, expected, rtol=0, atol=1e-15)
-    assert rows.rated.tolist() == [not np.isnan(value) for value in expected]
+    ):
+        path = write_rows([("a", "b", "c", label) for label in labels])
+        rows = load_rows(str(path), scale=scale)
+        np.testing.assert_allclose(rows.rating, expected, rtol=0, atol=1e-15)
+        assert rows.rated.tolist() == [not np.isnan(value) for value in expected]
 
 
-@pytest.mark.parametrize(
-    ("scale", "label", "message"),
-    [
+def test_invalid_rating_or_scale_is_reported(write_rows: WriteRows):
+    for scale, label, message in (
         (RatingScale(), 5.01, "row 2 of rows.csv: label is 5.01, outside the rating range 1 to 5"),
         (RatingScale(), 0, "label is 0, outside .*-1, which marks unrated rows.*--rating-range"),
         (RatingScale(), "3,5", "row 2 of rows.csv: label is '3,5', not a number"),
@@ -75,13 +69,11 @@ def test_ratings_are_scaled_by_the_range_and_not_by_the_data(
         (RatingScale(unrated="empty"), -1, "is -1, outside .*not empty, which marks unrated rows"),
         (RatingScale(3, 3), 3, "low must be below high"),
         (RatingScale(-1, 1), 1, "-1 marks unrated rows, but is within .* -1 to 1.*--unrated"),
-    ],
-)
-def test_invalid_rating_or_scale_is_reported(write_rows: WriteRows, scale, label, message: str):
-    path = write_rows([("a", "b", "c", 1), ("a", "b", "c", label)])
-    for read in (load_rows, read_dataset):
-        with pytest.raises(UserError, match=message):
-            read(str(path), scale=scale)
+    ):
+        path = write_rows([("a", "b", "c", 1), ("a", "b", "c", label)])
+        for read in (load_rows, read_dataset):
+            with pytest.raises(UserError, match=message):
+                read(str(path), scale=scale)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "Float64", "object"])
@@ -102,19 +94,17 @@ def test_missing_labels_can_be_unrated(tmp_path: Path, dtype: str):
 # -- texts -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([("a", "b", "c", 1), ("a", " \t", "c", 1)], "data row 2 of rows.csv: sentence2 is empty"),
+def test_first_invalid_row_is_named_and_others_are_listed(write_rows: WriteRows):
+    first = ("a", "b", "c", 1)
+    for rows, message in (
+        ([first, ("a", " \t", "c", 1)], "data row 2 of rows.csv: sentence2 is empty"),
         (
             [("a", "b", "\n", 1), ("a", "b", "c", 9)],
             r"row 1 of rows.csv: condition is empty \(1 more row is invalid: 2\). The header",
         ),
-    ],
-)
-def test_first_invalid_row_is_named_and_others_are_listed(write_rows, rows, message: str):
-    with pytest.raises(UserError, match=message):
-        load_rows(str(write_rows(rows)))
+    ):
+        with pytest.raises(UserError, match=message):
+            load_rows(str(write_rows(rows)))
 
 
 # -- splits ----------------------------------------------------------------------------------------

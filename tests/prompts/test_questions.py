@@ -11,9 +11,8 @@ from llmcond.prompts.questions import bundled_templates, load_template, parse_pr
 VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"}
 
 
-@pytest.mark.parametrize(
-    ("answer", "rating"),
-    [
+def test_rating_is_parsed():
+    for answer, rating in (
         ('{"rating": "4"}', 0.75),
         ('{"answer1": "two {men}", "answer2": "none", "rating": "1"}', 0),
         ('```json\n{"rating": "5"}\n```', 1),
@@ -25,16 +24,13 @@ VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"
         ('{"rating": true}', None),
         ("I rate 2 of these 4 sentences", None),
         ("{" * 30_000, None),
-    ],
-)
-def test_rating_is_parsed(answer, rating):
-    parsed = parse_rating(answer)
-    assert parsed == pytest.approx(rating, nan_ok=True) if rating is not None else parsed is None
+    ):
+        expected = rating if rating is None else pytest.approx(rating, nan_ok=True)
+        assert parse_rating(answer) == expected
 
 
-@pytest.mark.parametrize(
-    ("answer", "proposal"),
-    [
+def test_proposal_is_parsed():
+    for answer, proposal in (
         (
             '{"partner": 2, "alike": " a  b", "different": "c"}',
             [("x", "q", "a b"), ("x", "q", "c")],
@@ -48,10 +44,8 @@ def test_rating_is_parsed(answer, rating):
         ),
         (r'{"partner": 1, "alike": "\ud800", "different": "b"}', None),
         (r'{"partner": 1, "alike": "a", "different": "\u0000"}', None),
-    ],
-)
-def test_proposal_is_parsed(answer, proposal):
-    assert parse_proposal(answer, "x", ["p", "q", "r"]) == proposal
+    ):
+        assert parse_proposal(answer, "x", ["p", "q", "r"]) == proposal
 
 
 def test_bundled_templates_are_distinct_and_insert_texts_verbatim():

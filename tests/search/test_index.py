@@ -426,9 +426,8 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(build, monkeypatch
 # -- invalid input ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_texts_create_no_index(build, tmp_path: Path):
+    for options, message in (
         ({"texts": ["a", "  "]}, "row 2: the text is empty"),
         ({"texts": "abc"}, "texts is a single string; give a list of texts"),
         ({"texts": ["a", "b"], "ids": ["x", "x"]}, "the rows 1 and 2 have the same id, 'x'"),
@@ -439,12 +438,10 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(build, monkeypatch
         ({"texts": ["a"], "columns": {"score": [1]}}, "'score' is reserved"),
         ({"texts": ["a"], "truncate_dim": 0}, "truncate_dim is 0, but .* whole number from 1 to"),
         ({"texts": ["a"], "precision": "int8"}, "1 text are too few. Add at least 100 at first"),
-    ],
-)
-def test_invalid_texts_create_no_index(build, tmp_path: Path, options: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        build(**options)
-    assert not (tmp_path / "index" / "texts.lance").exists()
+    ):
+        with pytest.raises(UserError, match=message):
+            build(**options)
+        assert not (tmp_path / "index" / "texts.lance").exists()
 
 
 def test_added_texts_need_columns_of_index(build):

@@ -77,28 +77,22 @@ def test_values_come_from_index_or_request(tiny_run, tmp_path):
         assert response["conditions"] == several
 
 
-@pytest.mark.parametrize(
-    ("changes", "param", "message"),
-    [
+def test_invalid_request_is_rejected(service, folder):
+    client, _ = service
+    values_of_flag = "--condition 'the place' --values 'Rome,\"Paris, Texas\"'"
+    for changes, param, message in (
         ({"query": " "}, "query", "query is empty"),
         ({"condition": "the mood"}, "condition", "texts --condition 'the mood'"),
         ({"where": "repeat('a', 2000000000) = text"}, "where", "functions are not allowed"),
-        (
-            {"values": ["Rome", "Paris, Texas"]},
-            "condition",
-            "--condition 'the place' --values 'Rome,\"Paris, Texas\"'",
-        ),
+        ({"values": ["Rome", "Paris, Texas"]}, "condition", values_of_flag),
         ({"condition": {LOCATION: 1, "b": 1}, "values": ["a"]}, "values", "values is a list"),
         ({"values": {"the mood": ["sad"]}}, "values", "'the mood', which is not in condition"),
-    ],
-)
-def test_invalid_request_is_rejected(service, folder, changes, param, message):
-    client, _ = service
-    answer = client.post("/v1/search", {**REQUEST, **changes})
-    assert answer.status == 422
-    assert message in answer.error["message"]
-    assert answer.error["param"] == param
-    assert str(folder.parent) not in answer.error["message"]
+    ):
+        answer = client.post("/v1/search", {**REQUEST, **changes})
+        assert answer.status == 422
+        assert message in answer.error["message"]
+        assert answer.error["param"] == param
+        assert str(folder.parent) not in answer.error["message"]
 
 
 def test_slow_filter_blocks_neither_model_nor_searches(service, monkeypatch):
