@@ -177,14 +177,14 @@ def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
         judgements[triple.other].append(second)
     for condition, group in judgements.items():
         by_condition[condition] |= {"accuracy": float(np.mean(group)), "n_judged": len(group)}
-    for condition, _, right, chance in neighbours:
+    for condition, (_, right, chance) in neighbours.items():
         hits = {"nearest": float(right.mean()), "chance": float(chance.mean())}
         by_condition[condition] |= {**hits, "n_nearest": len(right)}
     for clustering in clusters:
         by_condition[clustering.condition]["v_measure"] = float(clustering.v_measure().mean())
     texts, hit, chances = (
-        np.concatenate([np.empty(0), *(result[column] for result in neighbours)])
-        for column in (1, 2, 3)
+        np.concatenate([np.empty(0), *(arrays[column] for arrays in neighbours.values())])
+        for column in range(3)
     )
     # Embeddings that ignore the condition have these two figures on any triples, so that the
     # figures have no sampling error.
@@ -255,26 +255,17 @@ def judge_triples(sample: AspectSample, vectors: ConditionedVectors) -> Floats:
     return judged
 
 
-class Neighbours(NamedTuple):
-    """Nearest neighbours under a condition of the n texts whose value other texts have, too.
+def find_neighbours(
+    sample: AspectSample, vectors: ConditionedVectors
+) -> dict[str, tuple[Indices, Floats, Floats]]:
+    """Find the nearest other text of each text, under each condition with two or more values.
 
-    Attributes:
-        condition: the condition.
-        positions: (n,) positions of the texts.
-        right: (n,) whether the nearest other text has the same value: 1 or 0, and with several
-            equally near texts the share of them that does.
-        chance: (n,) share of all other texts that have the same value.
+    Returns:
+        By condition, of the n texts whose value other texts have, too: (n,) their positions; (n,)
+        whether the nearest other text has the same value, 1 or 0, and with several equally near
+        texts the share of them that does; and (n,) the share of all other texts that do.
     """
-
-    condition: str
-    positions: Indices
-    right: Floats
-    chance: Floats
-
-
-def find_neighbours(sample: AspectSample, vectors: ConditionedVectors) -> list[Neighbours]:
-    """Find the nearest other text of each text, under each condition with two or more values."""
-    neighbours = []
+    neighbours = {}
     for condition, positions in _positions_by_condition(sample).items():
         values = np.array([sample.texts[i].attributes[condition] for i in positions], dtype=object)
         points = vectors.under(condition, positions)
@@ -286,9 +277,7 @@ def find_neighbours(sample: AspectSample, vectors: ConditionedVectors) -> list[N
         shares = same.any(axis=1)
         right = (nearest & same).sum(axis=1) / nearest.sum(axis=1)
         chance = same.sum(axis=1) / (len(values) - 1)
-        neighbours.append(
-            Neighbours(condition, np.array(positions)[shares], right[shares], chance[shares])
-        )
+        neighbours[condition] = (np.array(positions)[shares], right[shares], chance[shares])
     return neighbours
 
 

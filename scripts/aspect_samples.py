@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, cycle, islice
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -34,6 +34,8 @@ SAMPLE_TEXTS, SAMPLE_TRIPLES = 350, 600
 _LONGEST_TEXT = 600
 #: Number of attempts per triple; many attempts find no valid triple.
 _ATTEMPTS = 40
+#: Maximum number of texts with the anchor's value that are tried.
+_CANDIDATES = 40
 #: Example values are among the 400 most frequent ones, and have fewer than 40 characters.
 _COMMONEST, _LONGEST_VALUE = 400, 40
 
@@ -119,9 +121,9 @@ def draw_sample(
     triples: dict[Triple, None] = {}
     positions: set[int] = set()
     for is_full in (False, True):
-        sampler = _TripleSampler(whole, sorted(positions) if is_full else short, same_group, rng)
-        for _ in range(_ATTEMPTS * n_triples if sampler.pairs else 0):
-            triple = sampler.next()
+        among = sorted(positions) if is_full else short
+        attempts = _draw_triples(whole, among, same_group, rng)
+        for triple in islice(attempts, _ATTEMPTS * n_triples):
             if triple is None or len(triples) >= n_triples:
                 continue
             more = positions | {triple.anchor, triple.first, triple.second}
@@ -140,59 +142,40 @@ def draw_sample(
     return AspectSample(whole.name, texts, whole.conditions, moved, whole.values)
 
 
-class _TripleSampler:
-    """A sampler of triples among some texts, for one pair of conditions after the other.
+def _draw_triples(
+    whole: AspectSample, positions: Sequence[int], same_group: bool, rng: random.Random
+) -> Iterator[Triple | None]:
+    """Yield a triple of one pair of conditions after the other, without end.
 
-    Attributes:
-        pairs: each pair of conditions with its anchors.
+    It is None if the sampled anchor has none. Nothing is yielded if no text has two conditions.
     """
+    texts = whole.texts
+    with_value: dict[tuple[str, str], list[int]] = defaultdict(list)
+    anchors: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i in positions:
+        attributes = texts[i].attributes
+        conditions = sorted(key for key in attributes if key in whole.conditions)
+        for key in conditions:
+            with_value[key, attributes[key]].append(i)
+        for pair in combinations(conditions, 2):
+            anchors[pair].append(i)
 
-    #: Maximum number of texts with the anchor's value that are tried.
-    _CANDIDATES = 40
-
-    def __init__(
-        self, whole: AspectSample, positions: Sequence[int], same_group: bool, rng: random.Random
-    ) -> None:
-        self._texts, self._same_group, self._rng = whole.texts, same_group, rng
-        self._with_value: dict[tuple[str, str], list[int]] = defaultdict(list)
-        anchors: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for i in positions:
-            attributes = self._texts[i].attributes
-            conditions = sorted(key for key in attributes if key in whole.conditions)
-            for key in conditions:
-                self._with_value[key, attributes[key]].append(i)
-            for pair in combinations(conditions, 2):
-                anchors[pair].append(i)
-        self.pairs = list(anchors.items())
-        self._turn = 0
-
-    def next(self) -> Triple | None:
-        """Return a triple of the next pair of conditions; None if the sampled anchor has none."""
-        pair, anchors = self.pairs[self._turn % len(self.pairs)]
-        self._turn += 1
-        condition, other = self._rng.sample(pair, 2)
-        anchor = self._rng.choice(anchors)
-        first = self._find(anchor, condition, other)
-        second = self._find(anchor, other, condition)
-        if first is None or second is None:
-            return None
-        return Triple(anchor, first, second, condition, other)
-
-    def _find(self, anchor: int, shared: str, different: str) -> int | None:
-        """Return the position of a text that shares the anchor's value of one condition only.
-
-        Args:
-            anchor: position of the anchor.
-            shared: condition whose value the text shares with the anchor.
-            different: condition whose value must differ.
-        """
-        anchor_text = self._texts[anchor]
-        candidates = self._with_value[shared, anchor_text.attributes[shared]]
-        for i in self._rng.sample(candidates, min(len(candidates), self._CANDIDATES)):
-            text = self._texts[i]
-            value = text.attributes.get(different)
-            if value is None or value == anchor_text.attributes[different]:
+    def find(anchor: int, shared: str, different: str) -> int | None:
+        """Return the position of a text that shares the anchor's value of one condition only."""
+        candidates = with_value[shared, texts[anchor].attributes[shared]]
+        for i in rng.sample(candidates, min(len(candidates), _CANDIDATES)):
+            value = texts[i].attributes.get(different)
+            if value is None or value == texts[anchor].attributes[different]:
                 continue
-            if not self._same_group or text.group == anchor_text.group:
+            if not same_group or texts[i].group == texts[anchor].group:
                 return i
         return None
+
+    for pair, of_pair in cycle(anchors.items()):
+        condition, other = rng.sample(pair, 2)
+        anchor = rng.choice(of_pair)
+        first, second = find(anchor, condition, other), find(anchor, other, condition)
+        if first is None or second is None:
+            yield None
+        else:
+            yield Triple(anchor, first, second, condition, other)
