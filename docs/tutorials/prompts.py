@@ -84,7 +84,7 @@ _ = Path("question.toml").write_text(question, encoding="utf-8")
 #
 # `--heads none` compares the vectors as they are. The baseline is the template with which the others are compared.
 
-# %% expect=["about by -\\d\\d\\.\\d \\[", "no evidence of a difference from routed for question", "none routed yes 4\\d"]
+# %% expect=["about by -\\d\\d\\.\\d \\[", "no evidence of a difference from routed for question", "none( .baseline.)? routed yes 4\\d"]
 # !llmcond compare-prompts --model minilm --data rows --run runs/prompts --heads none \
 #     --baseline routed --prompts routed about.toml question.toml
 
