@@ -391,6 +391,7 @@ def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]
     record, tensors = read_lora(folder, name), _read_tensors(folder, name)
     root = _find_root(network, tensors)
     try:
+        _check_ranks(record, tensors, name)
         config = _build_lora_config(record, name, root)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # problems are reported below
@@ -473,6 +474,17 @@ def _find_root(network: Any, names: Iterable[str]) -> Any:
     for bits in ("is_loaded_in_8bit", "is_loaded_in_4bit"):
         setattr(root, bits, getattr(network, bits, False))
     return root
+
+
+def _check_ranks(record: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> None:
+    """Raise a ``UserError`` for ranks that exceed all tensors, before peft allocates memory."""
+    largest = max((size for value in tensors.values() for size in value.shape), default=0)
+    ranks = [record.get("r"), *(record.get("rank_pattern") or {}).values()]
+    for rank in (rank for rank in ranks if isinstance(rank, int) and rank > largest):
+        raise UserError(
+            f"{CONFIG} of {name} has a rank of {rank:,}, but its tensors have at most {largest:,} "
+            "rows, so the two files do not belong together. Copy both again."
+        )
 
 
 def _build_lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
