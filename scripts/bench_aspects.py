@@ -25,12 +25,15 @@ from typing import Any
 import numpy as np
 from aspect_figures import (
     FIGURES,
+    WORDINGS,
     ConditionedVectors,
+    Wording,
     mean_estimate,
     measure,
     needed_rows,
+    read_samples,
+    say,
 )
-from aspect_samples import WORDINGS, Wording, read_samples, say
 from bench import BenchOptions
 from common import markdown_table, print_json
 

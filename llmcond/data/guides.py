@@ -252,7 +252,7 @@ class AspectSample:
         conditions: wordings of the conditions, by their ids.
         triples: paired triples; may be empty.
         values: for each condition, values that no text of the sample has, the most frequent first;
-            filled by ``scripts/aspect_samples.py``.
+            filled by ``scripts/aspect_figures.py``.
     """
 
     name: str
