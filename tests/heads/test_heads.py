@@ -295,7 +295,7 @@ def test_invalid_description_is_rejected(saved_head):
     description = json.loads(path.read_text())
     for changes, message in (
         ({"format": 3}, r"newer version of llmcond \(format 3.*Upgrade llmcond"),
-        ({"seed": "0"}, r"was damaged: 'seed' is '0': it should be a whole number\\. Fit"),
+        ({"seed": "0"}, r"was damaged: 'seed' is '0': it should be a whole number\. Fit"),
         ({"dim_in": 2**24}, "does not hold the parameters"),
         ({"fit": {"curve": [{"epoch": 1}]}}, r"the key 'fit\.curve\.0\.loss' is missing"),
         ({"kind": "mlp"}, "does not hold the parameters of a mlp head"),
