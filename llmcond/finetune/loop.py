@@ -45,6 +45,7 @@ from llmcond.finetune.settings import (
 )
 from llmcond.heads.fit import entries_since_best
 from llmcond.heads.fitted import GroupSampler
+from llmcond.heads.settings import learning_rate_factor
 from llmcond.report.tables import dev_gain_text
 
 if TYPE_CHECKING:
@@ -216,8 +217,14 @@ class BatchSchedule:
     def epoch(self, number: int) -> list[list[Positions]]:
         """Return the rows of an epoch's steps, part by part; all steps have similar sizes."""
         generator = np.random.Generator(np.random.SFC64([self._seed, number]))
-        order = generator.permutation(len(self._sampler))
-        return self._sampler.even_batches(order, self.steps, self._parts)
+        rows, bounds = self._sampler.order(generator.permutation(len(self._sampler)))
+        return [
+            [
+                rows[bounds[part[0]] : bounds[part[-1] + 1]]
+                for part in np.array_split(step, self._parts)
+            ]
+            for step in np.array_split(np.arange(len(self._sampler)), self.steps)
+        ]
 
 
 class Trainer(Generic[R]):
@@ -357,7 +364,7 @@ class Trainer(Generic[R]):
     def _learning_rate(self, step: int) -> float:
         """Return the learning rate of the encoder in a step."""
         rate = self._settings.learning_rate * self._learning_rate_scale
-        return rate * self._settings.learning_rate_factor(step, self.steps)
+        return rate * learning_rate_factor(step, self.steps, self._settings.warmup)
 
     def _try_step(self, parts: list[NDArray[np.int64]], step: int) -> tuple[float, float]:
         """Run a step; if memory is too small, raise an error with advice."""
@@ -402,7 +409,7 @@ class Trainer(Generic[R]):
         )
         if accelerator.scaler is None:  # float16 skips steps with infinite gradients
             self._check_finite(norm, step, "the norm of the gradients")
-        rate = settings.learning_rate_factor(step, self.steps)
+        rate = learning_rate_factor(step, self.steps, settings.warmup)
         for group in self._optimiser.param_groups:
             group["lr"] = group["base"] * rate
         self._optimiser.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from llmcond.base.errors import UserError
 from llmcond.base.options import option
-from llmcond.heads.settings import LARGEST, Count, learning_rate_factor
+from llmcond.heads.settings import LARGEST, Count
 
 Share = Annotated[float, Ge(0), Lt(1)]
 
@@ -116,14 +116,6 @@ class TuneSettings:
     def full(self) -> bool:
         """Whether all weights of the encoder are trained."""
         return self.rank == 0
-
-    def learning_rate_factor(self, step: int, steps: int) -> float:
-        """Return the factor of learning rates at a step; ``steps`` is the total number of steps."""
-        return learning_rate_factor(step, steps, self.warmup)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as training records store them."""
-        return {**asdict(self), "target": list(self.target)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -587,16 +587,37 @@ class Projection(HeadModule):
 class Pca(Projection):
     """The directions of largest variance."""
 
+    whitens: ClassVar[bool] = False
+
     @override
     def solve(self, pairs: PairArrays, seed: int) -> FitReport:
         from sklearn.decomposition import PCA
 
-        features = self._read_training_vectors(pairs)
-        dim = self.settings.dim
+        features, dim = self._read_training_vectors(pairs), self.settings.dim
+        if self.whitens:
+            # Whitening divides by the spread of each direction. In float32 the smallest spreads
+            # cannot be distinguished from zero.
+            features = features.astype(np.float64)
         model = PCA(n_components=dim, svd_solver="full", random_state=seed).fit(features)
-        self._set_parameters(model.mean_, model.components_)
-        explained = float(model.explained_variance_ratio_.sum())
-        return FitReport({"selected_on": None, "explained_variance": explained})
+        components, notes = model.components_, []
+        if self.whitens:
+            spread = np.sqrt(model.explained_variance_)
+            dim = int((spread > _RANK_TOLERANCE * spread[0]).sum())
+            components = components[:dim] / spread[:dim, None]
+        if dim < self.settings.dim:
+            notes.append(
+                f"whitening: {dim} directions instead of {self.settings.dim}, as the vectors span "
+                "no more"
+            )
+        self._set_parameters(model.mean_, components)
+        explained = float(model.explained_variance_ratio_[:dim].sum())
+        return FitReport({"selected_on": None, "explained_variance": explained}, tuple(notes))
+
+
+class Whitening(Pca):
+    """The directions of largest variance, each scaled to variance 1."""
+
+    whitens = True
 
 
 class Ica(Projection):
@@ -640,27 +661,6 @@ class Ica(Projection):
         self._set_parameters(model.mean_, model.components_)
         record = {"selected_on": None, "iterations": int(model.n_iter_), "converged": converged}
         return FitReport(record, tuple(notes))
-
-
-class Whitening(Projection):
-    """The directions of largest variance, each scaled to variance 1."""
-
-    @override
-    def solve(self, pairs: PairArrays, seed: int) -> FitReport:
-        from sklearn.decomposition import PCA
-
-        # Whitening divides by the spread of each direction. In float32 the smallest spreads cannot
-        # be distinguished from zero.
-        features = self._read_training_vectors(pairs).astype(np.float64)
-        requested = self.settings.dim
-        model = PCA(n_components=requested, svd_solver="full", random_state=seed).fit(features)
-        spread = np.sqrt(model.explained_variance_)
-        dim = int((spread > _RANK_TOLERANCE * spread[0]).sum())
-        self._set_parameters(model.mean_, model.components_[:dim] / spread[:dim, None])
-        explained = float(model.explained_variance_ratio_[:dim].sum())
-        note = f"whitening: {dim} directions instead of {requested}, as the vectors span no more"
-        record = {"selected_on": None, "explained_variance": explained}
-        return FitReport(record, (note,) if dim < requested else ())
 
 
 class Random(Projection):

@@ -93,16 +93,6 @@ class GroupSampler:
             yield rows[bounds[group] : bounds[last]]
             group = last
 
-    def even_batches(
-        self, permutation: Positions, count: int, shares: int
-    ) -> list[list[Positions]]:
-        """Return ``count`` batches with similar numbers of groups, each cut in ``shares`` parts."""
-        rows, bounds = self.order(permutation)
-        return [
-            [rows[bounds[part[0]] : bounds[part[-1] + 1]] for part in np.array_split(step, shares)]
-            for step in np.array_split(np.arange(len(self)), count)
-        ]
-
 
 class SharedConditions:
     """The conditions of rows; each distinct one is read once per batch."""

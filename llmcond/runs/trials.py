@@ -236,7 +236,11 @@ class Grid(Generic[J]):
             n_processes = 1  # other processes cannot import a class that the main module defined
         n_processes = min(n_processes, len(missing))
         if n_processes == 1:
-            outcomes = _run_here(missing, make_worker(*arguments))
+            worker = make_worker(*arguments)
+            outcomes = (
+                _run(worker, digest, trial, f"{number:,} of {len(missing):,}")
+                for number, (digest, trial) in enumerate(missing.items(), start=1)
+            )
         else:
             prepare = (make_worker, arguments)
             outcomes = _run_in_pool(missing, n_processes, prepare, preload, f"{self._noun}s")
@@ -276,11 +280,6 @@ def _run(worker: Worker[J], digest: str, trial: J, position: str = "") -> tuple[
         return digest, str(error)
     except (RuntimeError, MemoryError) as error:  # for example out of memory
         return digest, f"{type(error).__name__}: {error}"
-
-
-def _run_here(trials: Mapping[str, J], worker: Worker[J]) -> Generator[tuple[str, Outcome]]:
-    for number, (digest, trial) in enumerate(trials.items(), start=1):
-        yield _run(worker, digest, trial, f"{number:,} of {len(trials):,}")
 
 
 # -- processes ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def training_config(
         "data": dataset.digest,
         **head,
         "seed": options.seed,
-        "settings": settings.to_json(),
+        "settings": asdict(settings),
         "merge": options.merge,
     }
 

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def build_trainer(
     tuned = BiEncoderModel(
         trainable.engine, recipe, ObjectiveSettings(info_nce=1.0), (32, 32), seed=5
     )
-    state = TrainingState(folder, {"settings": tuning.to_json()})
+    state = TrainingState(folder, {"settings": asdict(tuning)})
     return Trainer(tuned, train, dev, tuning, prepare_accelerator(resolved), state)
 
 
