@@ -100,18 +100,13 @@ def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bo
             f"{name} is already an adapter. Merge it first (train-lora --merge), or train its base "
             "encoder."
         )
-    if settings.full and identity.quantize != "none":
-        raise UserError(
-            f"--rank full trains every weight, and {identity.quantize} weights cannot be trained. "
-            "Give a --rank such as 16, or leave out --quantize."
-        )
-    if merge and identity.quantize != "none":
-        # Rounding would remove the trained changes.
-        raise UserError(
-            f"--merge adds the adapters to the encoder's weights, which are quantised to "
-            f"{identity.quantize}. Leave out --merge, or --quantize."
-        )
     if merge or settings.full:
+        if identity.quantize != "none":  # rounding would remove the trained changes
+            raise UserError(
+                f"{'--rank full' if settings.full else '--merge'} changes the encoder's weights, "
+                f"and {identity.quantize} weights cannot be changed. Leave out --quantize, or "
+                "train adapters without --merge."
+            )
         settings_files(resolved.checkpoint.folder)  # raises before training instead of after
 
 

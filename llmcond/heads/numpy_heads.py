@@ -152,15 +152,11 @@ def check_features(head: Any, features: MatrixLike, condition: MatrixLike | None
         )
     if dim_condition == head.dim_condition:
         return
-    if not dim_condition:
-        raise UserError(
-            f"this {kind} head also needs the features of each condition, "
-            f"(n, {head.dim_condition}); none were given."
-        )
-    expected = f"{head.dim_condition} dimensions" if head.dim_condition else "none"
+    got, expected = (
+        f"{dim} dimensions" if dim else "none" for dim in (dim_condition, head.dim_condition)
+    )
     raise UserError(
-        f"the conditions have {dim_condition} dimensions; this {kind} head was fitted on "
-        f"{expected}."
+        f"features of conditions: got {got}, but this {kind} head was fitted on {expected}."
     )
 
 

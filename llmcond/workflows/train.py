@@ -541,30 +541,20 @@ _REPEATED_KEYS = ("seed", "steps", "best_step", "dev_", "then")
 
 
 def _check_ensemble(job: TrainingJob) -> None:
-    """Check that the options allow an ensemble.
-
-    Raises:
-        UserError: there is a head behind the encoder, no adapter, a router, or vectors without
-            unit length.
-    """
+    """Raise a UserError unless a job trains adapters whose vectors can be concatenated."""
     identity = job.resolved.identity
-    if not job.recipe.is_identity:
-        raise UserError(
-            f"an ensemble has no head while it is trained, but the head is {job.recipe.name}. "
-            "Give --head none, and fit the head afterwards: llmcond fit-head."
-        )
-    if identity.routes_inside or any(prompt.has_router for prompt in job.view.prompts):
-        raise UserError(
-            "an ensemble does not support routers. Leave out --router, and name a --prompt without "
-            "one, such as concat-cond-sent."
-        )
-    if job.settings.full or job.options.merge:
-        raise UserError(
-            "an ensemble consists of adapters on one base. Leave out --merge, and give --rank a "
-            "number."
-        )
-    if not identity.normalize:
-        raise UserError("members of an ensemble need vectors of unit length. Add --normalize.")
+    routes = identity.routes_inside or any(prompt.has_router for prompt in job.view.prompts)
+    for problem, advice in (
+        (not job.recipe.is_identity, "Give --head none, and fit the head afterwards"),
+        (routes, "Leave out --router, and name a --prompt without one, such as concat-cond-sent"),
+        (job.settings.full or job.options.merge, "Leave out --merge, and give --rank a number"),
+        (not identity.normalize, "Add --normalize"),
+    ):
+        if problem:
+            raise UserError(
+                "an ensemble consists of adapters on one base without a head or a router, whose "
+                f"vectors of unit length are concatenated. {advice}."
+            )
 
 
 def _train_ensemble(job: TrainingJob, count: int) -> dict[str, Any]:

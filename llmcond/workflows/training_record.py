@@ -151,38 +151,35 @@ def load_finished_training(folder: Path, config: Mapping[str, Any]) -> dict[str,
     """
     if not folder.exists():
         return None
+    path, problem = folder / RECORD, ""
     if not folder.is_dir():
-        raise UserError(f"{folder} is a file; name a folder with --run.")
-    if (folder / RECORD).is_file():
-        record = read_json(folder / RECORD)
-        check_record(record, _TrainingRecord, str(folder / RECORD), "Train into a new --run.")
+        problem = "is a file"
+    elif path.is_file():
+        record = read_json(path)
+        check_record(record, _TrainingRecord, str(path), "Train into a new --run.")
         # A kill after the record was written leaves the state.
         shutil.rmtree(folder / STATE, ignore_errors=True)
         is_cross = ["orders" in training for training in (record["made_of"], config)]
+        changes = describe_differences(record["made_of"], config)
+        if not changes:
+            log.info(f"{folder} is already trained with the same settings; nothing to do")
+            summary: dict[str, Any] = record["summary"]
+            return {**summary, "run": str(folder)}
+        problem = f"holds an encoder that was trained with other settings: {'; '.join(changes)}"
         if is_cross[0] != is_cross[1]:
             content = "a cross-encoder" if is_cross[0] else "an encoder with its head"
-            raise UserError(
-                f"{folder} already holds {content}, which is a different kind of model. Name "
-                "another --run."
+            problem = f"already holds {content}, which is a different kind of model"
+    elif not (folder / STATE).is_dir():
+        # A training that was stopped before its first checkpoint leaves a log.
+        other_files = [p.name for p in folder.iterdir() if p.name not in (LOGS, ".lock")]
+        if (folder / "run.json").is_file():
+            name = open_any_run(folder, cross=True).encoder_name
+            problem = (
+                f"holds features of the frozen encoder {name}, which differ from those of a "
+                "trained one"
             )
-        changes = describe_differences(record["made_of"], config)
-        if changes:
-            raise UserError(
-                f"{folder} holds an encoder that was trained with other settings: "
-                f"{'; '.join(changes)}. Name another --run."
-            )
-        log.info(f"{folder} is already trained with the same settings; nothing to do")
-        summary: dict[str, Any] = record["summary"]
-        return {**summary, "run": str(folder)}
-    if (folder / "run.json").is_file() and not (folder / STATE).is_dir():
-        name = open_any_run(folder, cross=True).encoder_name
-        raise UserError(
-            f"{folder} holds features of the frozen encoder {name}, which differ from those of a "
-            "trained one. Name another --run."
-        )
-    # A training that was stopped before its first checkpoint leaves a log.
-    training_files = {STATE, LOGS, ".lock"}
-    other_files = [path.name for path in folder.iterdir() if path.name not in training_files]
-    if other_files and not (folder / STATE).is_dir():
-        raise UserError(f"{folder} holds other files ({other_files[0]}). Name another --run.")
+        elif other_files:
+            problem = f"holds other files ({other_files[0]})"
+    if problem:
+        raise UserError(f"{folder} {problem}. Name another --run.")
     return None

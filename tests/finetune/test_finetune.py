@@ -538,7 +538,7 @@ def test_invalid_options_are_rejected_in_one_line(train, write_rows, small_rows,
     (tmp_path / "odd" / "one.json").write_text(json.dumps(single))
     for arguments, message in (
         ("--head none --target q_proj", "Legal: auto, attention, mlp, attention.self"),
-        ("--head none --rank full --quantize 4bit", "cannot be trained"),
+        ("--head none --rank full --quantize 4bit", "4bit weights cannot be changed"),
         ("--head pca", "not fitted by gradients"),
         ("", "Give --head"),
         ("--head none --prompt control-no-condition", "is a control"),

@@ -432,11 +432,11 @@ def test_missing_or_mismatched_conditions_are_rejected(heads):
     linear = fit("linear", pairs, **SHORT, dim=3)
     head = heads["concat"]
     cases = [
-        (head, pairs.first, None, rf"needs the features of each condition.*\(n, {DIM_C}\)"),
+        (head, pairs.first, None, rf"got none, but this concat .* on {DIM_C} dim"),
         (head, wide.first, pairs.condition, f"features have {DIM + 1} dim.* fitted on {DIM}"),
-        (head, pairs.first, wide.condition, f"conditions have {DIM_C + 1} dim.* on {DIM_C} dim"),
+        (head, pairs.first, wide.condition, f"got {DIM_C + 1} dim.* on {DIM_C} dim"),
         (head, pairs.first, pairs.condition[:2], "60 sentences and 2 conditions"),
-        (linear, pairs.first, pairs.condition, f"conditions have {DIM_C} dim.* linear .* on none"),
+        (linear, pairs.first, pairs.condition, f"got {DIM_C} dim.* linear .* on none"),
     ]
     for transformer, features, condition, message in cases:
         with pytest.raises(UserError, match=message):

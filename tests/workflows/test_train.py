@@ -196,7 +196,7 @@ def test_invalid_options_report_one_line(command, workspace, train, tmp_path, ca
     for options, message in (
         ("--ensemble 2 --head mlp", "Give --head none"),
         ("--ensemble 2 --no-normalize", "Add --normalize"),
-        ("--ensemble 2 --prompt routed", "does not support routers"),
+        ("--ensemble 2 --prompt routed", "name a --prompt without one"),
     ):
         changed = change_flags(command, *options.split())
         assert message in run_rejected(capsys, *changed, "--run", tmp_path / "bad")
