@@ -183,9 +183,7 @@ def test_commands_that_need_embeddings_reject_cross_encoder(
 
 def test_invalid_options_are_rejected_in_one_line(train, tmp_path):
     for arguments, message in (
-        ("--orders any", "Legal: both, given"),
         ("--set dim=3", "--set: unknown key 'dim'"),
-        ("--set dropout=1", "'dropout' is 1: it must be below 1"),
         ("--router csr", "so a router would have no effect"),
         ("--long-texts windows", "windows are only for frozen encoders"),
         ("--max-length 8", "which leave no room for two sentences"),

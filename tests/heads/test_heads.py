@@ -143,7 +143,6 @@ def test_invalid_settings_are_rejected():
             ("mlp", {key: 0}, f"'{key}' is 0: .*at least 1")
             for key in ("dim", "epochs", "batch_size", "patience", "depth", "members")
         ),
-        ("mlp", {"last": "other"}, "'last' is 'other': .*'same' or 'none'"),
         ("mlp", {"matryoshka": [4, 0]}, "'matryoshka.1' is 0: .*at least 1"),
         ("ica", {"tolerance": 0.0}, "'tolerance' is 0.0: .*above 0"),
         ("concat", {"features": "sentence"}, "'separate', 'joint' or 'both'"),

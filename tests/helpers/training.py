@@ -51,7 +51,7 @@ def build_trainer(
     return Trainer(tuned, train, dev, tuning, prepare_accelerator(resolved), state)
 
 
-class _TrainingStopped(Exception):  # noqa: N818 - it simulates a kill
+class Stopped(Exception):  # noqa: N818 - it simulates a kill
     pass
 
 
@@ -60,9 +60,9 @@ def stop_after(trainer: Trainer, step: int) -> None:
 
     def interrupt(progress, steps, loss):
         if progress.step == step:
-            raise _TrainingStopped
+            raise Stopped
 
-    with pytest.raises(_TrainingStopped):
+    with pytest.raises(Stopped):
         trainer.run(interrupt)
 
 

@@ -261,7 +261,6 @@ INVALID = [
     ("--seeds 1 --vary dim=4,4 dropout=0.1", "there is nothing to vary"),
     ("--vary dim=2 --vary dim=4", "--vary repeats dim. Give all of its values together."),
     ("--vary dmi=2,4", "Did you mean 'dim'"),
-    ("--set dmi=2 --plot new/x.png", "Did you mean 'dim'"),
     (f"--prompt {JOINT} {SEPARATE} --no-subtract", "the condition would be ignored"),
     (f"--head hypernet --prompt {JOINT}", "--prompt separate"),
     ("--plot x.png --plot-steps x.png", "--plot-steps and --plot both name x.png. Name two files."),
