@@ -438,7 +438,6 @@ def _split_rows(
         return pairs, None
     from sklearn.model_selection import GroupShuffleSplit
 
-    groups = np.arange(len(pairs)) if pairs.pair is None else pairs.pair
     splitter = GroupShuffleSplit(n_splits=1, test_size=fraction, random_state=seed)
-    training, held_out = next(splitter.split(groups, groups=groups))
+    training, held_out = next(splitter.split(pairs.groups, groups=pairs.groups))
     return pairs.take(training), pairs.take(held_out)
