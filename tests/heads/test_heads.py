@@ -165,7 +165,7 @@ def test_set_values_are_parsed_by_setting_types():
     for invalid, message in (
         ({"epoch": "7"}, r"--set: unknown key 'epoch'. Did you mean 'epochs'"),
         ({"matryoshka": "8x4"}, "'matryoshka.0' is '8x4': it should be a whole number"),
-        ({"last": "3"}, "'last' is 3: it must be one of 'same' or 'none'"),
+        ({"last": "3"}, "'last' is 3: it should be 'same' or 'none'"),
         ({"objective": "mine"}, "objective is 'mine'; expected code as FILE.py:NAME"),
     ):
         with pytest.raises(UserError, match=message):

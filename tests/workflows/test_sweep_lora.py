@@ -161,7 +161,6 @@ def test_repeated_sweep_trains_only_what_is_missing(complete, folder, trainings,
     captured = capsys.readouterr()
     assert "The training is repeated." in captured.err
     assert "learning_rate=0.05" in captured.out
-    assert "Mean over seeds" in captured.out
     assert len(trainings) in (1, 2)
     assert json.loads(damaged.read_text())["scores"] == scores
     # A smaller sweep has another best training, whose weights were removed.
@@ -272,7 +271,7 @@ def test_sampled_combinations_are_part_of_larger_sample(plan):
 INVALID = [
     ("--vary rank=4 --seeds 1", "there is nothing to vary"),
     ("--vary lerning_rate=1,2", "Did you mean 'learning_rate'"),
-    ("--vary temperature=1.5,-1", "--vary temperature=-1: 'temperature' is -1:"),
+    ("--vary temperature=1.5,-1", "--vary temperature=-1: 'temperature' is -1.0"),
     ("--vary epochs=1,2", "epochs is both varied and set. Give it once."),
     ("--vary rank=1,2 --then dev", "Leave out --then"),
 ]
