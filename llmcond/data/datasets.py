@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from llmcond.data.readers import (
 from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
 
 SPLITS = ("train", "dev", "test")
+R = TypeVar("R")
+
 #: Share of sentence pairs that each split of a single file gets.
 FRACTIONS = {"train": 0.7, "dev": 0.15, "test": 0.15}
 #: Share of the training pairs that become dev where a folder has no dev file.
@@ -190,18 +192,14 @@ def read_dataset(
     """
     scale.check()
     opened = open_source(str(sample_folder()) if source is None else source, read=reading)
-    if opened.splits is None:
-        rows = _read_rows(opened, opened.files, columns, scale, extra)
-        splits = split_by_pair(rows, FRACTIONS, seed)
-        note = f"one file, split by sentence pair with seed {seed}"
-    else:
-        splits = {
-            name: _read_rows(opened, files, columns, scale, extra)
-            for name, files in opened.splits.items()
-        }
-        splits, note = _add_dev_split(splits, opened.name, seed)
-    notes = (note,) if note else ()
-    return Dataset(splits, source_name(source, opened.name), columns, scale, seed, notes)
+    splits, notes = read_splits(
+        opened,
+        lambda files, _: _read_rows(opened, files, columns, scale, extra),
+        split_by_pair,
+        seed,
+        ("sentence pair", "pairs"),
+    )
+    return Dataset(splits, source_name(source, opened.name), columns, scale, seed, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +275,7 @@ def read_rows(
     """
     scale.check()
     opened = open_source(source, read=reading)
-    files, split_name = opened.files, split or "test"
-    if opened.splits is not None:
-        split_name = split or ("test" if "test" in opened.splits else "dev")
-        if split_name not in opened.splits:
-            raise UserError(
-                f"{opened.name} has no {split_name} file; it has {', '.join(opened.splits)}."
-            )
-        files = opened.splits[split_name]
+    files, split_name = find_split(opened, split)
     try:
         return _read_rows(opened, files, columns, scale, extra), split_name
     except MissingColumnError:
@@ -293,16 +284,55 @@ def read_rows(
         return _read_rows(opened, files, replace(columns, label=""), scale, extra), split_name
 
 
-def _add_dev_split(splits: dict[str, Rows], source: str, seed: int) -> tuple[dict[str, Rows], str]:
-    """Return ordered splits that include dev, with a note if it was split off the train rows."""
+def read_splits(
+    source: Source,
+    read: Callable[[Sequence[str], str], R],
+    split: Callable[[R, Mapping[str, float], int], dict[str, R]],
+    seed: int,
+    unit: tuple[str, str],
+) -> tuple[dict[str, R], list[str]]:
+    """Read the splits of a source. A single file is split, and so is train if there is no dev file.
+
+    Args:
+        source: the source.
+        read: reads the files of a split; gets its name, which is empty for a single file.
+        split: splits examples by the fraction of each split, and a seed.
+        seed: random seed of the split.
+        unit: the noun for what is split, and its plural.
+
+    Returns:
+        The examples of each split, in the order of ``SPLITS``, and notes on what was split.
+
+    Raises:
+        UserError: there is no train file.
+    """
+    if source.splits is None:
+        note = f"one file, split by {unit[0]} with seed {seed}"
+        return split(read(source.files, ""), FRACTIONS, seed), [note]
+    splits, notes = {name: read(files, name) for name, files in source.splits.items()}, []
     if "train" not in splits:
-        raise UserError(f"{source} has no train file; it has {', '.join(splits)}.")
-    note, fractions = "", {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}
+        raise UserError(f"{source.name} has no train file; it has {', '.join(splits)}.")
     if "dev" not in splits:
-        splits = {**splits, **split_by_pair(splits["train"], fractions, seed)}
-        share_text = f"{DEV_FRACTION:.0%} of the training pairs"
-        note = f"no dev file: {share_text} are dev, chosen with seed {seed}"
-    return {name: splits[name] for name in SPLITS if name in splits}, note
+        splits |= split(splits["train"], {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}, seed)
+        share = f"{DEV_FRACTION:.0%} of the training {unit[1]}"
+        notes.append(f"no dev file: {share} are dev, chosen with seed {seed}")
+    return {name: splits[name] for name in SPLITS if name in splits}, notes
+
+
+def find_split(source: Source, split: str | None) -> tuple[Sequence[str], str]:
+    """Return the files and the name of one split of a source; all files if it has no splits.
+
+    By default, the split is test, or dev if there is no test file.
+
+    Raises:
+        UserError: the source does not have the split.
+    """
+    if source.splits is None:
+        return source.files, split or "test"
+    split = split or ("test" if "test" in source.splits else "dev")
+    if split not in source.splits:
+        raise UserError(f"{source.name} has no {split} file; it has {', '.join(source.splits)}.")
+    return source.splits[split], split
 
 
 def _read_rows(

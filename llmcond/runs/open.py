@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
@@ -21,7 +20,7 @@ from llmcond.base.package import (
     pretrained_folder,
     pretrained_names,
 )
-from llmcond.data.datasets import Columns, RatingScale
+from llmcond.data.datasets import Columns, Dataset, RatingScale
 from llmcond.data.readers import SAMPLE
 from llmcond.encoders import EncoderInput, EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.adapter import CARD, CONFIG, RUN_RECORD
@@ -259,18 +258,6 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
 _FOLDERS: dict[tuple[str, str], TemporaryDirectory[str]] = {}
 
 
-#: The record of the data of a run that has none.
-_NO_DATA_RECORD = {
-    "source": NO_DATA,
-    "digest": "",
-    "columns": asdict(Columns()),
-    "scale": asdict(RatingScale()),
-    "split_seed": 0,
-    "rows": {},
-    "unrated": {},
-}
-
-
 def find_encoder_run(model: str, revision: str | None = None) -> Path:
     """Return the folder of a run that has only an encoder, in its default settings.
 
@@ -291,17 +278,15 @@ def find_encoder_run(model: str, revision: str | None = None) -> Path:
     if key not in _FOLDERS:
         for assumption in resolved.assumed:
             log.info(f"assumed: {assumption}")
+        data = Dataset({}, NO_DATA, Columns(), RatingScale(), 0).to_json()
+        manifest = create_manifest(name, resolved, data, "float16", find_task())
+        for prompt in map(load_prompt, bundled_names("prompts")):
+            if not prompt.obstacle(resolved.identity):
+                manifest["prompts"][prompt.name] = {"prompt": prompt.to_json()}
         temporary = TemporaryDirectory(prefix="llmcond-")
-        write_json(Path(temporary.name) / "run.json", _manifest(name, resolved))
+        write_json(Path(temporary.name) / "run.json", manifest)
         _FOLDERS[key] = temporary
     return Path(_FOLDERS[key].name)
-
-
-def _manifest(name: str, resolved: ResolvedEncoder) -> dict[str, Any]:
-    manifest = create_manifest(name, resolved, _NO_DATA_RECORD, "float16", find_task())
-    prompts = map(load_prompt, bundled_names("prompts"))
-    usable = [prompt for prompt in prompts if not prompt.obstacle(resolved.identity)]
-    return {**manifest, "prompts": {prompt.name: {"prompt": prompt.to_json()} for prompt in usable}}
 
 
 class LazyEncoder:
@@ -333,40 +318,18 @@ class LazyEncoder:
         return self.resolved.checkpoint.name
 
 
-def extract_prompt(
-    store: FeatureStore,
-    encoder: LazyEncoder,
-    prompt: Prompt,
-    inputs: Any,
-    missing: MissingCount | None = None,
-) -> Extraction:
-    """Extract all inputs of a dataset under a prompt; see ``extract_inputs``.
-
-    Raises:
-        UserError: The encoder returned NaN or infinity; the message names the row.
-        LlmcondError: The encoder failed, or the disk is full.
-    """
-    try:
-        return extract_inputs(store, encoder, prompt.name, inputs, missing)
-    except InputError as error:
-        where = inputs.locate(error.item) if hasattr(inputs, "locate") else None
-        if where is None:
-            raise
-        raise UserError(f"{where}, prompt {prompt.name}: {error}") from error
-
-
 def extract_other_data(
     run: Run, prompts: Sequence[Prompt], inputs: Callable[[Prompt], Any], device: str
 ) -> FeatureStore:
     """Extract ``inputs`` of data other than the run's, and return the store that holds them.
 
     Raises:
-        UserError: The run's encoder is missing or has changed, or as ``extract_prompt``.
+        UserError: The run's encoder is missing or has changed, or as ``extract_inputs``.
     """
     encoder = LazyEncoder(run.resolve_encoder(device))
     store = run.store_for_other_texts(encoder.resolved.identity)
     for prompt in prompts:
-        extract_prompt(store, encoder, prompt, inputs(prompt))
+        extract_inputs(store, encoder, prompt.name, inputs(prompt))
     return store
 
 
@@ -377,18 +340,30 @@ def extract_inputs(
     inputs: Iterable[EncoderInput],
     missing: MissingCount | None = None,
 ) -> Extraction:
-    """Extract inputs with a progress bar, and log a summary that begins with ``name``."""
+    """Extract inputs with a progress bar, and log a summary that begins with ``name``.
+
+    Raises:
+        UserError: The encoder returned NaN or infinity; if the inputs can locate an input, the
+            message names its row.
+        LlmcondError: The encoder failed, or the disk is full.
+    """
     resolved = encoder.resolved
-    with ExtractionBar() as bar:
-        extraction = extract(
-            inputs,
-            store,
-            encoder,
-            bar,
-            by_prefix=resolved.shares_prefixes,
-            missing=missing,
-            execute=encoder.execute,
-        )
+    try:
+        with ExtractionBar() as bar:
+            extraction = extract(
+                inputs,
+                store,
+                encoder,
+                bar,
+                by_prefix=resolved.shares_prefixes,
+                missing=missing,
+                execute=encoder.execute,
+            )
+    except InputError as error:
+        where = getattr(inputs, "locate", lambda _: None)(error.item)
+        if where is None:
+            raise
+        raise UserError(f"{where}, prompt {name}: {error}") from error
     summary = "nothing to encode, the vectors of all inputs are already stored"
     if extraction.n_computed:
         summary = (
@@ -408,7 +383,7 @@ def extract_run(
 ) -> tuple[Extraction, dict[str, Any]]:
     """Extract a run's data under a prompt. Return the extraction and its record in run.json."""
     resolved, inputs = encoder.resolved, run.task.inputs(run.data, prompt)
-    extraction = extract_prompt(run.store(), encoder, prompt, inputs, missing)
+    extraction = extract_inputs(run.store(), encoder, prompt.name, inputs, missing)
     record = {
         "n_inputs": extraction.n_inputs,
         "n_computed": extraction.n_computed,

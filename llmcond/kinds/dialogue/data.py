@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -19,7 +19,7 @@ from llmcond.base.arrays import Positions
 from llmcond.base.errors import UserError, shortened_repr
 from llmcond.base.files import digest_bytes, digest_text
 from llmcond.base.output import ProgressBar, log
-from llmcond.data.datasets import DEV_FRACTION, FRACTIONS, SPLITS, Problems
+from llmcond.data.datasets import SPLITS, Problems, find_split, read_splits
 from llmcond.data.formats import MissingColumnError, ReadOptions
 from llmcond.data.readers import (
     SUFFIXES,
@@ -226,22 +226,14 @@ def read_dialogues(
         str(sample_folder()) if source is None else source, (_TEXT_SUFFIX, *SUFFIXES), reading
     )
     notes: list[str] = []
-    if opened.splits is None:
-        dialogues = _read_files(opened, opened.files, "", notes)
-        splits = _split_dialogues(dialogues, FRACTIONS, split_seed, opened.name)
-        notes.append(f"one file, split by dialogue with seed {split_seed}")
-    else:
-        splits = {
-            name: _read_files(opened, files, name, notes) for name, files in opened.splits.items()
-        }
-        if "train" not in splits:
-            raise UserError(f"{opened.name} has no train file; it has {', '.join(splits)}.")
-        if "dev" not in splits:
-            shares = {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}
-            splits |= _split_dialogues(splits["train"], shares, split_seed, opened.name)
-            share = f"{DEV_FRACTION:.0%} of the training dialogues"
-            notes.append(f"no dev file: {share} are dev, chosen with seed {split_seed}")
-    notes += _count_repeated(splits)
+    splits, split_notes = read_splits(
+        opened,
+        lambda files, split: _read_files(opened, files, split, notes),
+        partial(_split_dialogues, opened.name),
+        split_seed,
+        ("dialogue", "dialogues"),
+    )
+    notes += [*split_notes, *_count_repeated(splits)]
     if drop_leaks:
         splits = _remove_leaks(splits, notes)
     else:
@@ -271,13 +263,7 @@ def add_external_split(
         UserError: As for ``read_dialogues``, or the folder has no such split.
     """
     opened = open_source(source, (_TEXT_SUFFIX, *SUFFIXES), reading)
-    files = opened.files
-    if opened.splits is not None:
-        split = split or ("test" if "test" in opened.splits else "dev")
-        if split not in opened.splits:
-            split_names = ", ".join(opened.splits)
-            raise UserError(f"{opened.name} has no {split} file; it has {split_names}.")
-        files = opened.splits[split]
+    files, split = find_split(opened, split)
     notes: list[str] = []
     dialogues = _read_files(opened, files, "", notes)
     for note in notes:
@@ -293,7 +279,6 @@ def add_external_split(
         )
     index = TextIndex(data.texts)
     turns = _index_turns(dialogues, index)
-    split = split or "test"
     log.info(f"scoring all {len(turns):,} dialogues of {opened.name}, as {split}")
     return replace(
         data, texts=tuple(index.texts), splits={**data.splits, OTHER_SPLIT: turns}
@@ -352,7 +337,7 @@ def _index_turns(dialogues: Sequence[_Dialogue], index: TextIndex) -> Turns:
 
 
 def _split_dialogues(
-    dialogues: Sequence[_Dialogue], fractions: Mapping[str, float], seed: int, source: str
+    source: str, dialogues: Sequence[_Dialogue], fractions: Mapping[str, float], seed: int
 ) -> dict[str, list[_Dialogue]]:
     """Split dialogues by their words, so that dialogues with the same words are in one split."""
     words = [dialogue.words for dialogue in dialogues]

@@ -20,8 +20,6 @@ from llmcond import cli
 from llmcond.kinds.dialogue.examples import DialogueExamples
 from llmcond.runs import open_any_run
 
-ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
-
 
 @pytest.fixture
 def run(dialogue_run, tmp_path):
