@@ -396,7 +396,7 @@ _BINARY = (
 )
 
 
-def check_encoding(encoding: str, flag: str = "--encoding") -> str:
+def check_encoding(encoding: str) -> str:
     """Return the name of an encoding if Python can decode text from it.
 
     Raises:
@@ -406,8 +406,8 @@ def check_encoding(encoding: str, flag: str = "--encoding") -> str:
         b"a".decode(encoding, "ignore")
     except (LookupError, ValueError):
         raise UserError(
-            f"{flag} is {encoding!r}, which is not an encoding of texts. Name one, such as cp1252 "
-            "(Windows), latin-1, utf-16, gb18030 or shift_jis."
+            f"--encoding is {encoding!r}, which is not an encoding of texts. Name one, such as "
+            "cp1252 (Windows), latin-1, utf-16, gb18030 or shift_jis."
         ) from None
     return encoding
 

@@ -20,7 +20,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -334,10 +334,6 @@ class FeatureStore:
                 if newest is not None:
                     self._switch_to(newest)
 
-    def _retry_on_newest(self, attempt: Callable[[], _Read]) -> _Read:
-        self._catch_up()
-        return attempt()
-
     def _switch_to(self, dataset: Any) -> None:
         """Switch to a version of the dataset that is at least as new as the current one."""
         with self._state_lock:
@@ -353,20 +349,20 @@ class FeatureStore:
         """Return the result of ``attempt``, which is repeated if files were merged meanwhile."""
         # Merging removes old files, which may belong to the version being read. The newest version
         # has the same rows in the same positions. Under the commit lock no files are removed.
-        for read in (attempt, lambda: self._retry_on_newest(attempt)):
+        number = 0
+        while True:
+            number += 1
             try:
-                with convert_panics():
-                    return read()
+                with self._committing() if number == 3 else nullcontext(), convert_panics():
+                    if number > 1:
+                        self._catch_up()
+                    return attempt()
             except READ_ERRORS as error:
                 self._location.raise_unreachable(error)
-        try:
-            with self._committing(), convert_panics():
-                return self._retry_on_newest(attempt)
-        except READ_ERRORS as error:
-            self._location.raise_unreachable(error)
-            if is_disk_full(error) or isinstance(error, PermissionError):
-                raise
-            raise LlmcondError(self._location.damage_message(error)) from error
+                if number == 3:
+                    if is_disk_full(error) or isinstance(error, PermissionError):
+                        raise
+                    raise LlmcondError(self._location.damage_message(error)) from error
 
     @contextmanager
     def _committing(self) -> Iterator[None]:

@@ -345,7 +345,8 @@ class PreparedSearch:
         conditions = list(self.weights) if self.rerank is None else [NO_CONDITION]
         hits: list[Hits] = []
         for start in range(0, len(queries), batch_size):
-            batch = self._encode(queries[start : start + batch_size])
+            texts = queries[start : start + batch_size]
+            batch = _TextsWithVectors(texts, self.version.model.encode_texts(texts))
             scores = {condition: self._score_all(batch, condition) for condition in conditions}
             for index, query in enumerate(batch.texts):
                 encoded = _TextsWithVectors([query], batch.stored[index : index + 1])
@@ -368,15 +369,14 @@ class PreparedSearch:
             n_spare = 0 if joint else _SPARE if exact else self.k * (_RESCORE_MULTIPLIER - 1)
             total, n_near = self._sum_scores(scores), min(self.n, self.k + n_spare)
         near = self._find_best(total, n_near, self.mask)
-        rows = self._read_rows(near)
+        vector_column = [VECTOR] if self.version.model.text_only else []
+        table = self.version.table
+        rows = table.take(near, ["id", "text", *table.columns, *vector_column])
         if joint and self.rerank is None:
             scores = {condition: under[near] for condition, under in scores.items()}
         else:
             scores = self._compare(query, rows)
         return self._make_hits(query, near, rows, scores, exact)
-
-    def _encode(self, texts: Sequence[str]) -> _TextsWithVectors:
-        return _TextsWithVectors(texts, self.version.model.encode_texts(texts))
 
     def _project(self, encoded: _TextsWithVectors, condition: str | None) -> Array:
         """Return the unit vectors of encoded texts under a condition, (n, k)."""
@@ -399,13 +399,6 @@ class PreparedSearch:
                 f"{condition_flags(condition or '')}",
             )
         return clip_cosines(view.scores(self._project(queries, condition)))
-
-    def _read_rows(self, near: Positions) -> Any:
-        """Return texts with their columns and stored vectors, as an Arrow table."""
-        vector_column = [VECTOR] if self.version.model.text_only else []
-        return self.version.table.take(
-            near, ["id", "text", *self.version.table.columns, *vector_column]
-        )
 
     def _compare(self, query: _TextsWithVectors, rows: Any) -> dict[str, Scores]:
         """Return the cosines of a query with a few texts under each condition, (m,)."""

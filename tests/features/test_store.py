@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock, Timeout
 from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy
 from helpers.identities import IDENTITY
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmcond.base import stores as lance_io
@@ -178,6 +178,7 @@ KEYS = st.builds(bytes.__add__, HALVES, HALVES) | st.binary(min_size=16, max_siz
 KEY_LISTS = st.lists(KEYS, max_size=12)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(chunks=st.lists(KEY_LISTS, max_size=12), queries=KEY_LISTS)
 def test_find_returns_first_position_of_each_key(chunks, queries):
     index = KeyIndex()
