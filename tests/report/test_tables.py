@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import nan
 
 import pytest
-from helpers.terminal import render_text
+from rich.console import Console
 
 from llmcond.base.metrics import METRICS, Estimate
 from llmcond.base.output import Table
@@ -26,6 +26,13 @@ RESULT = Result(
         "accuracy": Estimate(0.821, 0.795, 0.846),
     },
 )
+
+
+def render_text(table, width=120):
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table.terminal()[0])
+    return capture.get()
 
 
 def test_result_shows_figures_times_100_with_intervals_and_counts():

@@ -1,11 +1,14 @@
-"""The script that tags a release, and the files of workflows and containers that publish it."""
+"""The script that tags a release, the files that publish it, and what it publishes."""
 
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
+import check_install
 import pytest
 import release
 import yaml
@@ -58,3 +61,27 @@ def test_workflows_and_containers_run_existing_scripts_and_follow_good_practice(
         command = [Path(sys.executable).with_name(name), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
+def test_sdist_and_wheel_have_every_file(tmp_path):
+    check_install.build(tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    git = ["git", "ls-files", "-z"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
+    assert tracked - packed == set()
+    assert {name for name in packed if "/" not in name} - tracked == {"PKG-INFO"}
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name: archive.read(name) for name in archive.namelist()}
+    licences = {name.partition("/licenses/")[2] for name in shipped}
+    assert {"LICENSE", "NOTICE"} <= licences
+    for name in tracked:
+        folder = name.partition("/")[0]
+        if folder in ("prompts", "heads", "models", "llmcond"):
+            target = name if folder == "llmcond" else f"llmcond/_bundled/{name}"
+            assert shipped.get(target) == (ROOT / name).read_bytes(), name
