@@ -12,7 +12,7 @@ from llmcond.base.arrays import as_list
 from llmcond.base.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.base.files import digest_text, read_json
 from llmcond.base.output import log
-from llmcond.base.records import build
+from llmcond.base.records import check_record
 from llmcond.base.text import (
     as_condition,
     check_text,
@@ -311,24 +311,17 @@ def read_triples(path: Path, values: Mapping[str, Any] | None = None) -> AspectS
 
 
 @dataclass(frozen=True, slots=True)
-class _TextRecord:
-    text: str
-    attrs: Mapping[str, str | int | float | bool | None]
-    group: str | int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _WordingsRecord:
     text: str
     question: str | None = None
-    para: str | Sequence[str] | None = None
+    para: Sequence[str] | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _SampleRecord:
     """The content of a dataset's file."""
 
-    texts: Sequence[_TextRecord]
+    texts: Sequence[Any]  # there may be very many
     conds: Mapping[str, str | _WordingsRecord]
     triples: Sequence[Any] | None = None
 
@@ -342,28 +335,19 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
         source: name of the file in messages.
 
     Raises:
-        UserError: the content does not follow the format, or a triple is not valid.
+        LlmcondError: the content does not follow the format.
+        UserError: a text is empty, or a triple is not valid.
     """
-    record = build(_SampleRecord, dict(values), source)
-    texts = [
-        AspectText(
-            item.text,
-            {key: str(value) for key, value in item.attrs.items() if value is not None},
-            str(item.group or ""),
-        )
-        for item in record.texts
-    ]
+    record = check_record(values, _SampleRecord, source, "Correct the file.")
+    texts = [_parse_text(item, f"{source}: texts[{i}]") for i, item in enumerate(record.texts)]
     conditions = {}
     for key, item in record.conds.items():
         wordings = _WordingsRecord(item) if isinstance(item, str) else item
         others = [wordings.para] if isinstance(wordings.para, str) else wordings.para or []
+        text = check_text(wordings.text, f"{source}: the text of conds[{key!r}]", "Write a text.")
         conditions[key] = ConditionWordings(
-            wordings.text, wordings.question or "", tuple(filter(str.strip, others))
+            text, wordings.question or "", tuple(filter(str.strip, others))
         )
-    required = {f"texts[{i}]": text.text for i, text in enumerate(texts)}
-    required |= {f"conds[{key!r}]": wordings.text for key, wordings in conditions.items()}
-    for where, text in required.items():
-        check_text(text, f"{source}: the text of {where}", "Write a text, or leave it out.")
     attributes = {key for text in texts for key in text.attributes}
     if not attributes & set(conditions):
         raise UserError(
@@ -376,6 +360,21 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
         for i, item in enumerate(record.triples or [])
     ]
     return AspectSample(name, texts, conditions, triples)
+
+
+def _parse_text(item: Any, source: str) -> AspectText:
+    attributes: Any = item.get("attrs") if isinstance(item, dict) else None
+    is_valid = isinstance(attributes, dict) and not any(
+        isinstance(value, list | dict) for value in attributes.values()
+    )
+    if not is_valid:
+        raise UserError(
+            f"{source} is {shortened_repr(item)}; expected an object with 'text', and 'attrs' with "
+            "one text or number for each key."
+        )
+    text = check_text(item.get("text"), f"{source}: text", "Write a text, or leave it out.")
+    values = {key: str(value) for key, value in attributes.items() if value is not None}
+    return AspectText(text, values, str(item.get("group") or ""))
 
 
 def _parse_triple(

@@ -7,13 +7,14 @@ import pytest
 from helpers.commands import run_json, run_rejected
 
 import llmcond
-from llmcond.base.errors import UserError
-from llmcond.data.guides import read_guide
+from llmcond.base.errors import LlmcondError, UserError
+from llmcond.data.guides import parse_sample, read_guide
 
 LOCATION, MOOD = "the place", "the mood"
 WHO = ("two men", "three women", "children", "two dogs")
 WHERE = ("in the park", "at the beach")
 TEXTS = [f"{who} {act} {where}" for who in WHO for act in ("play", "sit") for where in WHERE]
+ASPECTS = [("a", "a man", 2020), ("b", "a man", 2021), ("c", "a dog", 2020)]
 LABELS = [where for _ in WHO for _ in "ab" for where in ("park", "beach")]
 
 
@@ -99,3 +100,24 @@ def test_embed_matches_the_guided_embedder(capsys, rows, tiny_run, embedder):
     assert np.stack(table["embedding"].to_numpy()) == pytest.approx(expected, abs=5e-3)
     assert "another guides" in run_rejected(capsys, *command)
     assert run_json(capsys, *command, "--guide", "both.csv")["rows"] == len(texts)
+
+
+def test_datasets_of_aspects_are_checked():
+    texts = [{"text": name, "attrs": {"who": who, "year": year}} for name, who, year in ASPECTS]
+    values = {"name": "n", "texts": texts, "conds": {"who": "the person", "year": {"text": "y"}}}
+    sample = parse_sample({**values, "triples": [[0, 1, 2, "who", "year"]]}, "n", "n.json")
+    assert sample.texts[0].attributes == {"who": "a man", "year": "2020"}
+    assert (sample.conditions["who"].text, sample.triples[0].other) == ("the person", "year")
+    for changes, message in (
+        (
+            {"conds": {"who": {"text": "a", "para": 3}}},
+            "n.json was damaged: .*para. is 3: it should",
+        ),
+        ({"texts": [{"text": " ", "attrs": {}}]}, r"n\.json: texts\[0\]: text is empty"),
+        ({"texts": [{"text": "a", "attrs": {"who": []}}]}, r"texts\[0\] is .* expected an object"),
+        ({"conds": {"mood": "the mood"}}, "no attribute of a text matches a condition"),
+        ({"triples": [[0, 1, 9, "who", "year"]]}, r"triples\[0\] is .* expected \[a, x, y, c"),
+        ({"triples": [[0, 2, 1, "who", "year"]]}, "x must have the same value of c as a"),
+    ):
+        with pytest.raises(LlmcondError, match=message):
+            parse_sample({**values, **changes}, "n", "n.json")
