@@ -123,21 +123,12 @@ class TrainingState:
         values = record["progress"]
         return TrainingProgress(**{**values, "curve": tuple(values["curve"])}), tensors
 
-    def save(self, progress: TrainingProgress, tensors: Mapping[str, Tensor]) -> None:
-        """Write the progress and the tensors; after a failure the file is unchanged."""
-        self._write_state(STATE, {"progress": asdict(progress)}, tensors)
-
-    def save_best(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the weights of the best evaluation."""
-        self._write_state(BEST, {"step": step}, tensors)
-
     def load_best(self) -> dict[str, Tensor]:
         """Return the weights of the best evaluation."""
         return _read_state(self.folder / BEST)[1]
 
-    def _write_state(
-        self, name: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> None:
+    def save(self, name: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write the file ``STATE`` or ``BEST``; after a failure it is unchanged."""
         values = {"format": FORMAT, "made_of": self._training_config, **record}
         write_tensors(self.folder / name, tensors, {"llmcond": json.dumps(values)})
 
@@ -323,7 +314,7 @@ class Trainer(Generic[R]):
         # In float16, steps with infinite gradients update nothing.
         updates = max((int(state["step"]) for state in used_states.values()), default=0)
         self.progress = replace(self.progress, updates=updates)
-        self._state.save(self.progress, tensors)
+        self._state.save(STATE, {"progress": asdict(self.progress)}, tensors)
 
     def run(self, on_step: OnStep) -> None:
         """Train until the last step, or until the dev score has not improved for too long.
@@ -454,7 +445,7 @@ class Trainer(Generic[R]):
         if not since:
             progress = replace(progress, best_step=progress.step, best_score=score)
             if self._accelerator.is_main_process:
-                self._state.save_best(progress.step, weights)
+                self._state.save(BEST, {"step": progress.step}, weights)
         done = progress.step >= self.steps or since >= self._settings.early_stopping_patience
         self.progress = replace(progress, curve=curve, loss=0.0, losses=0, done=done)
 

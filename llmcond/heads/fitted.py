@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,7 +27,7 @@ from llmcond.base.arrays import (
     cosine,
 )
 from llmcond.base.errors import UserError
-from llmcond.base.system import choose_device, move_to_device
+from llmcond.base.system import move_to_device
 from llmcond.heads.module import (
     CONDITIONS_PER_BLOCK,
     Batch,
@@ -363,20 +362,6 @@ class FittedHead(FittedModule):
         condition = np.zeros((1, self.dim_condition), dtype=np.float32)
         return int(self.transform(features, condition if self.dim_condition else None).shape[1])
 
-    def to(self, device: str) -> FittedHead:
-        """Copy the head to a device.
-
-        Args:
-            device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-
-        Returns:
-            A copy of the head on that device.
-
-        Raises:
-            UserError: the machine does not have this device.
-        """
-        return replace(self, module=copy.deepcopy(self.module).to(choose_device(device)))
-
     def transform(self, features: MatrixLike, condition: MatrixLike | None = None) -> Array:
         """Compute embeddings of features.
 
@@ -396,12 +381,11 @@ class FittedHead(FittedModule):
         if condition is not None and len(condition) == 1:
             condition = SharedRows(condition, np.zeros(n, dtype=np.int64))
         shared, sides = SharedConditions(condition), [as_matrix(features)]
-        device = next(iter(self.module.state_dict().values()), torch.empty(0)).device
 
         def embed(rows: slice) -> Array:
             batch = shared.batch(sides, rows, torch.float32)
             with torch.inference_mode():
-                embedded: Array = self.module(*batch.to(device)).cpu().numpy()
+                embedded: Array = self.module(*batch).numpy()
             return embedded
 
         return transform_blocks(embed, n)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from llmcond.base.errors import LlmcondError, UserError
-from llmcond.base.files import digest_text, read_json, write_json, write_text
+from llmcond.base.errors import UserError
+from llmcond.base.files import digest_text, write_json, write_text
 from llmcond.base.metrics import finite_or_none
 from llmcond.base.output import FitBar, format_duration, log
+from llmcond.base.records import read_record
 from llmcond.base.run_log import TRAINING, RunLog, log_path
 from llmcond.base.system import provenance
 from llmcond.data.datasets import Dataset
@@ -56,6 +57,13 @@ if TYPE_CHECKING:
 _BLOCK = 2_048
 #: The second seed for sampling rows. The training steps use numbers from 0 as theirs.
 _ROW_SEED = 2**32 + 1
+
+
+@dataclass(frozen=True)
+class _Ratings:
+    """The file of a teacher's ratings."""
+
+    ratings: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,9 @@ class Teacher:
         rows = sample_unrated_rows(train, self.rows, seed)
         identity = json.dumps([self.record, seed, list(rows.texts.values())])
         path = folder / f"teacher-{digest_text(identity)}.json"
-        ratings = _read_ratings(path)
+        ratings: list[float] = []
+        if path.is_file():
+            ratings += read_record(path, _Ratings, "Delete it to rate the rows again.").ratings
         if len(ratings) < len(rows):
             log.info(
                 f"rating {len(rows) - len(ratings):,} rows with {self.head} of {self.run.folder}"
@@ -209,16 +219,6 @@ def sample_unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
                 texts.append(condition[row])
     new_rows = rows.take(np.array(row_indices))
     return replace(new_rows, condition=texts, rating=np.full(count, np.nan))
-
-
-def _read_ratings(path: Path) -> list[float]:
-    """Read the ratings of a file; empty if there is no such file."""
-    if not path.is_file():
-        return []
-    ratings = read_json(path).get("ratings")
-    if not isinstance(ratings, list) or not all(isinstance(rating, float) for rating in ratings):
-        raise LlmcondError(f"{path} is damaged. Delete it to rate the rows again.")
-    return ratings
 
 
 @dataclass(frozen=True)
