@@ -96,7 +96,7 @@ def test_head_that_cannot_be_start_is_rejected(fit, run, dialogue_run):
         assert message in fit("--start", start, *options, *name, head=head, command=run_rejected)
     path = run / "heads" / LINEAR / "head.json"
     encoder = json.loads(path.read_text())["encoder"]
-    change_json(path, encoder={**encoder, "identity": {**encoder["identity"], "max_length": 7}})
+    change_json(path, encoder={**encoder, "identity": {**encoder["identity"], "max_length": 9}})
     message = fit("--start", LINEAR, "--name", "n", command=run_rejected)
     assert "but the run holds features of" in message
 
