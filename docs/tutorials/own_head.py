@@ -105,7 +105,7 @@ llmcond.evaluate(run="runs/gated")
 #
 # A new process must name the plugin with `--plugin`. Otherwise, a run from somebody else could execute code.
 
-# %% expect=["There is no evidence that .* differ: Spearman [+-]?\\d+\\.\\d", "holds for this seed only"]
+# %% expect=["No evidence of a difference from runs/gated:mlp@routed for runs/gated:gated", "holds for this seed only"]
 # !llmcond compare runs/gated:mlp runs/gated:gated --plugin my_heads.py:GatedHead
 
 # %% [markdown]
