@@ -65,10 +65,9 @@ class RatedExamples(Examples):
         """Return the features of the rated rows of a split."""
         return self.pairs(view, split).take(self.run.rows(split).rated)
 
-    @property
-    def _dev_scores(self) -> bool:
-        """Whether a score on dev is meaningful: the encoder was not trained on dev."""
-        return "dev" not in self.run.trained_on
+    def _dev(self, view: FeatureView) -> PairArrays | None:
+        """Return the rated rows of dev; None without any, or if the encoder was trained on dev."""
+        return None if "dev" in self.run.trained_on else self.rated(view, "dev") or None
 
     @override
     def dim(self, view: FeatureView) -> int:
@@ -80,7 +79,7 @@ class RatedExamples(Examples):
         train, dev = self.run.rows("train").rated, self.run.rows("dev").rated
         return {
             "n_train": int(train.sum()),
-            "n_dev": int(dev.sum()) if self._dev_scores else 0,
+            "n_dev": 0 if "dev" in self.run.trained_on else int(dev.sum()),
             "n_dropped": int((~train).sum()),
         }
 
@@ -100,18 +99,15 @@ class RatedExamples(Examples):
         start: FittedHead | None = None,
         curve_split: str | None = None,
     ) -> FittedHead:
-        dev = self.rated(view, "dev") if self._dev_scores else None
-        train = self.rated(view, "train")
+        train, dev = self.rated(view, "train"), self._dev(view)
         metric = get_metric(self.run.dev_metric)
         curve_splits = {curve_split: self.rated(view, curve_split)} if curve_split else None
-        return fit_recipe(
-            recipe, train, dev or None, seed, on_epoch, device, metric, start, curve_splits
-        )
+        return fit_recipe(recipe, train, dev, seed, on_epoch, device, metric, start, curve_splits)
 
     @override
     def score_on_dev(self, head: FittedHead | NumpyHead, view: FeatureView) -> float:
-        dev = self.rated(view, "dev") if self._dev_scores else None
-        if dev is None or not len(dev):
+        dev = self._dev(view)
+        if dev is None:
             return math.nan
         similarity = head.similarity(dev.first, dev.second, dev.condition)
         metric = get_metric(self.run.dev_metric)

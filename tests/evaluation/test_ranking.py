@@ -81,7 +81,7 @@ def test_ranks_of_three_entities():
 def test_ranks_equal_those_of_plain_loops(graph, vectors):
     queries, candidates = vectors
     triples, scores = graph.queries("test"), queries @ candidates.T
-    for known in (None, KnownTriples(graph)):
+    for known in (None, graph.known):
         for exclude_head in (False, True):
             expected = rank_by_loops(scores, triples, known, exclude_head)
             ranks = rank(queries, candidates, triples, known, (), exclude_head)
@@ -91,8 +91,8 @@ def test_ranks_equal_those_of_plain_loops(graph, vectors):
 
 
 def test_ranks_do_not_depend_on_block_sizes(graph, vectors, tmp_path: Path):
-    triples, known = graph.queries("test"), KnownTriples(graph)
-    context = TrainGraph.from_graph(graph)
+    triples, known = graph.queries("test"), graph.known
+    context = TrainGraph(graph)
     terms = [context.create_hops_term(2, 0.5), context.create_reverse_term(1.0)]
     whole = rank(*vectors, triples, known, terms, exclude_head=True)
     queries, candidates = vectors
@@ -106,8 +106,8 @@ def test_ranks_do_not_depend_on_block_sizes(graph, vectors, tmp_path: Path):
 @pytest.mark.parametrize("tile", [7, 64])
 def test_variants_rank_like_additional_terms(graph, vectors, tile):
     """Weights move answers that have the edge, and move others past answers without it."""
-    triples, known = graph.queries("test"), KnownTriples(graph)
-    context = TrainGraph.from_graph(graph)
+    triples, known = graph.queries("test"), graph.known
+    context = TrainGraph(graph)
     context.known = known  # The answers have reversed edges too, so that some of them move.
     terms = [context.create_hops_term(1, 0.5)]
     variants = [context.create_reverse_term(weight) for weight in (0, 1, -2.5, 40)]
@@ -145,7 +145,7 @@ def test_non_finite_vectors_are_rejected(graph, vectors):
 def test_top_entities_equal_sorted_scores(graph, vectors, tile):
     queries, candidates = vectors
     head, relation, _ = graph.queries("test").T
-    known, context = KnownTriples(graph), TrainGraph.from_graph(graph)
+    known, context = graph.known, TrainGraph(graph)
     scores = queries @ candidates.T
     row, entity = context.find_neighbourhood(head, 1)
     scores[row, entity] += 0.5

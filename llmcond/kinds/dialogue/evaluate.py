@@ -336,14 +336,9 @@ def generate(
         for h in history
         for row, context in zip(*(column.tolist() for column in turns.contexts(h)[:2]), strict=True)
     ]
-    identity = [
-        run.manifest["data"]["digest"],
-        split,
-        _identify_model(model),
-        str(_SAMPLING),
-        samples,
-    ]
-    path = run.folder / "generated" / f"{digest_text(json.dumps([*identity, _SEED]))}.jsonl"
+    digest, sampling = run.manifest["data"]["digest"], (str(_SAMPLING), samples, _SEED)
+    identity = json.dumps([digest, split, _identify_model(model), *sampling])
+    path = run.folder / "generated" / f"{digest_text(identity)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         _add_missing(path, histories, model, samples, device)
@@ -366,10 +361,8 @@ def _add_missing(
     log.info(f"{samples:,} candidates of {model} for {len(missing):,} histories -> {path}")
     generator = _Generator(model, choose_device(device))
     # The file is rewritten without an incomplete last line, which an interrupted call leaves.
-    complete_lines = "".join(
-        f"{json.dumps(done_row, ensure_ascii=False)}\n" for done_row in done.values()
-    )
-    path.write_text(complete_lines, encoding="utf-8")
+    complete_lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in done.values()]
+    path.write_text("".join(complete_lines), encoding="utf-8")
     with path.open("a", encoding="utf-8") as stream, ProgressBar("generating") as bar:
         for number, (dialogue, h, context) in enumerate(missing, 1):
             seed = int(digest_text(str(_SEED), *context, size=4), 16)

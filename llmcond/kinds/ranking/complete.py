@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,15 +221,9 @@ class Completer:
         Raises:
             UserError: An entity or relation does not exist, or its name is ambiguous.
         """
-        ends, relations = (self.graph.entities, "entity"), (self.graph.relations, "relation")
-        kinds = (ends, relations, ends)
-        rows = [
-            [
-                _find_index(texts, text, what)
-                for text, (texts, what) in zip(triple, kinds, strict=True)
-            ]
-            for triple in triples
-        ]
+        entity = partial(_find_index, self.graph.entities, what="entity")
+        relation = partial(_find_index, self.graph.relations, what="relation")
+        rows = [(entity(head), relation(name), entity(tail)) for head, name, tail in triples]
         triple_indices = np.array(rows, dtype=np.int64).reshape(-1, 3)
         queries = both_directions(triple_indices, self.graph.n_relations)
         ranks = rank(

@@ -208,24 +208,18 @@ class TrainGraph:
     """The training graph: neighbours, hops and reversed edges.
 
     Args:
-        triples: triples of train, (m, 3).
-        n_entities: number of entities of the graph.
-        n_relations: number of relations of the graph.
+        graph: a graph, of which only train is used.
 
     Attributes:
         known: triples of train in both directions.
         adjacency: adjacency matrix; see ``graph.adjacency``.
     """
 
-    def __init__(self, triples: Triples, n_entities: int, n_relations: int) -> None:
-        self.n_entities, self.n_relations = n_entities, n_relations
-        self.known = KnownTriples(both_directions(triples, n_relations), n_entities)
-        self.adjacency = adjacency(triples, n_entities)
-
-    @classmethod
-    def from_graph(cls, graph: Graph) -> TrainGraph:
-        """Create the training graph of a graph."""
-        return cls(graph.splits["train"], graph.n_entities, graph.n_relations)
+    def __init__(self, graph: Graph) -> None:
+        triples = graph.splits["train"]
+        self.n_entities, self.n_relations = graph.n_entities, graph.n_relations
+        self.known = KnownTriples(both_directions(triples, self.n_relations), self.n_entities)
+        self.adjacency = adjacency(triples, self.n_entities)
 
     def find_neighbourhood(self, head: IndexArray, hops: int) -> tuple[Positions, Positions]:
         """Return the entities within ``hops`` links of each of m heads, including the head.
@@ -525,7 +519,7 @@ class GraphTerms:
     def train_graph(self) -> TrainGraph | None:
         """The training graph; None if the run has no graph."""
         data = self.examples.data
-        return TrainGraph.from_graph(data) if isinstance(data, Graph) else None
+        return TrainGraph(data) if isinstance(data, Graph) else None
 
     def to_json(self) -> Mapping[str, Any]:
         """Return the options, as they are recorded in results."""

@@ -144,6 +144,12 @@ class Graph(SplitData):
         """
         return both_directions(self.part(split), self.n_relations)
 
+    @cached_property
+    def known(self) -> KnownTriples:
+        """The triples of all splits, in both directions."""
+        queries = [self.queries(split) for split in self.splits]
+        return KnownTriples(np.concatenate(queries), self.n_entities)
+
     @override
     def to_json(self) -> dict[str, Any]:
         counts = {"entities": self.n_entities, "relations": self.n_relations}
@@ -203,21 +209,15 @@ class KnownTriples:
     """The known tails of each head and relation, which are left out of rankings.
 
     Args:
-        source: a graph, whose triples of all splits are known in both directions; or queries with
-            their answers, (m, 3).
-        n_entities: number of entities of the graph; required if ``source`` is an array.
+        queries: queries with their answers, (m, 3).
+        n_entities: number of entities of the graph.
     """
 
-    def __init__(self, source: Graph | IndexArray, n_entities: int | None = None) -> None:
-        if isinstance(source, Graph):
-            n_entities = source.n_entities
-            source = np.concatenate([source.queries(split) for split in source.splits])
-        if n_entities is None:
-            raise TypeError("n_entities is needed with triples")
+    def __init__(self, queries: IndexArray, n_entities: int) -> None:
         self.n_entities = n_entities
         # Each triple is one number, whose digits are relation, head and tail. In ascending order,
         # the tails of a head and relation are adjacent, so no table of offsets is needed.
-        self._codes = np.unique(self._encode(source[:, 0], source[:, 1], source[:, 2]))
+        self._codes = np.unique(self._encode(queries[:, 0], queries[:, 1], queries[:, 2]))
 
     def _encode(self, head: IndexArray, relation: IndexArray, tail: IndexArray) -> Positions:
         prefix = np.asarray(relation, dtype=np.int64) * self.n_entities + head

@@ -412,7 +412,7 @@ class Kgc(RankingTask[Graph]):
 
     @override
     def known(self, dataset: Graph) -> KnownTriples:
-        return KnownTriples(dataset)
+        return dataset.known
 
     def arrays(
         self,

@@ -326,7 +326,7 @@ def build_training_parts(
     )
     dev = None
     if len(graph.splits.get("dev", ())):
-        dev = replace(train, triples=graph.splits["dev"], known=KnownTriples(graph))
+        dev = replace(train, triples=graph.splits["dev"], known=graph.known)
     recipe = job.recipe
     if job.start is None:
         recipe = size_recipe(recipe, None, trainable.engine.dim)

@@ -56,7 +56,7 @@ def test_triples_are_indices_and_texts_join_name_and_description(tmp_path: Path)
     assert graph.splits["train"].dtype == np.int32
     assert graph.splits["train"].tolist() == [[0, 0, 1], [1, 0, 2], [2, 1, 0]]
     assert graph.queries("test").tolist() == [[0, 1, 2], [2, 3, 0]]
-    known = KnownTriples(graph)
+    known = graph.known
     assert len(known) == 10
     assert all(known.contains(both_directions(split, 2)).all() for split in graph.splits.values())
 
@@ -239,7 +239,7 @@ def find_within(graph: Graph, head: int, hops: int) -> set[int]:
 def test_neighbourhood_matches_walk(hops):
     graph = random_graph(sizes=(18, 5, 5))
     heads = np.array([4, 0, 4, 29])
-    row, entity = TrainGraph.from_graph(graph).find_neighbourhood(heads, hops)
+    row, entity = TrainGraph(graph).find_neighbourhood(heads, hops)
     for position, head in enumerate(heads.tolist()):
         assert set(entity[row == position].tolist()) == find_within(graph, head, hops)
     assert len(np.unique(np.stack([row, entity]), axis=1).T) == len(row)
@@ -260,7 +260,8 @@ def test_reverse_weights_are_fitted_by_relation():
     moved = np.stack([ends[1][:, 1], rng.integers(0, n, 60)], axis=1)
     dev = np.concatenate([insert_relation(0, ends[0][:, ::-1]), insert_relation(1, moved)])
     known = KnownTriples(both_directions(np.concatenate([train, dev]), 3), n)
-    context, queries = TrainGraph(train, n, 3), both_directions(dev, 3)
+    graph = replace(random_graph(n, 3), splits={"train": train})
+    context, queries = TrainGraph(graph), both_directions(dev, 3)
     # The reversed edge already scores well, so that it has to be pushed down for the second.
     candidates = rng.standard_normal((n, 8)).astype(np.float32)
     query_vectors = rng.standard_normal((len(queries), 8)).astype(np.float32)
