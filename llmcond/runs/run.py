@@ -253,16 +253,6 @@ def zero_shot_head(view: FeatureView) -> RunHead[NumpyHead]:
     return RunHead(head_name("none", view), ZERO_SHOT, view, record)
 
 
-def check_head_record(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check that head.json describes the features of a head, and return its content.
-
-    Raises:
-        LlmcondError: It is damaged.
-    """
-    check_record(record, FittedHeadRecord, where, "Fit it again.")
-    return dict(record)
-
-
 def training_splits(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the splits that a head was fitted on, as head.json records them."""
     return tuple(record["fit"].get("trained_on", ("train",)))
@@ -693,13 +683,14 @@ class Run:
         if self.manifest.get("default_head") in names:
             return self.manifest["default_head"], "the run's default"
         metric = get_metric(self.dev_metric)
-        scores = {name: dev_score(self.head_record(name), metric.name) for name in names}
+        records = {name: self.head_record(name) for name in names}
+        scores = {name: dev_score(record, metric.name) for name, record in records.items()}
         scored = {name: score for name, score in scores.items() if score is not None}
-        on_dev = {name for name in names if "dev" in training_splits(self.head_record(name))}
+        on_dev = {name for name in names if "dev" in training_splits(records[name])}
         if not scored:
             return names[-1], "fitted last" + (", on dev too" if names[-1] in on_dev else "")
         best = metric.best(scored, key=scored.__getitem__)
-        zero_shot = self.head_record(best).get("zero_shot") or {}
+        zero_shot = records[best].get("zero_shot") or {}
         limit = zero_shot.get(f"dev_{metric.name}")
         if isinstance(limit, float) and metric.best(scored[best], limit) == limit:
             return zero_shot["name"], f"no head is better than zero-shot on dev, {best} neither"
@@ -772,7 +763,7 @@ class Run:
         """
         head, record = loaded
         where = where or f"the head {name} of {self.folder}"
-        record = check_head_record(record, where)
+        check_record(record, FittedHeadRecord, where, "Fit it again.")
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
         head_identity = EncoderIdentity.from_json(record["encoder"]["identity"], where)
         differences = head_identity.differences(self.identity)

@@ -27,7 +27,7 @@ from llmcond.base.files import check_writable, digest_file, read_json
 from llmcond.base.metrics import choose_metrics
 from llmcond.base.output import format_duration, log
 from llmcond.base.package import bundled_names
-from llmcond.base.records import build
+from llmcond.base.records import build, check_record
 from llmcond.base.system import require_libraries
 from llmcond.data.datasets import Dataset
 from llmcond.data.guides import dataset_files, read_aspect_datasets
@@ -61,7 +61,7 @@ from llmcond.prompts import Prompt, list_fields, load_prompt, prompt_from_json
 from llmcond.runs import Run
 from llmcond.runs.cross import KIND, NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.examples import AnyPredictor, load_examples, score_predictors
-from llmcond.runs.run import check_head_record, encoder_and_data_record, is_selected_on_dev
+from llmcond.runs.run import FittedHeadRecord, encoder_and_data_record, is_selected_on_dev
 from llmcond.runs.trials import size_recipe
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import check_prompts, check_router_used, read_data
@@ -391,7 +391,7 @@ def load_named_head(
             f"{folder} {start.family.no_recipe}. Start from a head of fit-head or train-lora."
         )
     source = str(folder / "head.json")
-    record = check_head_record(record, source)
+    check_record(record, FittedHeadRecord, source, "Fit it again.")
     prompts = prompts or [prompt_from_json(values, source) for values in record["prompts"]]
     about = {key: record["recipe"][key] for key in ("name", "description", "source")}
     recipe = Recipe(**about, kind=start.kind, family=start.family, settings=start.settings)

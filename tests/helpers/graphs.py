@@ -4,11 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from helpers.dialogues import ACTIVITIES, LOCATIONS, PEOPLE
 from llmcond.kinds.ranking.graph import Graph, Texts
 
-PEOPLE = ("two men", "three women", "children", "two dogs")
-LOCATIONS = ("park", "beach", "kitchen", "street")
-ACTIVITIES = ("ride", "play", "read", "sit")
 #: Words in the vocabulary of the tiny encoders, so that no two texts have the same tokens.
 COATS = ("red", "blue", "green", "rain")
 #: Relations of a person: the location, the activity, and another person.
