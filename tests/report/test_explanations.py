@@ -54,7 +54,7 @@ def test_numbers_of_figure_are_written_as_csv(tmp_path):
     write_explanation(explain(), tmp_path / "a.svg")
     with (tmp_path / "a-data.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
-    assert len(rows) == 2 * len(TOKENS) + 1
+    assert len(rows) == 2 * (len(TOKENS) + 1)
     assert rows[1] == {
         **{"condition": "the sport", "layer": "", "token": "snow", "start": "0", "end": "4"},
         **{"special": "False", "contribution": "0.2"},
