@@ -62,7 +62,10 @@ def choose_k(vectors: Vectors, seed: int) -> tuple[int, dict[int, float]]:
     from sklearn.metrics import silhouette_score
 
     points = distinct_vectors(vectors[sample_indices(len(vectors), SAMPLE_SIZE, seed)])
-    candidates = [k for k in _candidate_ks() if k == 2 or 10 * k <= len(points)]
+    candidates = list(range(2, 13))
+    while candidates[-1] <= 80:
+        candidates.append(candidates[-1] * 5 // 4)
+    candidates = [k for k in candidates if k == 2 or 10 * k <= len(points)]
     scores = {}
     for k in candidates:
         # Two points form two clusters, whose silhouette is undefined.
@@ -84,13 +87,6 @@ def silhouette(vectors: Vectors, labels: Labels, seed: int) -> float | None:
     if not 1 < len(np.unique(labels[sampled])) < len(sampled):
         return None
     return float(silhouette_score(vectors[sampled], labels[sampled]))
-
-
-def _candidate_ks() -> list[int]:
-    candidates = list(range(2, 13))
-    while candidates[-1] <= 80:
-        candidates.append(candidates[-1] * 5 // 4)
-    return candidates
 
 
 def hdbscan(vectors: Vectors, min_cluster_size: int) -> Labels:
@@ -962,7 +958,11 @@ class ClusterMap:
                 clustering.title,
                 points,
                 clustering.labels[self._sampled],
-                {cluster.cluster: _legend_text(cluster) for cluster in clustering.clusters},
+                {
+                    c.cluster: f"{'in no cluster' if c.cluster == NOISE else c.cluster}"
+                    f"{f'  {c.name}' if c.name else ''} ({c.size:,})"
+                    for c in clustering.clusters
+                },
             )
             for clustering, points in zip(self.clusterings, self._positions, strict=True)
         ]
@@ -976,12 +976,6 @@ class ClusterMap:
     def _positions(self) -> list[MapPositions]:
         log.info(f"drawing a map of {len(self.texts):,} texts")
         return compute_maps(self._vectors, self._seed)
-
-
-def _legend_text(cluster: ClusterSummary) -> str:
-    number = "in no cluster" if cluster.cluster == NOISE else str(cluster.cluster)
-    name = f"  {cluster.name}" if cluster.name else ""
-    return f"{number}{name} ({cluster.size:,})"
 
 
 def write_cluster_page(

@@ -220,7 +220,8 @@ def write_explanation(explanation: Explanation, path: Path) -> None:
     table = [list(row.values()) for row in rows]
     token_rows = list(_token_rows(explanation))
     if suffix(path) not in PAGE_SUFFIXES:
-        caption = f"{_subject_with_texts(explanation)} {_SHADES}"
+        to = "" if explanation.to is None else f" Compared with: {explanation.to}"
+        caption = f"{subject(explanation)}{to} {_SHADES}"
         plot_tokens(token_rows, path, caption, columns, table)
         return
     write_html(
@@ -236,12 +237,6 @@ def write_explanation(explanation: Explanation, path: Path) -> None:
         provenance=_describe_provenance(explanation),
     )
     write_csv(data_path(path), columns, table)
-
-
-def _subject_with_texts(explanation: Explanation) -> str:
-    if explanation.to is None:
-        return subject(explanation)
-    return f"{subject(explanation)} Compared with: {explanation.to}"
 
 
 def _token_rows(explanation: Explanation) -> Iterator[TokenRow]:

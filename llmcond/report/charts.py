@@ -312,9 +312,13 @@ def page_data(page: Page) -> dict[str, Any]:
 
 def _rated_data(page: Page, rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
     """Return the data of rated rows, and add their texts with new numbers to ``texts``."""
-    errors = {name: _rank_errors(page, rows, name) for name in page.systems}
     columns = {"condition": "condition", "sentence1": "sentence 1", "sentence2": "sentence 2"}
-    rated = rows.rated
+    rated, errors = rows.rated, {}
+    for name in page.systems:
+        similarity = np.asarray(page.similarity[name], dtype=np.float64)
+        scored = np.isfinite(similarity) & rated
+        errors[name] = np.full(len(similarity), np.nan)
+        errors[name][scored] = rank_error(similarity[scored], rows.rating[scored])
     # For each rating, the range of ranks that its rows take in a perfect order.
     ranges = (_round_values(1000 * end, 0) for end in rating_span(rows.rating[rated]))
     spans = zip(_on_scale(page, rows.rating[rated]), *ranges, strict=True)
@@ -417,15 +421,6 @@ def _rated_system(page: Page, rows: Rows, name: str, error: Floats) -> dict[str,
             for rating, level in zip(ratings, levels, strict=True)
         ],
     }
-
-
-def _rank_errors(page: Page, rows: Rows, name: str) -> Floats:
-    """Return the (n,) rank errors of a system; NaN if a row has no rating or no prediction."""
-    similarity = np.asarray(page.similarity[name], dtype=np.float64)
-    rated = np.isfinite(similarity) & rows.rated
-    error = np.full(len(similarity), np.nan)
-    error[rated] = rank_error(similarity[rated], rows.rating[rated])
-    return error
 
 
 def _condition_errors(

@@ -269,13 +269,7 @@ def plot_curve(
     """
     import altair as alt
 
-    rows, marked = [], []
-    for i, (name, points) in enumerate(series.items()):
-        ordered = sorted(set(points))
-        rows += [(name, *point) for point in ordered]
-        # Many marks would hide their line and each other.
-        every = -(-len(ordered) // _MAX_MARKS)
-        marked += [rank % every == i % every for rank in range(len(ordered))]
+    rows = [(name, *point) for name, points in series.items() for point in sorted(set(points))]
     ticks = sorted({row[1] for row in rows})
     few = len(ticks) <= _MAX_MARKS
     x = alt.X(
@@ -288,19 +282,18 @@ def plot_curve(
     )
     y = alt.Y("y:Q", title=textwrap.wrap(ylabel, 50)).scale(zero=False)
     colour, shape = _series(list(series))
-    data = ((*row, mark) for row, mark in zip(rows, marked, strict=True))
-    columns = ("series", "x", "y", "low", "high", "mark")
-    base = alt.Chart(_data(columns, data)).encode(x=x, color=colour)
+    base = alt.Chart(_data(("series", "x", "y", "low", "high"), rows)).encode(x=x, color=colour)
     known = base.transform_filter("isValid(datum.low) && isValid(datum.high)")
     ends: Any = {"y": alt.Y("low:Q"), "y2": "high:Q"}
     layers = [
         known.mark_area(opacity=0.15).encode(**ends),
         base.mark_line(strokeWidth=1.5, invalid="break-paths-show-domains").encode(y=y),
     ]
-    if few:  # A band has no width at an isolated point, so each point also has a vertical line.
-        layers.append(known.mark_rule(opacity=0.5).encode(**ends))
-    points = base.transform_filter("datum.mark").mark_point(filled=True, size=50, opacity=1)
-    layers.append(points.encode(y=y, shape=shape))
+    # Many marks would hide their line and each other. A band has no width at an isolated point, so
+    # each point also has a vertical line.
+    if few:
+        marks = base.mark_point(filled=True, size=50, opacity=1)
+        layers += [known.mark_rule(opacity=0.5).encode(**ends), marks.encode(y=y, shape=shape)]
     chart = alt.layer(*layers).properties(width=520, height=320)
     _save(chart, path, band, ("series", xlabel, ylabel, "low", "high"), rows)
 

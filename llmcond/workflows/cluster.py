@@ -90,7 +90,13 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     clusterings: list[Clustering] = []
     samples: list[Vectors] = []
     for condition in conditions or (None,):
-        vectors = _embed_texts(embeddings, collection, condition, guides.get(condition))
+        if condition in guides:
+            embeddings.fit_guide(guides[condition])
+        if condition is None:
+            vectors = embeddings.embed_plain(collection.texts)
+        else:
+            rows = [(text, condition) for text in collection.texts]
+            vectors = embeddings.embed(rows, collection.file)
         guide_labels = embeddings.guides[condition].labels if condition in guides else None
         clustering = finder.with_guide(guide_labels).make_clustering(
             embeddings.encoder.name, condition, vectors, collection.texts
@@ -139,20 +145,6 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         verdicts = _log_condition_checks(conditions, samples, run_folder)
     _write_outputs(result, drawing, verdicts)
     return result
-
-
-def _embed_texts(
-    embeddings: EmbeddingModel,
-    collection: Collection,
-    condition: str | None,
-    labelled: LabelledTexts | None,
-) -> Vectors:
-    """Return the (n, d) vectors to cluster, which follow the labelled texts if there are any."""
-    if labelled is not None:
-        embeddings.fit_guide(labelled)
-    if condition is None:
-        return embeddings.embed_plain(collection.texts)
-    return embeddings.embed([(text, condition) for text in collection.texts], collection.file)
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -440,8 +432,16 @@ def _write_outputs(
     result: ClusterResult, drawing: ClusterMap | None, verdicts: Mapping[str, str]
 ) -> None:
     """Write the table, the picture of the map and the page that are wanted."""
-    if result.out is not None:
-        _write_table(result.out, result.table)
+    out, table = result.out, result.table
+    if out is not None and out.suffix.lower() == ".csv":
+        write_csv(out, table, zip(*table.values(), strict=True))
+    elif out is not None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        arrays = {name: to_arrow(values) for name, values in table.items()}
+        with replace_atomically(out) as temporary:
+            pq.write_table(pa.table(arrays), temporary.absolute())
     counts = [format_count(clustering.k, "cluster") for clustering in result.clusterings]
     if len(counts) > 1:
         counts = [f"{n} by {c.title}" for n, c in zip(counts, result.clusterings, strict=True)]
@@ -451,15 +451,3 @@ def _write_outputs(
         drawing.plot(result.map)
     if drawing is not None and result.report is not None:
         write_cluster_page(result, drawing, result.report, verdicts)
-
-
-def _write_table(out: Path, table: Mapping[str, Sequence[Any]]) -> None:
-    if out.suffix.lower() == ".csv":
-        write_csv(out, table, zip(*table.values(), strict=True))
-        return
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    arrays = {name: to_arrow(values) for name, values in table.items()}
-    with replace_atomically(out) as temporary:
-        pq.write_table(pa.table(arrays), temporary.absolute())

@@ -205,7 +205,15 @@ def _extract_prompts(
         the baseline.
     """
     named = [load_prompt(name) for name in options.prompts]
-    _check_different(named)
+    check_named_once(named)
+    by_digest: dict[str, str] = {}
+    for prompt in named:
+        first_name = by_digest.setdefault(prompt.digest, prompt.name)
+        if first_name != prompt.name:
+            raise UserError(
+                f"the prompts {first_name} and {prompt.name} are the same template under two "
+                "names. Leave one of them out."
+            )
     resolved = resolve(options.model, options.encoder_options())
     usable, left_out = _select_usable(named, resolved, task)
     check_router_used(usable, options, task)
@@ -244,18 +252,6 @@ def _load_recipes(
         key = min(unknown)
         raise UserError(f"--set: none of the heads has a setting {key!r}. {nearest(key, known)}")
     return changed
-
-
-def _check_different(prompts: Sequence[Prompt]) -> None:
-    check_named_once(prompts)
-    by_digest: dict[str, str] = {}
-    for prompt in prompts:
-        first_name = by_digest.setdefault(prompt.digest, prompt.name)
-        if first_name != prompt.name:
-            raise UserError(
-                f"the prompts {first_name} and {prompt.name} are the same template under two "
-                "names. Leave one of them out."
-            )
 
 
 def _select_usable(
