@@ -327,7 +327,7 @@ def results_table(results: Sequence[Result], run: object = "", *, bars: bool = F
         ("seeds", [len(result.seeds) or None for result in results], "number of fits averaged"),
         ("dim", [result.dim for result in results], "dimensions of an embedding"),
     ):
-        if any(counts):
+        if any(n is not None and n > 1 for n in counts):
             columns.append(number_column(heading, counts, hint=hint))
     return Table(columns, _describe_results(results, run, baselines))
 
@@ -395,7 +395,8 @@ def _subset_columns(results: Sequence[Result]) -> list[Column]:
     ):
         parts_of_results = [[result.part(kind, name) for name in names] for result in results]
         if names and all(map(all, parts_of_results)):
-            heading = f"{primary.heading}: {' / '.join(names)}"
+            after = " after" if kind == "by_history" else ":"
+            heading = f"{primary.heading}{after} {' / '.join(names)}"
             texts = [
                 " / ".join(primary.format(part.main.value) for part in parts if part)
                 for parts in parts_of_results
