@@ -340,7 +340,7 @@ def _system_column(results: Sequence[Result], baselines: Mapping[str, Result]) -
         title, control = replace(result, name=name).title, result.about.get("control")
         tags = ["baseline"] if result.name in baselines else []
         tags += [f"control: {control}"] if control else []
-        recipe = "" if result.head == title else f"({result.head})"
+        recipe = "" if result.head in title else f"({result.head})"
         cells.append(Cell(title, title, recipe, tuple(tags)))
     hint = "the head that compares the features; none: zero-shot, without a head"
     return Column("system" if "heads" in results[0].about else "head", cells, hint=hint)
