@@ -24,10 +24,8 @@ def run_mteb(model, task):
     """Return mteb's scores, by subset."""
     import mteb
 
-    results = mteb.evaluate(
-        model, task, cache=None, co2_tracker=False, show_progress_bar=False,
-        encode_kwargs={"batch_size": 16},
-    )  # fmt: skip
+    options = {"cache": None, "co2_tracker": False, "show_progress_bar": False}
+    results = mteb.evaluate(model, task, **options, encode_kwargs={"batch_size": 16})
     [scores] = results.task_results[0].scores.values()
     return {row["hf_subset"]: row for row in scores}
 

@@ -243,35 +243,31 @@ def seeded(fitted, tmp_path_factory):
     return folder
 
 
-def test_head_is_compared_with_baseline(capsys, seeded):
-    system, baseline = f"{seeded}:linear@concat-sent-cond", f"{seeded}:none"
-    report = run_json(capsys, "compare", system, baseline, "--baseline", baseline)
-    assert report["baseline"] == f"{seeded}:none@concat-sent-cond"
-    rows = {row["head"]: row for row in report["results"]}
-    assert rows["none"]["difference"] is None
-    difference = rows["linear"]["difference"]["spearman"]
-    value = rows["linear"]["spearman"] - rows["none"]["spearman"]
-    assert difference["value"] == pytest.approx(value)
-    assert difference["low"] <= value <= difference["high"]
-    assert rows["linear"]["heads"] == [{"run": str(seeded), "head": "linear@concat-sent-cond"}]
-    evaluated = run_json(capsys, "evaluate", "--run", seeded, "--head", "linear@concat-sent-cond")
-    (scored,) = (row for row in evaluated["results"] if row["head"] == "linear")
-    assert rows["linear"]["spearman_ci"] == pytest.approx(scored["spearman_ci"])
-
-
-def test_recipe_stands_for_heads_of_all_seeds(capsys, seeded):
-    systems = (f"{seeded}:none", f"{seeded}:linear")
-    report = run_json(capsys, "compare", *systems, "--report", "page.html")
-    (row,) = (row for row in report["results"] if row["difference"])
-    assert row["name"] == f"{seeded}:linear, 3 seeds"
-    assert sorted(row["seeds"]) == [0, 1, 2]
-    heads = run_json(capsys, "evaluate", "--run", seeded)["results"]
-    scores = [head["spearman"] for head in heads if head["head"] == "linear"]
-    assert row["spearman"] == pytest.approx(np.mean(scores))
-    assert row["spearman_sd"] == pytest.approx(np.std(scores, ddof=1))
-    assert row["difference"]["spearman"]["seed_error"] > 0
+def test_head_and_recipe_of_all_seeds_are_compared_with_baseline(capsys, seeded):
+    head, recipe, none = (
+        f"{seeded}:{name}" for name in ("linear@concat-sent-cond", "linear", "none")
+    )
+    options = ("--baseline", none, "--report", "page.html")
+    report = run_json(capsys, "compare", head, recipe, none, *options)
+    assert report["baseline"] == f"{none}@concat-sent-cond"
+    rows = {row["name"]: row for row in report["results"]}
+    single, several = rows[head], rows[f"{recipe}, 3 seeds"]
+    baseline = rows[report["baseline"]]
+    assert baseline["difference"] is None
+    difference = single["difference"]["spearman"]
+    assert difference["value"] == pytest.approx(single["spearman"] - baseline["spearman"])
+    assert difference["low"] <= difference["value"] <= difference["high"]
+    assert single["heads"] == [{"run": str(seeded), "head": "linear@concat-sent-cond"}]
+    heads = {row["name"]: row for row in run_json(capsys, "evaluate", "--run", seeded)["results"]}
+    scored = heads["linear@concat-sent-cond"]
+    assert single["spearman_ci"] == pytest.approx(scored["spearman_ci"])
+    assert sorted(several["seeds"]) == [0, 1, 2]
+    scores = [row["spearman"] for row in heads.values() if row["head"] == "linear"]
+    assert several["spearman"] == pytest.approx(np.mean(scores))
+    assert several["spearman_sd"] == pytest.approx(np.std(scores, ddof=1))
+    assert several["difference"]["spearman"]["seed_error"] > 0
     names = {system["name"] for system in read_page_data(Path("page.html"))["systems"]}
-    assert names == {f"{seeded}:none@concat-sent-cond", f"{seeded}:linear, 3 seeds"}
+    assert names == set(rows)
 
 
 def test_seeds_of_a_system_may_be_in_several_runs(seeded):
