@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,32 +42,10 @@ _BLOCK = 8_192
 _NO_MEAN = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class Isotropy:
-    """How isotropic a set of vectors is, by the two measures of CASE, appendix B.
-
-    Attributes:
-        mean_cosine: The mean of the vectors' cosines with the mean vector (table 4). Near 1, all
-            vectors have a similar direction. 0 if the vectors cancel out, so that there is no mean
-            direction.
-        partition_ratio: min F(u) / max F(u) over random unit directions u, where F(u) is the sum
-            of exp(e . u) over the vectors e, each scaled to unit length (equation 10, table 5);
-            1 is isotropic.
-        n: The number of vectors.
-        std_cosine: The standard deviation of the cosines with the mean vector (table 4).
-        cosines: (n,) the cosine of each vector with the mean vector (figures 5 and 6); 0 if there
-            is no mean direction.
-    """
-
-    mean_cosine: float
-    partition_ratio: float
-    n: int
-    std_cosine: float
-    cosines: NDArray[np.float64]
-
-
-def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0) -> Isotropy:
-    """Measure the isotropy of vectors.
+def isotropy(
+    vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0
+) -> tuple[dict[str, float], NDArray[np.float64]]:
+    """Measure the isotropy of vectors by the two measures of CASE, appendix B.
 
     The partition ratio of Mu et al. (2018) is over the eigenvectors of the vectors' second moment.
     CASE (appendix B) and this function use random directions instead. In d dimensions random
@@ -80,6 +58,14 @@ def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0)
         vectors: (n, d) in any float type. They are read in blocks of rows, so a memory map works.
         directions: The number of random directions.
         seed: The random seed of the directions.
+
+    Returns:
+        ``mean_cosine`` and ``std_cosine``, the mean and the standard deviation of the vectors'
+        cosines with the mean vector (table 4): near 1, all vectors have a similar direction.
+        ``partition_ratio``: min F(u) / max F(u) over random unit directions u, where F(u) is the
+        sum of exp(e . u) over the vectors e, each scaled to unit length (equation 10, table 5); 1
+        is isotropic. ``n``, the number of vectors. Besides, (n,) the cosines (figures 5 and 6),
+        which are 0 if the vectors cancel out, so that there is no mean direction.
 
     Raises:
         UserError: There are no vectors, values are not finite, or vectors are zero.
@@ -98,13 +84,13 @@ def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0)
         # The product of two unit vectors is at most 1, so exp neither overflows nor underflows.
         exponent = unit.astype(np.float32) @ directions_by_column
         partition += np.exp(exponent, out=exponent).sum(axis=0, dtype=np.float64)
-    return Isotropy(
-        mean_cosine=float(cosines.mean()),
-        partition_ratio=float(partition.min() / partition.max()),
-        n=n,
-        std_cosine=float(cosines.std()),
-        cosines=cosines,
-    )
+    figures = {
+        "mean_cosine": float(cosines.mean()),
+        "partition_ratio": float(partition.min() / partition.max()),
+        "n": n,
+        "std_cosine": float(cosines.std()),
+    }
+    return figures, cosines
 
 
 def _norms_and_mean_direction(
@@ -156,8 +142,7 @@ def measure_isotropy(
     if not len(nonzero):
         nothing = dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))
         return {"name": name, **nothing, "n": 0, "n_zero": len(vectors)}, np.empty(0)
-    figures = asdict(isotropy(nonzero, seed=seed))
-    cosines = figures.pop("cosines")
+    figures, cosines = isotropy(nonzero, seed=seed)
     return {"name": name, **figures, "n_zero": len(vectors) - len(nonzero)}, cosines
 
 
@@ -182,25 +167,7 @@ def kmeans(
     return np.asarray(clusters, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Impurity:
-    """How K-means clusters split the vectors of each condition.
-
-    Attributes:
-        value: The impurity I of Hyper-CL, section 5.2, in nats: 0 if each condition lies in one
-            cluster, at most ln(n_clusters).
-        conditions: The distinct labels, in the order in which they first occur.
-        counts: The number of vectors of each condition in each cluster.
-        n_clusters: K, the number of conditions.
-    """
-
-    value: float
-    conditions: tuple[str, ...]
-    counts: tuple[tuple[int, ...], ...]
-    n_clusters: int
-
-
-def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Impurity:
+def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> dict[str, Any]:
     """Cluster the embeddings of sentences under several conditions, and compare with these.
 
     The method is that of Hyper-CL, section 5.2: K-means with K the number of conditions, then
@@ -216,6 +183,11 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
         vectors: (n, d) in any float type.
         labels: (n,) the condition of each vector, at least two different ones.
         seed: The random seed of K-means.
+
+    Returns:
+        ``value``, I in nats: 0 if each condition lies in one cluster, at most ln(n_clusters).
+        ``conditions``, the distinct labels in the order in which they first occur; ``counts``, the
+        number of vectors of each condition in each cluster; ``n_clusters``, their number K.
 
     Raises:
         UserError: There are no vectors, values are not finite, or there are fewer distinct vectors
@@ -235,7 +207,12 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
     index_of = {condition: i for i, condition in enumerate(conditions)}
     counts = np.zeros((k, k), dtype=np.int64)
     np.add.at(counts, (np.array([index_of[label] for label in labels]), clusters), 1)
-    return Impurity(impurity_from_counts(counts), conditions, tuple(map(tuple, counts.tolist())), k)
+    return {
+        "value": impurity_from_counts(counts),
+        "conditions": conditions,
+        "counts": counts.tolist(),
+        "n_clusters": k,
+    }
 
 
 def impurity_from_counts(counts: NDArray[np.int64]) -> float:

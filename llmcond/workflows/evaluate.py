@@ -465,7 +465,7 @@ def _analyse_clusters(
         pairs = data.pairs(predictor)
         points = vectors[name] = predictor.head.transform(pairs.first, pairs.condition)[positions]
         result = impurity(points, labels, seed=seed)
-        figures = {"impurity": result.value, **asdict(result)}
+        figures = {"impurity": result["value"], **result}
         results[name] = {"name": name, **figures, **_describe(predictor)}
     kinds = np.array([names.index(text) for text in labels])
     legend = {number: f"{number}: {name}" for number, name in enumerate(names)}
@@ -474,7 +474,7 @@ def _analyse_clusters(
     for head in fitted:
         # Zero-shot on separate features is e(s) - e(c), which clusters by condition already.
         features = as_matrix(data.pairs(head).first).read(positions)
-        results[head.name]["impurity_before"] = impurity(features, labels, seed=seed).value
+        results[head.name]["impurity_before"] = impurity(features, labels, seed=seed)["value"]
         path = figure(f"clusters-{head.name}")
         if path is None:
             continue

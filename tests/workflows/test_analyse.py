@@ -65,7 +65,7 @@ def test_clusters_before_a_head_are_those_of_sentences_without_their_condition(h
     matches = [np.flatnonzero(conditions == condition)[:3] for condition in head["conditions"]]
     positions = np.concatenate(matches).tolist()
     labels = conditions[positions].tolist()
-    assert head["impurity_before"] == impurity(sentences.read(positions), labels, 0).value
+    assert head["impurity_before"] == impurity(sentences.read(positions), labels, 0)["value"]
     assert "impurity_before" not in zero_shot
     assert "</svg>" in (tmp_path / "clusters-low.svg").read_text(encoding="utf-8")
     names = [row["name"].partition(": ")[2] for row in read_csv(tmp_path / "clusters-low-data.csv")]
