@@ -43,12 +43,13 @@ from llmcond.kinds.ranking.graph import (
     Graph,
     IndexArray,
     KnownTriples,
+    QueryInputs,
+    QueryTexts,
     Triples,
     adjacency,
     both_directions,
 )
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryArrays, fit_queries
-from llmcond.kinds.ranking.task import QueryInputs, QueryTexts, RankingTask
 from llmcond.options.scoring import EvaluateOptions
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import (
@@ -81,8 +82,6 @@ class QueryExamples(RankedExamples):
 
     fit_head = staticmethod(fit_queries)
 
-    task: RankingTask[Any]
-
     def __init__(self, run: Run, data: Any = None, store: FeatureStore | None = None) -> None:
         super().__init__(run, data, store)
         self.task = run.task
@@ -92,7 +91,8 @@ class QueryExamples(RankedExamples):
     @cached_property
     def texts(self) -> QueryTexts:
         """The texts of queries and candidates."""
-        return self.task.texts(self.data)
+        texts: QueryTexts = self.task.texts(self.data)
+        return texts
 
     @cached_property
     def known(self) -> Any:
@@ -168,11 +168,13 @@ class QueryExamples(RankedExamples):
 
     @override
     def rows(self, split: str) -> QueryRows:
-        return self.task.rows(self.data, split)
+        rows: QueryRows = self.task.rows(self.data, split)
+        return rows
 
     @override
     def pool_keys(self) -> list[Any]:
-        return self.task.pool_keys(self.data)
+        keys: list[Any] = self.task.pool_keys(self.data)
+        return keys
 
     @override
     def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:

@@ -8,9 +8,7 @@ gives two queries: (h, r, ?) and, with the inverse relation, (t, r', ?).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -24,16 +22,17 @@ from llmcond.base.metrics import RANKING_NAMES
 from llmcond.data.datasets import DataOptions
 from llmcond.data.formats import ReadOptions
 from llmcond.data.rows import KnownAnswers, QueryRows
-from llmcond.encoders.spec import EncoderInput
 from llmcond.heads.storage import load_fitted
 from llmcond.kinds.ranking.graph import (
     Graph,
     KnownTriples,
+    QueryInputs,
+    QueryTexts,
     add_external_split,
     both_directions,
     read_graph,
 )
-from llmcond.prompts.template import InputTemplate, Prompt, shuffle_conditions
+from llmcond.prompts.template import Prompt
 from llmcond.tasks import AnyTask, CardText
 
 if TYPE_CHECKING:
@@ -43,137 +42,6 @@ if TYPE_CHECKING:
     from llmcond.options.scoring import EvaluateOptions
     from llmcond.runs import Run
     from llmcond.runs.examples import Evaluation
-
-
-@dataclass(frozen=True, slots=True)
-class QueryTexts:
-    """The texts of queries and candidates, without duplicates as far as the task can detect them.
-
-    Attributes:
-        sentences: sentences of the queries, without their conditions.
-        conditions: conditions of the queries.
-        candidates: texts that are ranked. If it is the same object as ``sentences``, both are the
-            same things.
-        query_pairs: positions of the sentence and the condition of each distinct query, (n, 2).
-        names: nouns for a sentence, a condition and a candidate in messages, such as ``entity``.
-    """
-
-    sentences: Sequence[str]
-    conditions: Sequence[str]
-    candidates: Sequence[str]
-    query_pairs: NDArray[np.int64]
-    names: tuple[str, str, str] = ("sentence", "condition", "candidate")
-
-
-class QueryInputs:
-    """The inputs of queries and candidates.
-
-    Each column is rendered when it is first read, and then cached.
-    """
-
-    def __init__(self, texts: QueryTexts, prompt: Prompt) -> None:
-        """Check the prompt.
-
-        Raises:
-            UserError: The template names columns of the data.
-        """
-        if prompt.fields:
-            raise UserError(
-                f"the prompt {prompt.name} names the column {prompt.fields[0]!r}, but this task "
-                "only has sentences and conditions. Choose another --prompt."
-            )
-        self.texts, self.prompt = texts, prompt
-
-    @cached_property
-    def candidates(self) -> list[EncoderInput]:
-        """The inputs of the candidates."""
-        plain_part = self.prompt.plain or InputTemplate("{sentence}")
-        return [plain_part.render(text, "") for text in self.texts.candidates]
-
-    @cached_property
-    def joint(self) -> list[EncoderInput]:
-        """The inputs of each pair of sentence and condition of the queries.
-
-        For separate features these are the inputs of the sentences, e(s), like ``sentences``.
-        """
-        texts, pairs = self.texts, self.texts.query_pairs.tolist()
-        rows = [(texts.sentences[s], texts.conditions[c]) for s, c in pairs]
-        if self.prompt.control == "shuffled":
-            conditions = [condition for _, condition in rows]
-            shuffled = shuffle_conditions(conditions, rows, self.prompt, "queries")
-            rows = [(sentence, c) for (sentence, _), c in zip(rows, shuffled, strict=True)]
-        return [self.prompt.conditional.render(*row) for row in rows]
-
-    @cached_property
-    def sentences(self) -> list[EncoderInput]:
-        """The inputs of the sentences without a condition."""
-        part = self.prompt.sentence_part or self.prompt.conditional
-        return [part.render(text, "") for text in self.texts.sentences]
-
-    @cached_property
-    def conditions(self) -> list[EncoderInput]:
-        """The inputs of the conditions without a sentence."""
-        return [self.prompt.unconditional.render("", text) for text in self.texts.conditions]
-
-    @property
-    def columns(self) -> dict[str, Sequence[EncoderInput]]:
-        """The inputs that the prompt needs, by column name."""
-        columns: dict[str, Sequence[EncoderInput]] = {"candidates": self.candidates}
-        if not self.prompt.separate:
-            columns["joint"] = self.joint
-        if self.prompt.separate or not self.prompt.subtracts_condition:
-            columns["sentences"] = self.sentences
-        if self.prompt.subtracts_condition:
-            columns["conditions"] = self.conditions
-        return columns
-
-    def __iter__(self) -> Iterator[EncoderInput]:
-        for column in self.columns.values():
-            yield from column
-
-    def __len__(self) -> int:
-        return sum(map(len, self.columns.values()))
-
-    def locate(self, item: EncoderInput) -> str | None:
-        """Return a description of the text that needs an input, such as ``the entity 'dog'``."""
-        sentence, condition, candidate = self.texts.names
-        tables = {
-            "candidates": (candidate, self.texts.candidates),
-            "sentences": (sentence, self.texts.sentences),
-            "conditions": (condition, self.texts.conditions),
-        }
-        for column, inputs in self.columns.items():
-            if item in inputs:
-                position = inputs.index(item)
-                if column == "joint":
-                    return self._describe_query(self.texts.query_pairs[position].tolist())
-                label, texts = tables[column]
-                return f"the {label} {texts[position]!r}"
-        return None
-
-    def check_distinct(self) -> None:
-        """Raise a UserError if two queries with different conditions have the same input."""
-        if self.prompt.control is not None or self.prompt.separate:
-            return
-        texts = self.texts
-        seen: dict[bytes, int] = {}
-        for position, item in enumerate(self.joint):
-            pairs = texts.query_pairs[[seen.setdefault(item.key, position), position]]
-            first, second = (texts.conditions[condition] for _, condition in pairs.tolist())
-            if first != second:
-                earlier, later = map(self._describe_query, pairs.tolist())
-                raise UserError(
-                    f"the prompt {self.prompt.name} renders the same input for {earlier} and for "
-                    f"{later}, so the encoder cannot distinguish them. Put words or punctuation "
-                    "between {sentence} and {condition} in the template."
-                )
-
-    def _describe_query(self, pair: Sequence[int]) -> str:
-        (sentence, condition), names, texts = pair, self.texts.names, self.texts
-        return (
-            f"the {names[0]} {texts.sentences[sentence]!r} under the {names[1]} "
-            f"{texts.conditions[condition]!r}"
-        )
 
 
 #: A dataset of queries: ``splits`` holds the examples of each split, and ``queries(split)`` returns

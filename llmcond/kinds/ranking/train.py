@@ -29,7 +29,13 @@ from llmcond.heads import Recipe
 from llmcond.heads.fit import load_start
 from llmcond.heads.module import seeded
 from llmcond.heads.numpy_heads import DEV_SCORE_KEY
-from llmcond.kinds.ranking.graph import Graph, KnownTriples, Triples, both_directions
+from llmcond.kinds.ranking.graph import (
+    Graph,
+    KnownTriples,
+    QueryInputs,
+    Triples,
+    both_directions,
+)
 from llmcond.kinds.ranking.heads import (
     FittedQueryHead,
     QueryArrays,
@@ -39,7 +45,6 @@ from llmcond.kinds.ranking.heads import (
     joint_keys,
     replace_relations,
 )
-from llmcond.kinds.ranking.task import QueryInputs, RankingTask
 from llmcond.runs.trials import size_recipe
 
 if TYPE_CHECKING:
@@ -298,7 +303,7 @@ def check_recipe(recipe: Recipe, dataset: Any = None) -> None:
 
 
 def build_training_parts(
-    task: RankingTask[Any], job: Any, trainable: TrainableEncoder
+    task: Any, job: Any, trainable: TrainableEncoder
 ) -> tuple[QueryModel, GraphInputs, GraphInputs | None]:
     """Return the model and the triples of train and dev; see ``AnyTask.training_parts``."""
     graph, (prompt,) = job.dataset, job.view.prompts

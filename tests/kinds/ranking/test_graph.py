@@ -18,8 +18,14 @@ from llmcond.kinds.ranking.examples import (
     relation_categories,
     relation_subsets,
 )
-from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions, read_graph
-from llmcond.kinds.ranking.task import QueryInputs, QueryTexts
+from llmcond.kinds.ranking.graph import (
+    Graph,
+    KnownTriples,
+    QueryInputs,
+    QueryTexts,
+    both_directions,
+    read_graph,
+)
 from llmcond.prompts import load_prompt
 
 TRAIN = ["01\tlikes\t02", "02\tlikes\t03", "03\towns\t01"]
