@@ -42,7 +42,8 @@ from llmcond.base.metrics import Estimate
 from llmcond.base.output import log, log_to_terminal
 from llmcond.base.package import DEFAULT_MODEL
 from llmcond.data.guides import AspectSample, read_aspect_datasets
-from llmcond.evaluation.analyses import CALIBRATION, INDICATORS, Calibration, indicators
+from llmcond.evaluation import CALIBRATION
+from llmcond.evaluation.analyses import INDICATORS, Calibration, indicators
 from llmcond.runs.open import resolve_run
 
 #: Number of sampled texts of a condition, and minimum numbers of its texts, triples and anchors.

@@ -26,6 +26,7 @@ from llmcond.base.package import DEFAULT_MODEL, bundled_folder
 from llmcond.base.records import read_record
 from llmcond.base.text import Condition, condition_json
 from llmcond.data.rows import Rows
+from llmcond.evaluation import CALIBRATION
 from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
 from llmcond.evaluation.results import Subset, score_subset
 
@@ -589,8 +590,6 @@ def _step(rating: Floats) -> NDArray[np.int64]:
 MOST_TEXTS, LEAST_TEXTS = 200, 20
 #: The smallest expected accuracies of the verdicts "clear groups" and "some groups".
 CLEAR_GROUPS, SOME_GROUPS = 0.70, 0.58
-#: The name of the calibration file in the folder of a run or a bundled model.
-CALIBRATION = "conditions.json"
 
 _FORMAT = 1
 #: The fraction of the other texts that count as the nearest ones.

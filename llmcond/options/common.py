@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from llmcond.base.errors import UserError, nearest
 from llmcond.base.files import check_folder
-from llmcond.base.options import Amount, Options, Positive, Precision, option
+from llmcond.base.options import Amount, Options, Positive, option
 from llmcond.base.package import DEFAULT_MODEL, DEFAULT_RUN, pretrained_names
 from llmcond.base.run_log import Tracker, check_trackers
 from llmcond.base.system import check_device
@@ -298,17 +298,6 @@ class RangesOption(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrecisionOptions(TruncateOption, RangesOption):
-    """Options of commands that write embeddings."""
-
-    precision: Precision = option(
-        "float32",
-        help="number type of the vectors: float32, int8, uint8, binary or ubinary (1 bit for each "
-        "dimension)",
-    )
-
-
 def condition_option(text: str, *default: Any, metavar: str = "TEXT") -> Any:
     """Return the option of several conditions with a help text; required without a default."""
     return option(*default, metavar=metavar, repeat=True, help=text)
@@ -404,21 +393,6 @@ class EncoderFlags(EncoderOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderModelOptions(EncoderFlags):
-    """Options that name an encoder."""
-
-    model: str = option(
-        metavar="NAME_OR_PATH",
-        help="alias, hub name or folder of the encoder (`llmcond models` lists the known ones)",
-    )
-
-    def __post_init__(self) -> None:
-        """Also check the encoder, before anything heavy is imported."""
-        super().__post_init__()
-        check_encoder(self.model, self.encoder_options(), elsewhere=bool(getattr(self, "scale", 0)))
-
-
-@dataclass(frozen=True, kw_only=True)
 class TaskOptions(ColumnOptions):
     """Options of commands that create a run of a task from data."""
 
@@ -464,12 +438,21 @@ class MetricOption(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(TaskOptions, EncoderModelOptions):
+class RunOptions(TaskOptions, EncoderFlags):
     """Options of commands that encode a dataset into a run."""
 
+    model: str = option(
+        metavar="NAME_OR_PATH",
+        help="alias, hub name or folder of the encoder (`llmcond models` lists the known ones)",
+    )
     run: str | Path = option(
         DEFAULT_RUN,
         metavar="DIR",
         writes=check_folder,
         help="folder of the run, with its features, heads and results",
     )
+
+    def __post_init__(self) -> None:
+        """Also check the encoder, before anything heavy is imported."""
+        super().__post_init__()
+        check_encoder(self.model, self.encoder_options(), elsewhere=bool(getattr(self, "scale", 0)))

@@ -20,7 +20,7 @@ from llmcond.base.files import (
     is_folder,
     suffix,
 )
-from llmcond.base.options import Amount, IndexPrecision, Positive, Seed, option
+from llmcond.base.options import Amount, IndexPrecision, Positive, Precision, Seed, option
 from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
 from llmcond.options.common import (
     CHECK_HELP,
@@ -32,7 +32,7 @@ from llmcond.options.common import (
     ConditionOptions,
     EmbedderOptions,
     GuideOption,
-    PrecisionOptions,
+    RangesOption,
     ScaleOptions,
     Split,
     TextInputOptions,
@@ -65,7 +65,9 @@ def ranges_path(out: Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOptions, ScaleOptions):
+class EmbedOptions(
+    GuideOption, EmbedderOptions, TruncateOption, RangesOption, TextInputOptions, ScaleOptions
+):
     """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
 
     texts: Any = option(
@@ -103,6 +105,11 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
     )
     condition_text: str | None = option(
         None, metavar="TEXT", help="condition of every row, even if a column has the same name"
+    )
+    precision: Precision = option(
+        "float32",
+        help="number type of the vectors: float32, int8, uint8, binary or ubinary (1 bit for each "
+        "dimension)",
     )
     normalize: bool = option(
         True,
@@ -143,8 +150,8 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOptions):
-    """Options of ``llmcond cluster``: the texts, the method, and the files to write."""
+class TextsOptions(ConditionOptions, EmbedderOptions, TextInputOptions):
+    """Options of commands that embed a table of texts under conditions."""
 
     texts: Any = option(
         flag="",
@@ -152,6 +159,13 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
         source=TEXT_FILES,
         help=f"texts to use: {TEXT_FILES}; {IN_PYTHON}",
     )
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(GuideOption, TextsOptions):
+    """Options of ``llmcond cluster``: the texts, the method, and the files to write."""
+
     out: str | Path | None = option(
         None,
         writes=file_output(".parquet", ".csv"),
@@ -161,7 +175,6 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
     condition: Sequence[str] = condition_option(
         "condition that texts are compared under, such as 'the topic'; may be repeated", ()
     )
-    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     keep: Sequence[str] = option(
         (), metavar="COL", help="other columns of the source to write, such as an id"
     )
@@ -208,17 +221,10 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOp
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConditionOptions(ConditionOptions, EmbedderOptions, TextInputOptions):
+class CheckConditionOptions(TextsOptions):
     """Options of ``llmcond check-condition``: the conditions to check, and the texts."""
 
-    texts: Any = option(
-        flag="",
-        metavar="TEXTS",
-        source=TEXT_FILES,
-        help=f"texts to use: {TEXT_FILES}; {IN_PYTHON}",
-    )
     condition: Sequence[str] = condition_option("condition to check; may be repeated")
-    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     seed: Seed = option(0, metavar="S", help="random seed of the sample of texts")
 
 

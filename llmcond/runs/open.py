@@ -35,7 +35,7 @@ from llmcond.encoders.checkpoint import (
 from llmcond.encoders.resolve import cross_encoder_error
 from llmcond.encoders.settings import find_model, known_names
 from llmcond.encoders.spec import InputError, truncation_note
-from llmcond.evaluation.analyses import CALIBRATION
+from llmcond.evaluation import CALIBRATION
 from llmcond.features.extract import Extraction, MissingCount, PlanExecutor, extract
 from llmcond.prompts import Prompt, load_prompt
 from llmcond.runs.run import NO_DATA, Run, create_manifest, portable_model_name, read_manifest

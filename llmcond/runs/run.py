@@ -32,7 +32,6 @@ from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.checkpoint import HubSource, find_hub_source
 from llmcond.encoders.spec import Orders, Runtime
-from llmcond.evaluation.results import default_name
 from llmcond.features.view import FeatureView, StoreDtype
 from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
 from llmcond.heads.storage import EmbeddingHead, load_fitted, read_description
@@ -243,6 +242,8 @@ RunEmbeddingHead: TypeAlias = "RunHead[EmbeddingHead]"
 
 def head_name(recipe: str, view: FeatureView) -> str:
     """Return the default name of a head in a run."""
+    from llmcond.evaluation.results import default_name  # embedding does not need it
+
     plain = not view.subtract and view.features not in ("separate", "alone")
     return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
 

@@ -31,8 +31,8 @@ from llmcond.data.datasets import is_missing, open_collection, read_collection
 from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import IN_MEMORY
 from llmcond.data.rows import Rows
+from llmcond.evaluation import CALIBRATION
 from llmcond.evaluation.analyses import (
-    CALIBRATION,
     MAX_VECTORS,
     Calibration,
     ConditionCheck,

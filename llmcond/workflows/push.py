@@ -18,7 +18,7 @@ from llmcond.base.output import DisplayedDict, log
 from llmcond.base.package import __version__
 from llmcond.encoders.adapter import CARD, CONFIG, RUN_RECORD
 from llmcond.encoders.checkpoint import RECORDS, SETTINGS
-from llmcond.evaluation.analyses import CALIBRATION
+from llmcond.evaluation import CALIBRATION
 from llmcond.options.training import PushOptions
 from llmcond.report.card import add_metadata, heads_card, heads_metadata, trained_metadata
 from llmcond.runs import open_any_run

@@ -47,11 +47,11 @@ class PublishedSchemas:
 
     Attributes:
         document: the document.
-        used: method, path and status of the responses that were checked.
+        used: method and path of the successful responses that were checked.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        self.document, self.used = document, set[tuple[str, str, int]]()
+        self.document, self.used = document, set[tuple[str, str]]()
         schemas = json.loads(json.dumps(document["components"]["schemas"]))
         for name, schema in schemas.items():
             # Clients must accept further fields, but the document names all that there are.
@@ -71,8 +71,11 @@ class PublishedSchemas:
         operation = self.document["paths"].get(path, {}).get(method.lower())
         if operation is None:
             return
-        self.used.add((method, path, response.status))
-        ((media_type, content),) = operation["responses"][f"{response.status}"]["content"].items()
+        if response.status == 200:
+            self.used.add((method.lower(), path))
+        responses = operation["responses"]
+        described = responses.get(f"{response.status}", responses["default"])
+        ((media_type, content),) = described["content"].items()
         assert response.headers["content-type"].partition(";")[0] == media_type
         if "$ref" in content["schema"]:
             self._validators[content["schema"]["$ref"]].validate(response.json)
