@@ -52,7 +52,7 @@ from llmcond.encoders.checkpoint import (
     settings_files,
     weight_files,
 )
-from llmcond.evaluation.analyses import CALIBRATION
+from llmcond.evaluation import CALIBRATION
 from llmcond.heads.storage import weights_path
 from llmcond.runs.open import open_any_run
 from llmcond.runs.run import IN_RUN_FOLDER, Run, read_manifest

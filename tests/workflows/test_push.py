@@ -19,7 +19,7 @@ from llmcond import push
 from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.package import DEFAULT_MODEL, pretrained_folder
 from llmcond.cli import run
-from llmcond.evaluation.analyses import CALIBRATION
+from llmcond.evaluation import CALIBRATION
 from llmcond.runs.portable import _PATH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
