@@ -104,7 +104,10 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     command: type[Command] = Command
     try:
         if sorted(arguments) == ["--verbose", "--version"]:
-            _print_installation()
+            from llmcond.base.system import describe_installation
+
+            for name, value in describe_installation().items():
+                sys.stdout.write(f"{name}: {value}\n")
             return 0
         options = vars(_lazy_parser().parse_args(arguments))
         command = _command(options.get("subcommand") or options["command"])
@@ -128,13 +131,6 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     except (MemoryError, OSError) as error:
         return _print_error(*_describe_system_error(error))
     return 0
-
-
-def _print_installation() -> None:
-    from llmcond.base.system import describe_installation
-
-    for name, value in describe_installation().items():
-        sys.stdout.write(f"{name}: {value}\n")
 
 
 def _describe_system_error(error: MemoryError | OSError) -> tuple[str, int]:

@@ -234,18 +234,14 @@ class Batcher:
         seconds = time.perf_counter() - began
         self._observe(encoded, seconds)
         characters = sum(len(text) for row in rows for text in row)
-        n_tokens_total = int(encoded.n_tokens.sum())
-        if n_tokens_total:
-            self._per_character += _NEWEST_WEIGHT * (
-                n_tokens_total / characters - self._per_character
-            )
+        if total := int(encoded.n_tokens.sum()):
+            self._per_character += _NEWEST_WEIGHT * (total / characters - self._per_character)
         self._row_seconds += _NEWEST_WEIGHT * (seconds / len(rows) - self._row_seconds)
         start = 0
         for job, taken in pieces:
             part = slice(start, start + len(taken))
-            job.parts.append(
-                (encoded.vectors[part], encoded.n_tokens[part], encoded.truncated[part])
-            )
+            arrays = encoded.vectors, encoded.n_tokens, encoded.truncated
+            job.parts.append([array[part] for array in arrays])
             job.done += len(taken)
             start = part.stop
             if job.done == len(job.rows):
@@ -328,10 +324,10 @@ class ServedModel:
         clients cannot know that others give poor results. The operator can choose any
         size (``--truncate-dim``).
         """
-        embedder, sizes = self.model, self._truncations()
+        embedder = self.model
         if not isinstance(embedder, Embedder):
             return None
-        dim = embedder.dim
+        dim, sizes = embedder.dim, [] if embedder.guides else embedder.matryoshka_dims
         if dimensions not in (None, dim, *sizes):
             if embedder.guides:
                 why = "its guides map all of them. Omit dimensions."
@@ -352,13 +348,6 @@ class ServedModel:
                 "dimensions. Use binary or ubinary, or start the server with --ranges."
             )
         return None
-
-    def _truncations(self) -> Sequence[int]:
-        """Return the sizes that embeddings can be truncated to; a guide maps all dimensions."""
-        model = self.model
-        if not isinstance(model, Embedder) or model.guides:
-            return []
-        return model.matryoshka_dims
 
     def form_embeddings(
         self, vectors: Array, dimensions: int | None, precision: Precision

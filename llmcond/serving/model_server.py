@@ -169,9 +169,7 @@ class Gate:
         batcher: Batcher,
         metrics: Metrics,
         keys: Sequence[bytes],
-        max_requests: int,
-        timeout: float,
-        local: bool,
+        settings: ServerSettings,
     ) -> None:
         """Wrap the endpoints.
 
@@ -180,16 +178,15 @@ class Gate:
             batcher: the queue in front of the model.
             metrics: the server's metrics.
             keys: valid API keys; without any, no key is required.
-            max_requests: maximal number of concurrent requests.
-            timeout: time limit of a request in seconds.
-            local: whether the server listens on this machine only. Without keys, requests under any
-                host name but localhost are then rejected: otherwise a website that is open in a
-                browser on this machine could let its own name resolve to this server (DNS
-                rebinding), and read whatever the server returns.
+            settings: limits, and the address. If the server listens on this machine only, and has
+                no keys, requests under any host name but localhost are rejected: otherwise a
+                website that is open in a browser on this machine could let its own name resolve to
+                this server (DNS rebinding), and read whatever the server returns.
         """
         self.app, self._batcher, self._metrics = app, batcher, metrics
-        self._keys, self._max_requests, self._timeout = keys, max_requests, timeout
-        self._checks_host = local and not keys
+        self._keys, self._timeout = keys, settings.timeout
+        self._max_requests = settings.max_concurrent_requests
+        self._checks_host = settings.host in _LOCAL and not keys
         self._in_progress = 0
         self.closing = False
 
@@ -401,15 +398,7 @@ class ModelServer(uvicorn.Server):
         self._batcher = Batcher(model.encode, tokens, model.max_row_tokens, metrics.on_batch)
         metrics.watch(self._batcher)
         endpoints = Endpoints(model, self._batcher, metrics, settings, needs_key=bool(keys))
-        self.gate = Gate(
-            endpoints,
-            self._batcher,
-            metrics,
-            keys,
-            settings.max_concurrent_requests,
-            settings.timeout,
-            local=settings.host in _LOCAL,
-        )
+        self.gate = Gate(endpoints, self._batcher, metrics, keys, settings)
         app: ASGIApp = self.gate
         if settings.cors_origin:
             from starlette.middleware.cors import CORSMiddleware

@@ -58,6 +58,10 @@ class JournalLine(Answer):
 class Journal:
     """The file of answers, as a context manager that locks it; the file is created when needed.
 
+    Attributes:
+        path: the file.
+        answers: the stored answers by the keys of their questions.
+
     Raises:
         UserError: another process writes the file, or it cannot be written.
         LlmcondError: a line of the file is damaged.
@@ -66,7 +70,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
-        self._answers: dict[str, Answer] = {}
+        self.answers: dict[str, Answer] = {}
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,20 +103,16 @@ class Journal:
             except (TypeError, ValueError, RecursionError) as error:
                 raise LlmcondError(f"{source} was damaged. Remove the line.") from error
             answer = check_record(values, JournalLine, source, "Remove the line.")
-            self._answers[answer.key] = answer
+            self.answers[answer.key] = answer
         if complete < len(text):  # A process was killed while it wrote the last line.
             os.truncate(self.path, complete)
-
-    def get(self, key: str) -> Answer | None:
-        """Return the answer of a key; None if the question has not been answered yet."""
-        return self._answers.get(key)
 
     def add(self, key: str, answer: Answer, about: Mapping[str, Any]) -> None:
         """Store an answer, with information about its question for readers of the file."""
         line = json.dumps({"key": key, **about, **asdict(answer)}, ensure_ascii=False)
         with self.path.open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"{line}\n")
-        self._answers[key] = answer
+        self.answers[key] = answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +134,15 @@ class Question:
     attempt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices per million input and output tokens, in any currency; None if they are unknown."""
-
-    tokens_in: float | None = None
-    tokens_out: float | None = None
-
-    def cost(self, tokens_in: float | None, tokens_out: float | None) -> float | None:
-        """Return the cost of tokens; None if a count is unknown, or both prices are."""
-        is_priced = (self.tokens_in, self.tokens_out) != (None, None)
-        if tokens_in is None or tokens_out is None or not is_priced:
-            return None
-        return (tokens_in * (self.tokens_in or 0) + tokens_out * (self.tokens_out or 0)) / 1e6
+#: Numbers of input and output tokens, or their prices per million; None: unknown.
+InAndOut = tuple[float | None, float | None]
 
 
-def total_tokens(answers: Iterable[Answer], name: str) -> int | None:
-    """Return the total of a token count; None if the server does not report it."""
-    counts = [getattr(answer, name) for answer in answers]
-    return None if None in counts else sum(counts)
+def _compute_cost(tokens: InAndOut, prices: InAndOut) -> float | None:
+    """Return the cost of tokens; None if a count is unknown, or both prices are."""
+    if None in tokens or prices == (None, None):
+        return None
+    return sum((n or 0) * (price or 0) for n, price in zip(tokens, prices, strict=True)) / 1e6
 
 
 class QuestionRunner:
@@ -200,7 +190,7 @@ class QuestionRunner:
         """
         for attempt in range(ATTEMPTS):
             next_attempt = replace(question, attempt=attempt)
-            stored = self._journal.get(self._key(next_attempt))
+            stored = self._journal.answers.get(self._key(next_attempt))
             if stored is None:
                 return next_attempt, None
             value = question.parse(stored.text)
@@ -287,7 +277,7 @@ class QuestionRunner:
             UserError: no answer can be parsed.
         """
         if questions and all(self.parsed_answer(question) is None for question in questions):
-            answer = self._journal.get(self._key(questions[0]))
+            answer = self._journal.answers.get(self._key(questions[0]))
             shown = shortened_repr(answer.text if answer else "", 200)
             raise UserError(
                 f"no answer of {self.settings.model} to the first {len(questions)} questions can "
@@ -296,7 +286,7 @@ class QuestionRunner:
             )
 
     def forecast(
-        self, remaining: Sequence[tuple[int, Sequence[Question]]], prices: Prices
+        self, remaining: Sequence[tuple[int, Sequence[Question]]], prices: InAndOut
     ) -> tuple[int, str, float]:
         """Estimate the remaining questions from answered questions of the same kind.
 
@@ -311,7 +301,7 @@ class QuestionRunner:
         # Input tokens, output tokens and seconds; NaN if the server does not count the tokens.
         totals, n_questions = np.zeros(3), sum(count for count, _ in remaining)
         for count, examples in remaining:
-            stored = [self._journal.get(self._key(question)) for question in examples]
+            stored = [self._journal.answers.get(self._key(question)) for question in examples]
             answers = [answer for answer in stored if answer] or [Answer("", None, None, 0.0)]
             rows = [(a.tokens_in, a.tokens_out, a.seconds) for a in answers]
             totals += count * np.mean(np.array(rows, dtype=float), axis=0) if count else 0
@@ -321,7 +311,7 @@ class QuestionRunner:
             seconds = max(seconds, 60 * n_questions / self.settings.per_minute)
         if np.isnan(tokens_in + tokens_out):
             return n_questions, "number of tokens unknown", seconds
-        cost = prices.cost(tokens_in, tokens_out)
+        cost = _compute_cost((tokens_in, tokens_out), prices)
         return (
             n_questions,
             f"about {tokens_in:,.0f} input and {tokens_out:,.0f} output tokens"
@@ -441,7 +431,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
     limits = (options.timeout, options.retries, options.per_minute)
     server = ChatSettings(options.endpoint, options.model, fields, *limits)
     server.check()
-    prices = Prices(options.price_in, options.price_out)
+    prices = options.price_in, options.price_out
     data, out, samples = options.data_options(), Path(options.out), options.samples
     check_output(out, (".csv",), [data.source])
     rate = load_template(options.prompt, "rate")
@@ -505,7 +495,10 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
             f"{unanswered:,} rows are left out, because none of their answers can be read "
             f"({journal.path}). To ask again, give another --seed."
         )
-    tokens = [total_tokens(asker.new_answers, name) for name in ("tokens_in", "tokens_out")]
+    counts = [[answer.tokens_in, answer.tokens_out] for answer in asker.new_answers]
+    tokens_in, tokens_out = (
+        None if None in column else sum(column) for column in zip(*counts, [0, 0], strict=True)
+    )
     return AnnotationResult(
         out=out,
         model=server.model,
@@ -514,9 +507,9 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
         ill_defined=ill_defined,
         unanswered=unanswered,
         questions=len(asker.new_answers),
-        tokens_in=tokens[0],
-        tokens_out=tokens[1],
-        cost=prices.cost(*tokens),
+        tokens_in=tokens_in,
+        tokens_out=tokens_out,
+        cost=_compute_cost((tokens_in, tokens_out), prices),
         agreement=agreement(answered, model_ratings) if answered.rated.any() else None,
     )
 

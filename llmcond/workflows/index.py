@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from llmcond.base.errors import UserError
+from llmcond.base.files import is_folder, path_exists
 from llmcond.base.options import IndexPrecision
 from llmcond.base.output import Displayed
 from llmcond.base.text import distinct_conditions
@@ -65,9 +66,8 @@ def index_texts(options: IndexOptions) -> IndexResult:
         UserError: the texts, ids or columns are invalid, or as ``Index.build``.
         DiskFullError: the disk is full; the same command continues from there.
     """
-    texts, text, out = options.texts, options.text, Path(options.out)
-    check_column_names(dict.fromkeys(options.keep))
-    keep, id_column, guide = options.keep, options.id, options.guide
+    texts, out, keep, id_column = options.texts, Path(options.out), options.keep, options.id
+    check_column_names(dict.fromkeys(keep))
     model_options: dict[str, Any] = {
         name: getattr(options, name)
         for name in ("head", "prompt", "device", "truncate_dim", "precision")
@@ -80,7 +80,7 @@ def index_texts(options: IndexOptions) -> IndexResult:
     guide_conditions = [one.condition for one in labelled if one.condition is not None]
     conditions = distinct_conditions([*conditions, *guide_conditions])
     deleted, ids = 0, list(options.delete)
-    if len(ids) == 1 and _is_file(ids[0]):
+    if len(ids) == 1 and path_exists(Path(ids[0])) and not is_folder(Path(ids[0])):
         ids = read_text_file(Path(ids[0]), "ids", "id", read)
     if ids:
         deleted = Index.build(out, **model_options).delete(ids)
@@ -88,7 +88,7 @@ def index_texts(options: IndexOptions) -> IndexResult:
         index = Index.build(out, conditions=conditions, **model_options)
     else:
         other_columns = [*keep, *([id_column] if id_column else [])]
-        collection = read_collection(texts, text, list(dict.fromkeys(other_columns)), read)
+        collection = read_collection(texts, options.text, list(dict.fromkeys(other_columns)), read)
         columns: Mapping[str, Any] = {name: collection.columns[name] for name in keep}
         if not collection.has_types:
             columns = infer_types(columns, TextTable(out).schema())
@@ -102,20 +102,13 @@ def index_texts(options: IndexOptions) -> IndexResult:
         )
     for guide_texts in labelled:
         index.add_guide(guide_texts)
-    if _removes_guide(guide):
+    if _removes_guide(options.guide):
         for condition in conditions:
             index.unguide(condition)
     written = index.written
     counts = (written.added, written.replaced, written.unchanged)
     form = index.precision, index.truncate_dim
     return IndexResult(out, len(index), *counts, deleted, index.conditions, index.guides, *form)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # The name of a file cannot be as long as an id can.
-        return False
 
 
 def _removes_guide(guide_option: Any) -> bool:
