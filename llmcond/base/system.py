@@ -8,14 +8,12 @@ import platform
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,14 +50,18 @@ _LIBRARIES = (
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of this package, Python, and the installed libraries."""
-    from importlib.metadata import PackageNotFoundError, version  # slow to import
-
     installed = {"llmcond": __version__, "python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    return installed | _find_versions(_LIBRARIES)
+
+
+def _find_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    from importlib import metadata  # slow to import
+
+    installed = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
     return installed
 
 
@@ -386,10 +388,7 @@ def describe_machine(device: str) -> dict[str, Any]:
             "driver": _read_driver_version(),
             "cuda": torch.version.cuda,
         }
-    peers = {}
-    for name in ("sentence-transformers", "flash-attn"):
-        with suppress(PackageNotFoundError):
-            peers[name] = version(name)
+    peers = _find_versions(("sentence-transformers", "flash-attn"))
     return {**description, "versions": {**versions(), **peers}}
 
 
@@ -411,7 +410,7 @@ def describe_installation() -> dict[str, str]:
             for name, value in machine.items()
             if name not in ("created", "versions")
         }
-    with suppress(PackageNotFoundError):  # a folder on PYTHONPATH has no extras
+    if _find_versions(["llmcond"]):  # a folder on PYTHONPATH has no extras
         for extra, missing in _list_extras().items():
             facts[f"extra {extra}"] = f"lacks {', '.join(missing)}" if missing else "installed"
     return facts
@@ -419,20 +418,22 @@ def describe_installation() -> dict[str, str]:
 
 def _list_extras() -> dict[str, list[str]]:
     """Return the names of the missing packages of each extra, except ``all``."""
+    from importlib.metadata import distribution
+
     from packaging.requirements import Requirement
 
     package = distribution("llmcond")
     requirements = [Requirement(text) for text in package.requires or ()]
     extras: dict[str, list[str]] = {}
     for extra in sorted(package.metadata.get_all("Provides-Extra") or ()):
-        extras[extra] = []
-        for requirement in requirements:
-            marker = requirement.marker
-            if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
-                try:
-                    version(requirement.name)
-                except PackageNotFoundError:
-                    extras[extra].append(requirement.name)
+        names = [
+            requirement.name
+            for requirement in requirements
+            if (marker := requirement.marker)
+            and marker.evaluate({"extra": extra})
+            and not marker.evaluate({"extra": ""})
+        ]
+        extras[extra] = sorted(set(names) - _find_versions(names).keys(), key=names.index)
     extras.pop("all", None)
     return extras
 
@@ -447,6 +448,8 @@ def _read_cpu_name() -> str:
 
 def _read_driver_version() -> str | None:
     """Return the version of NVIDIA's driver, as ``nvidia-smi`` reports it."""
+    import subprocess
+
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 from annotated_types import Ge, MinLen
-from filelock import FileLock
 
 from llmcond.base.errors import LlmcondError, UserError, install_command, nearest
 from llmcond.base.files import check_format, create_folder_atomically, read_json, write_json
@@ -427,6 +426,8 @@ class Run:
     @contextmanager
     def _changed_manifest(self) -> Iterator[dict[str, Any]]:
         """Yield the content of run.json, which is written again after the block."""
+        from filelock import FileLock  # only changes of a run need it
+
         with FileLock(self.folder / ".lock"):
             self.manifest = read_manifest(self.folder)
             yield self.manifest

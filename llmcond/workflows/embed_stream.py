@@ -167,7 +167,8 @@ class UnitResult(NamedTuple):
     """The outcome of a work unit.
 
     Attributes:
-        written: what ``Output.add`` takes to add the unit.
+        written: what ``Output.add_unit`` takes to add the unit.
+        schema: the schema of the rows that were written.
         dim: the size of the embeddings.
         n_truncated: the number of truncated inputs.
         n_tokens: the tokens of the inputs before truncation.
@@ -175,6 +176,7 @@ class UnitResult(NamedTuple):
     """
 
     written: str
+    schema: pa.Schema
     dim: int
     n_truncated: int
     n_tokens: int
@@ -205,15 +207,6 @@ class EmbeddingJob:
     identity: Mapping[str, Any]
     quantizer: Quantizer
 
-    def schema(self, dim: int) -> pa.Schema:
-        """Return the schema of the rows that are written."""
-        text, number = pa.string(), pa.from_numpy_dtype(self.quantizer.dtype)
-        vector = pa.list_(number, self.quantizer.width(dim))
-        texts = ["sentence"] if len(self.vectors) > 1 else ["sentence", "condition"]
-        columns = [(name, text) for name in texts]
-        columns += [(column.name, vector) for column in self.vectors]
-        return pa.schema([*self.columns.keep, *(pa.field(*field) for field in columns)])
-
 
 class UnitEmbedder:
     """A worker that embeds and writes units; ``llmcond.features.pool`` runs it elsewhere."""
@@ -239,13 +232,13 @@ class UnitEmbedder:
         job = self._job
         began = time.monotonic()
         table, vectors, encoded = self.embed(unit)
-        dim = vectors.shape[1]
-        parts = np.split(vectors, len(job.vectors))
-        columns = [vector_array(np.ascontiguousarray(job.quantizer(part))) for part in parts]
-        rows = pa.table([*table.columns, *columns], job.schema(dim))
-        written = self._output.write_unit(unit, rows)
+        for column, part in zip(job.vectors, np.split(vectors, len(job.vectors)), strict=True):
+            codes = np.ascontiguousarray(job.quantizer(part))
+            table = table.append_column(column.name, vector_array(codes))
+        written = self._output.write_unit(unit, table)
         n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
-        return UnitResult(written, dim, n_truncated, n_tokens, time.monotonic() - began)
+        seconds, dim = time.monotonic() - began, vectors.shape[1]
+        return UnitResult(written, table.schema, dim, n_truncated, n_tokens, seconds)
 
     def embed(self, unit: WorkUnit) -> tuple[pa.Table, NDArray[np.float32], Encoded]:
         """Embed a unit.
@@ -272,16 +265,11 @@ class UnitEmbedder:
             index = inputs.index(error.item) // (len(inputs) // len(rows)) % unit.rows
             row = unit.start + index + 1
             raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
-        names = [*columns.keep.names, "sentence"]
-        columns_before = [*(table[name] for name in columns.keep.names), sentences]
+        kept = table.select(columns.keep.names).append_column("sentence", sentences)
         if len(job.vectors) == 1:
-            names.append("condition")
-            columns_before.append(
-                table[first.source]
-                if first.source
-                else pa.array([first.text] * unit.rows, pa.string())
-            )
-        return pa.table(columns_before, names), vectors, encoded
+            text = pa.array([first.text] * unit.rows, pa.string())
+            kept = kept.append_column("condition", table[first.source] if first.source else text)
+        return kept, vectors, encoded
 
 
 def embed_stream(options: EmbedOptions) -> EmbedResult:
@@ -539,7 +527,7 @@ def _embed_units(
         try:
             for unit, done in execute(units):
                 dim, n_truncated = done.dim, n_truncated + done.n_truncated
-                output.add_unit(unit, done.written, job.schema(dim))
+                output.add_unit(unit, done.written, done.schema)
                 bar.advance(unit.rows, unit.rows, done.n_tokens, done.seconds)
         except BaseException:
             # The next call can then skip the units that were written.
