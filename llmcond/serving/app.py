@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -457,38 +458,21 @@ class Endpoints:
             self._make_rows(name, [value] * count if isinstance(value, str) else value, condition)
             for name, value in [*fields.items()][:2]
         )
-        model = self._model.model
-        if isinstance(model, Embedder):
-            encoded = await self._encode(request, [*rows1, *rows2], 2 * count)
-            values = model.compare(encoded.vectors[:count], encoded.vectors[count:])
-        else:
-            triples = [(a, b, c) for (a, c), (b, _) in zip(rows1, rows2, strict=True)]
-            encoded = await self._encode(request, triples, 2 * count)
-            values = encoded.vectors
-        counts = self._count_usage(encoded)
+        values, counts = await self._compare(request, rows1, rows2)
         return JsonResponse({"model": self._name, "similarities": values.tolist(), **counts})
 
     async def rerank(self, request: Request) -> JsonResponse[RerankResponse]:
         """Order documents by their similarity to a query under a condition, best first."""
         body = await read_request(request, RerankRequest, self._max_bytes)
         condition, texts = self._choose_condition(body), body.documents
-        (query,) = self._make_rows("query", [body.query], condition)
+        query = self._make_rows("query", [body.query], condition)
         rows = self._make_rows("documents", texts, condition)
-        model, n_texts = self._model.model, 1 + len(texts)
-        if isinstance(model, Embedder):
-            encoded = await self._encode(request, [query, *rows], n_texts)
-            documents = encoded.vectors[1:]
-            scores = model.compare(np.broadcast_to(encoded.vectors[:1], documents.shape), documents)
-        else:
-            triples = [(body.query, *row) for row in rows]
-            encoded = await self._encode(request, triples, n_texts)
-            scores = encoded.vectors
+        scores, counts = await self._compare(request, query, rows)
         results: list[RerankResult] = []
         for index in np.argsort(-scores, kind="stable")[: body.top_n].tolist():
             results.append({"index": index, "relevance_score": float(scores[index])})
             if body.return_documents:
                 results[-1]["document"] = {"text": texts[index]}
-        counts = self._count_usage(encoded)
         return JsonResponse({"model": self._name, "results": results, **counts})
 
     async def search(self, request: Request) -> JsonResponse[SearchResponse]:
@@ -573,6 +557,20 @@ class Endpoints:
             return list(pair_with_conditions(texts, conditions))
         except UserError as error:
             raise invalid_value_error(name, f"{name}: {error}") from None
+
+    async def _compare(
+        self, request: Request, first: Sequence[Row], second: Sequence[Row]
+    ) -> tuple[NDArray[np.float32], Counts]:
+        """Compare one (text, condition) row, or as many as in ``second``, with those of it."""
+        model, n = self._model.model, len(first) + len(second)
+        if isinstance(model, Embedder):
+            encoded = await self._encode(request, [*first, *second], n)
+            vectors = encoded.vectors[len(first) :]
+            others = np.broadcast_to(encoded.vectors[: len(first)], vectors.shape)
+            return model.compare(others, vectors), self._count_usage(encoded)
+        pairs = zip([*first] * (len(second) // len(first)), second, strict=True)
+        encoded = await self._encode(request, [(a, b, c) for (a, _), (b, c) in pairs], n)
+        return encoded.vectors, self._count_usage(encoded)
 
     async def _encode(self, request: Request, rows: Sequence[Row], n_texts: int) -> Encoded:
         request.state.texts = n_texts

@@ -110,14 +110,11 @@ def extract(options: ExtractOptions) -> ExtractResult:
         log.info(f"assumed: {assumption}")
     workers = assign_devices(options.find_workers(), resolved)
     created = None
-    if prepared.dataset is not None:
-        dtype: StoreDtype = options.store_dtype or "float16"
+    if existing is None:
         if prepared.store is not None:  # raises an error before the run is created
-            FeatureStore(prepared.store, resolved.identity, dtype)
+            FeatureStore(prepared.store, resolved.identity, options.store_dtype or "float16")
         with suppress(RunExistsError):  # another process created the run meanwhile: join it
-            created = create_run(
-                run_folder, model, resolved, prepared.dataset, dtype, prepared.task, prepared.store
-            )
+            created = prepared.create_run(run_folder, options)
         prepared.dataset = None  # frees memory, because the run reads its own copy
     run = created or existing or open_any_run(run_folder)
     if run is not created:
@@ -163,6 +160,12 @@ class PreparedExtraction:
     resolved: ResolvedEncoder
     prompts: Sequence[Prompt]
     store: str | None
+
+    def create_run(self, folder: Path, options: ExtractOptions) -> Run:
+        """Create the run of the dataset in a folder."""
+        dtype: StoreDtype = options.store_dtype or "float16"
+        inputs: Any = (self.dataset, dtype, self.task, self.store)
+        return create_run(folder, options.model, self.resolved, *inputs)
 
 
 def prepare_extraction(options: ExtractOptions) -> PreparedExtraction:
@@ -521,12 +524,10 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
     prepared = prepare_extraction(options)
     resolved = prepared.resolved
     with tempfile.TemporaryDirectory() as scratch:
-        if prepared.dataset is not None:
-            dtype, folder = options.store_dtype or "float16", Path(scratch) / "run"
-            run_inputs = (prepared.dataset, dtype, prepared.task, prepared.store)
-            run: Run = create_run(folder, model, resolved, *run_inputs)
+        if prepared.existing is None:
+            run = prepared.create_run(Path(scratch) / "run", options)
         else:
-            run = prepared.existing or open_any_run(Path(options.run))
+            run = prepared.existing
             check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
         features, seen = run.store(), KeyIndex()
         counts = {
