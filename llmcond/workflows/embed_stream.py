@@ -6,7 +6,7 @@ import base64
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from llmcond.base.errors import LlmcondError, UserError, format_list
 from llmcond.base.files import check_format
 from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import __version__
-from llmcond.base.records import check_record
+from llmcond.base.records import as_json, check_record
 from llmcond.base.stores import check_lance_column_names
 from llmcond.data.datasets import text_column
 from llmcond.data.formats import ReadOptions
@@ -153,6 +153,7 @@ class _OutputRecord:
         columns: the Arrow schema, in base64, of the source's columns that are kept.
         parts: the parts of the source (see ``SourcePart``).
         ranges: the ranges of int8 and uint8; None: the precision has none.
+        made_by: the names of the model, and the version of llmcond.
     """
 
     format: int
@@ -161,6 +162,7 @@ class _OutputRecord:
     columns: str
     parts: Annotated[list[tuple[str, str, Annotated[int, Ge(0)]]], MinLen(1)]
     ranges: list[list[float]] | None = None
+    made_by: dict[str, Any] = field(default_factory=dict)
 
 
 class UnitResult(NamedTuple):
@@ -312,9 +314,9 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     with output.writing():
         if output.read_record() != previous_record:
             raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
-        parts = [SourcePart(*part) for part in record["parts"]]
-        units = _split_units(parts, record["unit_rows"])
-        read = StreamColumns(sentence_column, sources, _read_schema(record, out))
+        parts = [SourcePart(*part) for part in record.parts]
+        units = _split_units(parts, record.unit_rows)
+        read = StreamColumns(sentence_column, sources, _read_schema(record.columns, out))
         version = texts.version if isinstance(texts, LanceRows) else None
         job = EmbeddingJob(
             model,
@@ -324,16 +326,17 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             columns,
             output.uri,
             model.identity,
-            Quantizer(options.precision, _find_ranges(options, record, out)),
+            Quantizer(options.precision, _find_ranges(options, record.ranges, out)),
         )
         if job.quantizer.needs_ranges:
             ranges = measure_ranges(UnitEmbedder(job).embed(_shorten(units[0]))[1])
             job = replace(job, quantizer=replace(job.quantizer, ranges=ranges))
         source = {**model.find_arguments, "prompt": model.view.name, **guides_json(model.guides)}
-        record |= {"made_by": {**source, "llmcond": __version__}}
-        if job.quantizer.ranges is not None:
-            record["ranges"] = job.quantizer.ranges.tolist()
-        output.write_record(record)
+        outcome: dict[str, Any] = {
+            "ranges": job.quantizer.ranges,
+            "made_by": {**source, "llmcond": __version__},
+        }
+        output.write_record(as_json(replace(record, **outcome)))
         done = output.find_finished(units)
         todo = [unit for unit in units if unit.number not in done]
         if todo:
@@ -386,14 +389,13 @@ def _shorten(unit: WorkUnit) -> WorkUnit:
 
 
 def _find_ranges(
-    options: EmbedOptions, record: Mapping[str, Any], out: str
+    options: EmbedOptions, recorded: Sequence[Sequence[float]] | None, out: str
 ) -> NDArray[np.float32] | None:
     """Return the ranges of a started output, or those that the user names; None if there are none.
 
     Raises:
         UserError: the two differ, or the file of ranges cannot be read.
     """
-    recorded = record.get("ranges")
     started = None if recorded is None else check_ranges(recorded, None, f"{out}/{RECORD_NAME}")
     if options.ranges is None:
         return started
@@ -412,7 +414,7 @@ def _extend_record(
     config: Mapping[str, Any],
     read: Sequence[str],
     previous_record: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+) -> _OutputRecord:
     """Return the record of the output: the previous one, extended by new parts of the source.
 
     ``read`` names the columns of texts and conditions.
@@ -421,15 +423,13 @@ def _extend_record(
         UserError: the output holds other embeddings, or parts have changed since.
     """
     known_parts: list[SourcePart] = []
-    previous_schema, unit_rows, previous_ranges = None, UNIT_ROWS, None
+    previous, previous_schema, source = None, None, f"{out}/{RECORD_NAME}"
     if previous_record is not None:
-        check_format(dict(previous_record), FORMAT, f"{out}/{RECORD_NAME}")
-        check_record(previous_record, _OutputRecord, f"{out}/{RECORD_NAME}", "Name another --out.")
-        _check_same(out, previous_record["made_of"], config)
-        known_parts = [SourcePart(*part) for part in previous_record["parts"]]
-        previous_ranges = previous_record.get("ranges")
-        previous_schema = _read_schema(previous_record, out)
-        unit_rows = previous_record["unit_rows"]
+        check_format(dict(previous_record), FORMAT, source)
+        previous = check_record(previous_record, _OutputRecord, source, "Name another --out.")
+        _check_same(out, previous.made_of, config)
+        known_parts = [SourcePart(*part) for part in previous.parts]
+        previous_schema = _read_schema(previous.columns, out)
     states = texts.states()
     _check_parts(texts, states, known_parts, out)
     names = {part.name for part in known_parts}
@@ -443,14 +443,14 @@ def _extend_record(
         )
     if not sum(part.rows for part in [*known_parts, *parts]):
         raise UserError(f"{texts.name} is empty: it has no rows.")
-    return {
-        "format": FORMAT,
-        "made_of": dict(config),
-        "unit_rows": unit_rows,
-        "columns": base64.b64encode(schema.serialize()).decode(),
-        "parts": [list(part) for part in [*known_parts, *parts]],
-        **({"ranges": previous_ranges} if previous_ranges is not None else {}),
-    }
+    return _OutputRecord(
+        FORMAT,
+        dict(config),
+        previous.unit_rows if previous else UNIT_ROWS,
+        base64.b64encode(schema.serialize()).decode(),
+        [(part.name, part.state, part.rows) for part in [*known_parts, *parts]],
+        previous.ranges if previous else None,
+    )
 
 
 def _check_parts(
@@ -491,9 +491,9 @@ def _check_same(out: str, recorded: Mapping[str, Any], config: Mapping[str, Any]
         )
 
 
-def _read_schema(record: Mapping[str, Any], out: str) -> pa.Schema:
+def _read_schema(columns: str, out: str) -> pa.Schema:
     try:
-        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["columns"])))
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(columns)))
     except (ValueError, OSError, pa.ArrowException) as error:
         raise LlmcondError(
             f"{out}/{RECORD_NAME} is damaged: its columns cannot be read. Name another --out."
