@@ -1,8 +1,7 @@
 """Find flags in an error message that the command does not have."""
 
-import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from llmcond.cli import _parser
 from llmcond.commands import COMMANDS
@@ -21,29 +20,18 @@ def unknown_flags(arguments: Sequence[str], error: str) -> list[str]:
     """
     rest = _OTHERS.sub("", error)
     entered = {argument.partition("=")[0] for argument in arguments}
-    unknown = list(_missing(_NAMED.sub("", rest), _name(arguments), entered))
-    for name, words in _NAMED.findall(rest):
-        unknown += _missing(words, name, set())
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    names = (name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS)
+    unknown = _missing(_NAMED.sub("", rest), next(names, ""), entered)
+    for name, text in _NAMED.findall(rest):
+        unknown += _missing(text, name, set())
     return unknown
 
 
-def _name(arguments: Sequence[str]) -> str:
-    """Return the command at the beginning of the arguments."""
-    words = [argument for argument in arguments if not argument.startswith("-")]
-    return next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), "")
-
-
-def _missing(text: str, command: str, entered: set[str]) -> Iterator[str]:
-    known = set(_flags(command))
-    yield from (flag for flag in _FLAG.findall(text) if flag not in known | entered)
-
-
-def _flags(command: str) -> Iterator[str]:
+def _missing(text: str, command: str, entered: set[str]) -> list[str]:
     parser = _parser()
-    for word in command.split():
-        subcommands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-        parser = subcommands.choices[word]
-    yield from parser._option_string_actions
+    known = {*parser.commands.get(command, parser).flags, *entered}
+    return [flag for flag in _FLAG.findall(text) if flag not in known]
 
 
 def change_flags(words: Sequence[object], *changes: object) -> list[object]:

@@ -41,7 +41,7 @@ class Fault:
     """A fault of the server, with a message (``text``) or a body that breaks the protocol.
 
     Status 0 drops the connection. ``without_end`` is sent every ``pause`` seconds instead of a
-    body, or within the headers.
+    body.
     """
 
     status: int = 500
@@ -51,7 +51,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     without_end: bytes = b""
     pause: float = 0
-    in_headers: bool = False
 
 
 def question_texts(body):
@@ -127,8 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(fault.status, {"error": {"message": fault.text}}, fault.headers)
 
     def _say(self, status, value, headers=MappingProxyType({})):
-        json_headers = {"Content-Type": "application/json", **headers}
-        self._send(status, json.dumps(value).encode(), json_headers)
+        self._send(status, json.dumps(value).encode(), {**JSON_HEADERS, **headers})
 
     def _send(self, status, data, headers):
         self.send_response(status)
@@ -139,8 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_without_end(self, fault):
         self.close_connection = True
-        end = b"" if fault.in_headers else b"no\r\n\r\n"
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nX-Long: " + end)
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
         while not self.server.ended.wait(fault.pause):
             self.wfile.write(fault.without_end)
 
