@@ -227,23 +227,12 @@ def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     return {**keywords, "type": kind if kind in (int, float, Path) and not spec.parse else str}
 
 
-def _check_unset(
-    action: argparse.Action,
-    parser: argparse.ArgumentParser,
-    namespace: argparse.Namespace,
-    flag: str | None,
-) -> None:
-    """Raise a UserError if an option has a value already, of which argparse would keep the last.
-
-    An option has a value other than its default in the namespace only if it was given.
-    """
-    default = parser.get_default(action.dest)
-    if getattr(namespace, action.dest, default) is not default:
-        parser.error(f"{flag} is given twice, but it takes one value. Give it once.")
-
-
 class _StoreOnce(argparse.Action):
-    """Stores the value of an option that may be given once, or ``const`` for a plain flag."""
+    """Stores the value of an option that may be given once, or ``const`` for a plain flag.
+
+    argparse would keep the last of several values. An option has a value other than its default in
+    the namespace only if it was given.
+    """
 
     def __call__(
         self,
@@ -252,22 +241,18 @@ class _StoreOnce(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        _check_unset(self, parser, namespace, option_string)
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+        default = parser.get_default(self.dest)
+        if getattr(namespace, self.dest, default) is not default:
+            parser.error(f"{option_string} is given twice, but it takes one value. Give it once.")
+        if isinstance(self, argparse.BooleanOptionalAction):
+            values = not str(option_string).startswith("--no-")
+        elif self.nargs == 0:
+            values = self.const
+        setattr(namespace, self.dest, values)
 
 
-class _StoreBooleanOnce(argparse.BooleanOptionalAction):
+class _StoreBooleanOnce(_StoreOnce, argparse.BooleanOptionalAction):
     """Stores True for ``--x`` and False for ``--no-x``, of which one may be given once."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        _check_unset(self, parser, namespace, option_string)
-        super().__call__(parser, namespace, values, option_string)
 
 
 def create_command(cls: type[C], arguments: Mapping[str, Any]) -> C:
