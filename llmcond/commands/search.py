@@ -28,7 +28,7 @@ from llmcond.options.texts import IndexOptions
 from llmcond.serving.settings import ServedSource, ServerSettings
 
 if TYPE_CHECKING:
-    from llmcond.search import Hits, Index
+    from llmcond.search import Hits
     from llmcond.serving.server import ServeResult
     from llmcond.workflows.index import IndexResult
 
@@ -151,7 +151,10 @@ class Search(ConditionOptions, DeviceOption, Command):
         if self.explain and hits.rows:
             _report_unconditional_scores(hits)
         if self.check and self.rerank is None:
-            _report_checks(index, hits)
+            for condition in [text for text in hits.conditions if text not in hits.guides]:
+                check = index.check(condition)
+                if check is not None and check.expected is not None:
+                    log.info(f"{condition_text(condition)}: {check.sentence()}")
         return hits
 
     def show(self, result: Hits, form: str) -> None:
@@ -177,14 +180,6 @@ class Search(ConditionOptions, DeviceOption, Command):
             rows.append(row | columns | text_id)
         if rows:
             Table.of_rows(rows).print(form)
-
-
-def _report_checks(index: Index, hits: Hits) -> None:
-    """Log the check of each condition without a guide."""
-    for condition in hits.conditions:
-        check = None if condition in hits.guides else index.check(condition)
-        if check is not None and check.expected is not None:
-            log.info(f"{condition_text(condition)}: {check.sentence()}")
 
 
 def _report_unconditional_scores(hits: Hits) -> None:
@@ -214,7 +209,8 @@ class Serve(GuideOption, EmbedderOptions, TruncateOption, RangesOption, ServerSe
     index: str | Path | None = option(
         None,
         metavar="DIR",
-        help="index to search, written by `llmcond index`; the server uses the model of the index",
+        conflicts="--guide",
+        help="index to search, written by `llmcond index`; the server uses its model and guides",
     )
     condition: str | None = option(
         None,

@@ -28,6 +28,10 @@ from llmcond.options.training import TrialOptions
 
 _RANKING = "ranking (tasks kgc and dialogue)"
 _PLANNING = "planning in a dialogue (task dialogue)"
+_SCORES = (
+    "average, last:L (such as last:2), neighbours, bi, maxsim, weighted, average+bi, average:b1, "
+    "average:b2, bi:b1, bi:both"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +128,9 @@ class DialogueOptions(TiesOption):
     )
     score: Sequence[str] = option(
         (),
-        help="scoring functions: average, last:L (such as last:2), neighbours, bi, maxsim, "
-        "weighted, average+bi, average:b1, average:b2, bi:b1, bi:both; joined: encode all turns as "
-        "one text (default: the one that the head was fitted for, or several for zero-shot). With "
-        "--plan: average, bi (default: average)",
+        help=f"scoring functions: {_SCORES}; joined: encode all turns as one text (default: the "
+        "one that the head was fitted for, or several for zero-shot). With --plan: average, bi "
+        "(default: average)",
     )
     candidates: str | None = option(
         None,
@@ -191,9 +194,7 @@ class ReplyOptions(RunOption, HeadOptions, TextInputOptions):
     )
     score: str | None = option(
         None,
-        help="scoring function: average, last:L (such as last:2), neighbours, bi, maxsim, "
-        "weighted, average+bi, average:b1, average:b2, bi:b1, bi:both (default: the one that the "
-        "head was fitted for)",
+        help=f"scoring function: {_SCORES} (default: the one that the head was fitted for)",
     )
     k: Positive = option(3, flag="-k", metavar="K", help="number of candidates to show")
 

@@ -323,11 +323,6 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 def load_model(served: ServedSource) -> ServedModel:
     """Load the model, and the index if there is one; raises the errors of ``serve``."""
     index, condition, guide = served.index, served.condition, served.guide
-    if guide is not None and index is not None:
-        raise UserError(
-            f"--guide cannot be combined with --index, because an index stores its guides. Add it "
-            f"to the index: llmcond index --out {index} --guide FILE"
-        )
     if index is not None:
         opened_index = _open_index(served, index)
         embedder = opened_index.embedder
