@@ -153,7 +153,7 @@ class _OutputRecord:
         columns: the Arrow schema, in base64, of the source's columns that are kept.
         parts: the parts of the source (see ``SourcePart``).
         ranges: the ranges of int8 and uint8; None: the precision has none.
-        made_by: the names of the model, and the version of llmcond.
+        model: the names of the model, and the version of llmcond.
     """
 
     format: int
@@ -162,7 +162,7 @@ class _OutputRecord:
     columns: str
     parts: Annotated[list[tuple[str, str, Annotated[int, Ge(0)]]], MinLen(1)]
     ranges: list[list[float]] | None = None
-    made_by: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 class UnitResult(NamedTuple):
@@ -267,11 +267,12 @@ class UnitEmbedder:
             index = inputs.index(error.item) // (len(inputs) // len(rows)) % unit.rows
             row = unit.start + index + 1
             raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
-        kept = table.select(columns.keep.names).append_column("sentence", sentences)
+        written = table.select(columns.keep.names).append_column("sentence", sentences)
         if len(job.vectors) == 1:
             text = pa.array([first.text] * unit.rows, pa.string())
-            kept = kept.append_column("condition", table[first.source] if first.source else text)
-        return kept, vectors, encoded
+            cells = table[first.source] if first.source else text
+            written = written.append_column("condition", cells)
+        return written, vectors, encoded
 
 
 def embed_stream(options: EmbedOptions) -> EmbedResult:
@@ -334,7 +335,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         source = {**model.find_arguments, "prompt": model.view.name, **guides_json(model.guides)}
         outcome: dict[str, Any] = {
             "ranges": job.quantizer.ranges,
-            "made_by": {**source, "llmcond": __version__},
+            "model": {**source, "llmcond": __version__},
         }
         output.write_record(as_json(replace(record, **outcome)))
         done = output.find_finished(units)
