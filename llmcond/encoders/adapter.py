@@ -25,7 +25,7 @@ from llmcond.encoders.spec import IGNORED_WEIGHTS
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-#: The weights of a router inside the encoder; see ``llmcond.encoders.routers``.
+#: The weights of a router inside the encoder; see ``llmcond.encoders.torch.csr``.
 ROUTER = "router.safetensors"
 #: The file with the facts that training records about an encoder; see ``EncoderRecord``.
 ENCODER_RECORD = "encoder.json"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "m
 _NO_LIMIT = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointSettings:
     """The contents of a checkpoint's small JSON files; those of missing files are empty.
 
@@ -39,24 +37,15 @@ class CheckpointSettings:
         sentence_transformers: config_sentence_transformers.json.
     """
 
-    config: dict[str, Any]
-    tokenizer: dict[str, Any]
-    modules: list[dict[str, Any]]
-    pooling_config: dict[str, Any]
-    transformer: dict[str, Any]
-    transformer_file: str
-    sentence_transformers: dict[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> CheckpointSettings:
+    def __init__(self, folder: Path) -> None:
         """Read the files of a folder.
 
         Raises:
             UserError: a file cannot be read, or modules.json names a path outside of the folder.
         """
-        modules = read_settings(folder / "modules.json", [])
-        pooling_config = {}
-        for module in modules:
+        self.modules: list[dict[str, Any]] = read_settings(folder / "modules.json", [])
+        self.pooling_config: dict[str, Any] = {}
+        for module in self.modules:
             path = Path(str(module.get("path", "")))
             if path.is_absolute() or ".." in path.parts:
                 raise UserError(
@@ -64,17 +53,17 @@ class CheckpointSettings:
                     "folder."
                 )
             if module_class(module) == "Pooling":
-                pooling_config = read_settings(folder / path / "config.json", {})
+                self.pooling_config = read_settings(folder / path / "config.json", {})
         names = (name for name in TRANSFORMER_SETTINGS if (folder / name).exists())
-        transformer_file = next(names, TRANSFORMER_SETTINGS[0])
-        return cls(
-            config=read_settings(folder / "config.json", {}),
-            tokenizer=read_settings(folder / "tokenizer_config.json", {}),
-            modules=modules,
-            pooling_config=pooling_config,
-            transformer=read_settings(folder / transformer_file, {}),
-            transformer_file=transformer_file,
-            sentence_transformers=read_settings(folder / "config_sentence_transformers.json", {}),
+        self.transformer_file = next(names, TRANSFORMER_SETTINGS[0])
+        self.config, self.tokenizer, self.transformer, self.sentence_transformers = (
+            read_settings(folder / name, {})
+            for name in (
+                "config.json",
+                "tokenizer_config.json",
+                self.transformer_file,
+                "config_sentence_transformers.json",
+            )
         )
 
     @property
@@ -203,7 +192,7 @@ def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
             from its repository, has unsupported modules or an unsupported order of them, or has
             unsupported settings that would change its vectors.
     """
-    settings = CheckpointSettings.read(checkpoint.folder)
+    settings = CheckpointSettings(checkpoint.folder)
     check_numbers(settings.config, checkpoint.name)
     _check_kind(checkpoint, settings)
     if checkpoint.known is None:
@@ -307,7 +296,7 @@ def read_adapter_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     if checkpoint.adapter is None or not (checkpoint.adapter / "modules.json").is_file():
         return {}
-    settings = CheckpointSettings.read(checkpoint.adapter)
+    settings = CheckpointSettings(checkpoint.adapter)
     _check_modules(checkpoint, settings)
     if "Dense" in map(module_class, settings.modules):
         raise UserError(

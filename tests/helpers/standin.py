@@ -415,9 +415,6 @@ class _Dispatch(TorchDispatchMode):
         stand = self._stand
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = [device_of(tensor) for tensor in tensors]
-        device = _as_device(kwargs.get("device"))
-        if device is not None and device.type == "cuda":
-            return self._create(func, args, kwargs, tensors, device)
         gpus = {device for device in devices if device.type == "cuda"}
         on_cpu = [t for t, device in zip(tensors, devices, strict=True) if device.type == "cpu"]
         if on_cpu:
@@ -445,17 +442,6 @@ class _Dispatch(TorchDispatchMode):
             if isinstance(leaf, Tensor) and not any(_storage(leaf) is s for s in cpu_storages):
                 stand.tag(leaf, gpu)
         return output
-
-    def _create(
-        self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], device: torch.device
-    ) -> Tensor:
-        """Create a tensor on a GPU, or copy one there, for C++ code."""
-        with _inside():
-            pin = {"pin_memory": None} if "pin_memory" in kwargs else {}
-            output: Tensor = func(*args, **{**kwargs, **pin, "device": _CPU})
-            if tensors and _storage(output) is _storage(tensors[0]) and device_of(output) != device:
-                output = output.clone()
-        return self._stand.tag(output, device)
 
     def _check_devices(
         self, func: Any, tensors: Sequence[Tensor], devices: Sequence[Any], gpus: set[Any]
@@ -550,8 +536,6 @@ class _Functions(TorchFunctionMode):
         device, dtype, non_blocking, copy = _to_arguments(rest, kwargs)
         origin = device_of(tensor)
         if "meta" in (origin.type, device.type if device else ""):
-            if origin.type == "meta" and device is not None and device.type == "cuda":
-                raise NotImplementedError("Cannot copy out of meta tensor; no data!")
             return _real_to(tensor, device or origin, dtype or tensor.dtype)
         if device is None or device == origin:
             if dtype is None and not copy:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,8 @@ def make_graph(tensors: Tensors, config: Mapping[str, Any]) -> Any:
     """Build an ``openvino.Model`` that computes token states from packed inputs.
 
     The n tokens of all inputs are concatenated without padding. Only attention arranges them as the
-    rows of a rectangle, (b, t). The graph has the inputs of ``PackedInputs``, in their order,
-    without those that are None. Its output is (n, width) float32.
+    rows of a rectangle, (b, t). The graph has the inputs of ``pack_inputs``, in their order. Its
+    output is (n, width) float32.
     """
     layers = _LayerBuilder(tensors, config)
     architecture, op = layers.architecture, layers.op
@@ -130,41 +130,22 @@ class _LayerBuilder:
         return self.op.transpose(x, np.array([0, 2, 1, 3]))
 
 
-class PackedInputs(NamedTuple):
-    """The inputs of a graph for a batch of b inputs with n tokens in total.
-
-    Attributes:
-        ids: Token ids, (n,) int64.
-        positions: Position of each token in its input, (n,) int64.
-        types: 1 in the second half of a pair and 0 elsewhere, (n,) int64; None if the architecture
-            has no token types.
-        rectangle: Index of the token at each place of the rectangle, (b, t) int64; any index for
-            padding.
-        packed: Index of each token in the flattened rectangle, (n,) int64.
-        mask: 0 for tokens and a large negative number for padding, (b, t) float32.
-        buckets: See ``relative_buckets``, (t, t) int64; None if the architecture has no such bias.
-    """
-
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    types: NDArray[np.int64] | None
-    rectangle: NDArray[np.int64]
-    packed: NDArray[np.int64]
-    mask: NDArray[np.float32]
-    buckets: NDArray[np.int64] | None
-
-    @property
-    def arrays(self) -> list[NDArray[Any]]:
-        """The inputs that are not None, in the order of the graph's parameters."""
-        return [part for part in self if part is not None]
-
-
-def pack_inputs(rows: Sequence[Tokens], config: Mapping[str, Any]) -> PackedInputs:
-    """Create the inputs of the graph for a batch.
+def pack_inputs(rows: Sequence[Tokens], config: Mapping[str, Any]) -> list[NDArray[Any]]:
+    """Create the inputs of the graph for a batch of b inputs with n tokens in total.
 
     The rows of attention are padded to a multiple of ``STEP`` tokens. Attention weights are then
     summed in the same order whatever the length of the rectangle, so a vector does not depend on
     the other inputs of its batch.
+
+    Returns:
+        - Token ids, (n,) int64.
+        - Position of each token in its input, (n,) int64.
+        - 1 in the second half of a pair and 0 elsewhere, (n,) int64, if the architecture has token
+          types.
+        - Index of the token at each place of the rectangle, (b, t) int64; any index for padding.
+        - Index of each token in the flattened rectangle, (n,) int64.
+        - 0 for tokens and a large negative number for padding, (b, t) float32.
+        - ``relative_buckets``, (t, t) int64, if the architecture has such a bias.
     """
     architecture = ARCHITECTURES[config["model_type"]]
     lengths = np.array([len(row.ids) for row in rows])
@@ -176,18 +157,17 @@ def pack_inputs(rows: Sequence[Tokens], config: Mapping[str, Any]) -> PackedInpu
         counted = np.zeros(real.shape, dtype=np.int64)
         counted[real] = ids != architecture.padding
         positions = (counted.cumsum(axis=1) * counted)[real] + architecture.padding
-    types = buckets = None
-    if architecture.relative:
-        buckets = relative_buckets(
-            len(offsets), int(config.get("relative_attention_num_buckets", 32))
-        )
+    rectangle, packed = np.where(real, starts[:, None] + offsets, 0), np.flatnonzero(real)
+    mask = np.where(real, 0, _MASKED).astype(np.float32)
+    inputs = [ids, positions, rectangle, packed, mask]
     if architecture.typed:
         typed = int(config.get("type_vocab_size", 2)) > 1
         second = np.array([row.second for row in rows])
-        types = ((offsets >= second[:, None])[real] & typed).astype(np.int64)
-    rectangle, packed = np.where(real, starts[:, None] + offsets, 0), np.flatnonzero(real)
-    mask = np.where(real, 0, _MASKED).astype(np.float32)
-    return PackedInputs(ids, positions, types, rectangle, packed, mask, buckets)
+        inputs.insert(2, ((offsets >= second[:, None])[real] & typed).astype(np.int64))
+    if architecture.relative:
+        n_buckets = int(config.get("relative_attention_num_buckets", 32))
+        inputs.append(relative_buckets(len(offsets), n_buckets))
+    return inputs
 
 
 def relative_buckets(length: int, n_buckets: int) -> NDArray[np.int64]:
@@ -305,7 +285,7 @@ class OpenVinoEngine:
         }
         self._threads = threading.local()
         self.budget = resolved.options.max_tokens_per_batch or _BATCH_TOKENS
-        self.dim = len(self._dense[-1].weight) if self._dense else width
+        self.dim = len(self._dense[-1][0]) if self._dense else width
         try:
             self._network = compile_network(tensors, config, settings)
             # On CPUs without AVX, the network can be compiled, but fails at its first run.
@@ -328,7 +308,7 @@ class OpenVinoEngine:
         lengths = [len(row.ids) for row in rows]
         waiting = deque(plan_packed(lengths, self.budget, self.streams))
         # A running batch is kept with its inputs, because OpenVINO does not copy them.
-        idle, running = self._idle_requests(), deque[tuple[list[int], PackedInputs, Any]]()
+        idle, running = self._idle_requests(), deque[tuple[list[int], list[NDArray[Any]], Any]]()
         try:
             while waiting or running:
                 if waiting and idle:
@@ -336,7 +316,7 @@ class OpenVinoEngine:
                     batch = waiting.popleft()
                     inputs = pack_inputs([rows[index] for index in batch], self._config)
                     running.append((batch, inputs, idle.pop()))
-                    running[-1][2].start_async(inputs.arrays, share_inputs=True)
+                    running[-1][2].start_async(inputs, share_inputs=True)
                     continue
                 batch, _, request = running.popleft()
                 try:
@@ -363,11 +343,11 @@ class OpenVinoEngine:
 
     def finish_states(self, states: Vectors) -> Vectors:
         """Turn states that left the pooling, (n, width), into vectors of inputs, (n, dim)."""
-        for layer in self._dense:
-            states = states @ layer.weight.T
-            if layer.bias is not None:
-                states = states + layer.bias
-            states = _ACTIVATIONS[layer.activation](states)
+        for weight, bias, activation in self._dense:
+            states = states @ weight.T
+            if bias is not None:
+                states = states + bias
+            states = _ACTIVATIONS[activation](states)
         return _normalize(states) if self._identity.normalize else states
 
     def _idle_requests(self) -> list[Any]:

@@ -40,21 +40,12 @@ class CannotRunError(Exception):
     """OpenVINO cannot run an encoder. The message says why; PyTorch may be able to run it."""
 
 
-class DenseWeights(NamedTuple):
-    """A dense layer of sentence-transformers behind the pooling: activation(x W^T + b).
-
-    Attributes:
-        weight: W, (output size, input size).
-        bias: b, (output size,), or None.
-        activation: Name of the activation in torch.nn.
-    """
-
-    weight: NDArray[np.float32]
-    bias: NDArray[np.float32] | None
-    activation: str
+#: A dense layer of sentence-transformers behind the pooling, activation(x W^T + b): W, (output
+#: size, input size); b, (output size,), or None; and the name of the activation in torch.nn.
+DenseLayer = tuple[NDArray[np.float32], NDArray[np.float32] | None, str]
 
 
-def read_dense(checkpoint: Checkpoint, width: int) -> list[DenseWeights]:
+def read_dense(checkpoint: Checkpoint, width: int) -> list[DenseLayer]:
     """Read the dense layers behind the pooling; often there are none.
 
     ``width`` is the size of pooled vectors.
@@ -63,7 +54,7 @@ def read_dense(checkpoint: Checkpoint, width: int) -> list[DenseWeights]:
         UserError: As in ``check_dense``.
         LlmcondError: If weights cannot be read, or are not those of a dense layer.
     """
-    layers = []
+    layers: list[DenseLayer] = []
     for name, activation in check_dense(checkpoint).items():
         try:
             with ExitStack() as stack:
@@ -79,7 +70,7 @@ def read_dense(checkpoint: Checkpoint, width: int) -> list[DenseWeights]:
                 f"model.safetensors, the only supported format: {first_line(error)}"
             ) from error
         width = len(weight)
-        layers.append(DenseWeights(weight, bias, activation))
+        layers.append((weight, bias, activation))
     return layers
 
 
