@@ -90,26 +90,20 @@ class FittedResult(Displayed):
     seed: int
     dim_in: int
     dim: int
-    counts: Mapping[str, int]
-    record: Mapping[str, Any]
-    metrics: Mapping[str, Estimate]
-    seconds: float
-    held_out: Mapping[str, Estimate] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(metadata={"json": ""})
+    record: Mapping[str, Any] = field(metadata={"json": ""})
+    metrics: Mapping[str, Estimate] = field(metadata={"json": ""})
+    seconds: float = field(metadata={"digits": 3})
+    held_out: Mapping[str, Estimate] = field(default_factory=dict, metadata={"json": ""})
 
     @override
     def to_json(self) -> dict[str, Any]:
-        names = ("name", "head", "prompt", "subtract", "seed", "dim_in", "dim")
         return {
-            **{name: getattr(self, name) for name in names},
-            "folder": str(self.folder),
+            **super().to_json(),
             **self.counts,
             **{key: value for key, value in self.record.items() if key != "curve"},
-            **{
-                f"dev_{name}": finite_or_none(estimate.value)
-                for name, estimate in self.metrics.items()
-            },
+            **{f"dev_{name}": finite_or_none(e.value) for name, e in self.metrics.items()},
             **estimates_json({f"held_out_{name}": e for name, e in self.held_out.items()}),
-            "seconds": round(self.seconds, 3),
         }
 
 
