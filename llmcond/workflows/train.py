@@ -66,6 +66,7 @@ from llmcond.runs.trials import size_recipe
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import check_prompts, check_router_used, read_data
 from llmcond.workflows.train_job import (
+    Teacher,
     TrainedHead,
     TrainingJob,
     find_teacher,
@@ -103,15 +104,22 @@ def check_rated_dataset(dataset: Dataset) -> None:
         )
 
 
-def plan_stage(options: StageSettings, dataset: Dataset) -> StageSettings | None:
+def plan_stage(
+    options: TrainLoraOptions | TrainCrossOptions,
+    dataset: Dataset,
+    resolved: ResolvedEncoder,
+    teacher: Teacher | None = None,
+) -> StageSettings | None:
     """Return the settings of the last stage, checked before any training; None: there is none.
 
     Raises:
-        UserError: dev has no rated rows, or fewer sentence pairs than folds, or there is one fold.
+        UserError: dev has no rated rows, or fewer sentence pairs than folds, or there is one fold;
+            or there are folds, and the encoder or the teacher was trained on dev.
     """
-    if options.then is None:
+    stage = options.select(StageSettings)
+    if stage.then is None:
         return None
-    if options.folds == 1:
+    if stage.folds == 1:
         raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
     dev = dataset.splits.get("dev")
     if dev is None or not dev.rated.any():
@@ -119,32 +127,16 @@ def plan_stage(options: StageSettings, dataset: Dataset) -> StageSettings | None
             f"{dataset.source} has no rated rows in dev to train on. Leave out --then, or add a "
             "dev file."
         )
-    check_fold_count(dev.take(dev.rated), options.folds)
-    return options
-
-
-def check_folds(
-    stage: StageSettings | None,
-    model: str,
-    resolved: ResolvedEncoder,
-    dataset: Dataset,
-    *others: str,
-) -> None:
-    """Raise a UserError for folds of dev if the encoder or another model was trained on dev.
-
-    Args:
-        stage: the last stage; None: there is none.
-        model: the name of the encoder.
-        resolved: the encoder.
-        dataset: the dataset with the dev rows.
-        others: the names of other models, such as a teacher, that were trained on dev.
-    """
-    sources = [model] if resolved.checkpoint.dev_digest == dataset.digest else []
-    if stage is not None and stage.folds and (sources or others):
+    check_fold_count(dev.take(dev.rated), stage.folds)
+    trained_on_dev = [options.model] if resolved.checkpoint.dev_digest == dataset.digest else []
+    if teacher is not None and teacher.was_trained_on_dev(dataset):
+        trained_on_dev.append(f"the teacher {teacher.run.folder}")
+    if stage.folds and trained_on_dev:
         raise UserError(
-            f"{[*sources, *others][0]} was trained on dev, so folds of dev would measure nothing. "
+            f"{trained_on_dev[0]} was trained on dev, so folds of dev would measure nothing. "
             "Leave out --folds."
         )
+    return stage
 
 
 def score_predictor(
@@ -226,14 +218,11 @@ def plan_training(
         check_rated_dataset(dataset)
     else:
         task.check_training(recipe, dataset)
-    stage = plan_stage(options.select(StageSettings), dataset)
     teacher = find_teacher(options.teacher, options.teacher_rows, dataset)
     aspects = None if options.aspects is None else options.select(AspectSettings)
     samples = [] if aspects is None else read_aspect_datasets(Path(str(aspects.aspects)))
     resolved = resolve_trainable(options, options.encoder_options(), settings)
-    teacher_knows_dev = teacher is not None and teacher.was_trained_on_dev(dataset)
-    sources = [f"the teacher {options.teacher}"] if teacher_knows_dev else []
-    check_folds(stage, options.model, resolved, dataset, *sources)
+    stage = plan_stage(options, dataset, resolved, teacher)
     names = {"separate": ["separate"], "both": [resolved.joint_prompt, "separate"]}
     names["alone"] = [str(task.prompt)]
     prompts = prompts or [
@@ -476,11 +465,10 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
         )
     dataset = read_data(task, options.data_options())
     check_rated_dataset(dataset)
-    stage = plan_stage(options.select(StageSettings), dataset)
     # A linear layer also reads the length of a vector, so vectors keep theirs by default.
     encoder_options = replace(options.encoder_options(), normalize=bool(options.normalize))
     resolved = resolve_trainable(options, encoder_options, settings)
-    check_folds(stage, options.model, resolved, dataset)
+    stage = plan_stage(options, dataset, resolved)
     if resolved.identity.routes_inside:
         raise UserError(
             "a cross-encoder reads the condition as a part of its input, so a router would have no "
