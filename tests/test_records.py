@@ -127,7 +127,14 @@ class Outer:
 VALID_VALUES = {"rate": 0.5, "inner": {"width": 4}}
 
 
+@dataclass(frozen=True)
+class _Unreadable:
+    folder: Path
+
+
 def test_valid_values_become_nested_dataclasses_with_defaults():
+    with pytest.raises(UserError, match="'folder' is 'a': a file cannot have values of the type"):
+        build(_Unreadable, {"folder": "a"}, "x.toml")
     assert build(Outer, VALID_VALUES, "x.toml") == Outer(0.5, Inner(4, ""), 3)
     assert build(Outer, {**VALID_VALUES, "rate": 2}, "x.toml").rate == 2.0
 

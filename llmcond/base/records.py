@@ -188,6 +188,8 @@ def _read(value: Any, hint: Any, key: str, *, strict: bool) -> Any:
 def _read_value(value: Any, hint: Any, key: str, *, strict: bool) -> Any:
     """Return a text, a number, a truth value, a list or an object without fields."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind not in _TYPES:  # in a user's own settings
+        raise _invalid(key, value, f"a file cannot have values of the type {hint}")
     accepted, expected = _TYPES[kind]
     largest = sys.float_info.max
     if (
