@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache, partial
@@ -119,23 +119,21 @@ def order_inputs(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> 
     return [distinct[index] for index in plan_inputs(distinct, by_prefix=by_prefix)]
 
 
-#: The text of each router, with the texts of the routing unit that it is computed in.
-_UnitsByRouter = Mapping[str, tuple[str, ...]]
+#: The texts of the routers that are computed together.
+_RoutingUnit = tuple[str, ...]
 
 
 class EncodingPart(NamedTuple):
-    """Inputs that are encoded and committed together, and the routers of their window."""
+    """Inputs that are encoded and committed together, and the routing units of their window."""
 
     inputs: list[EncoderInput]
-    units: _UnitsByRouter
+    units: Sequence[_RoutingUnit]
 
     def missing_from(self, store: FeatureStore) -> EncodingPart:
-        """Return the inputs that a store lacks, with the routers that they need."""
+        """Return the inputs that a store lacks, with the routing units that they need."""
         inputs = [self.inputs[i] for i in store.missing(self.inputs)]
-        texts = (item.router.text if item.router else item.text for item in inputs)
-        return EncodingPart(
-            inputs, {text: self.units[text] for text in texts if text in self.units}
-        )
+        texts = {item.router.text if item.router else item.text for item in inputs}
+        return EncodingPart(inputs, [u for u in self.units if not texts.isdisjoint(u)])
 
 
 class PartEncoder:
@@ -143,7 +141,7 @@ class PartEncoder:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder, self._lock = encoder, threading.Lock()
-        self._queries: dict[tuple[str, ...], RouterQueries] = {}
+        self._queries: dict[_RoutingUnit, RouterQueries] = {}
 
     def encode(self, part: EncodingPart) -> Encoded:
         """Return the vectors of a part, which may not be finite; see ``check_storable``."""
@@ -156,7 +154,7 @@ class PartEncoder:
                 raise
             return error.encoded
 
-    def _find_queries(self, units: _UnitsByRouter) -> RouterQueries:
+    def _find_queries(self, units: Sequence[_RoutingUnit]) -> RouterQueries:
         """Return the queries of routers. A unit is computed by the first thread that needs it."""
         queries: dict[str, RouterQuery] = {}
         with self._lock:
@@ -164,10 +162,10 @@ class PartEncoder:
             # routers.
             if sum(map(len, self._queries)) > max(_MAX_ROUTERS, WINDOW):
                 self._queries = {}
-            for texts in dict.fromkeys(units.values()):
-                if texts not in self._queries:
-                    self._queries[texts] = self._encoder.queries(texts)
-                queries |= self._queries[texts]
+            for unit in units:
+                if unit not in self._queries:
+                    self._queries[unit] = self._encoder.queries(unit)
+                queries |= self._queries[unit]
         return queries
 
 
@@ -186,7 +184,7 @@ class EncodingPlan:
 
     def __post_init__(self) -> None:
         self._seen = KeyIndex()
-        self._units: dict[str, tuple[str, ...]] = {}
+        self._units: dict[str, _RoutingUnit] = {}
         #: A mask of the store's rows that were requested, and the requested inputs without a row.
         self._is_requested = np.zeros(0, dtype=np.bool_)
         self._pending: list[EncoderInput] = []
@@ -198,7 +196,7 @@ class EncodingPlan:
         """
         for window in iterate_windows(self.inputs, self.window):
             ordered = order_inputs(select_unseen(window, self._seen), by_prefix=self.by_prefix)
-            routers = self._find_units(ordered)
+            units = self._find_units(ordered)
             self._record_requests(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
             absent[self.store.missing(ordered)] = True
@@ -207,9 +205,9 @@ class EncodingPlan:
             size = max(1, self.chunk // concurrency())
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
-                    yield EncodingPart(ordered[start : start + size], routers)
+                    yield EncodingPart(ordered[start : start + size], units)
 
-    def _find_units(self, window: Sequence[EncoderInput]) -> _UnitsByRouter:
+    def _find_units(self, window: Sequence[EncoderInput]) -> list[_RoutingUnit]:
         """Return the routing units of a window's routers; later windows reuse them.
 
         Units depend on the windows only, and not on what is stored. So a resumed extraction
@@ -224,7 +222,7 @@ class EncodingPlan:
         for start in range(0, len(new), _UNIT_SIZE):
             unit = tuple(new[start : start + _UNIT_SIZE])
             self._units |= dict.fromkeys(unit, unit)
-        return {text: self._units[text] for text in texts}
+        return list(dict.fromkeys(self._units[text] for text in texts))
 
     def counts(self) -> tuple[int, int]:
         """Return the number of distinct inputs, and how many of them were truncated."""
