@@ -297,7 +297,10 @@ def test_embeddings_equal_features_at_start(name):
     torch.testing.assert_close(module.candidate(x), x[:, :D], rtol=0, atol=1e-5)
 
 
-def test_neighbour_means_exclude_other_end():
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_neighbour_means_exclude_other_end(on_disk, monkeypatch):
+    if on_disk:
+        monkeypatch.setattr("llmcond.heads.fitted._DENSE_BYTES", 0)
     arrays = make_arrays()
     head, _, tail = arrays.triples.astype(np.int64).T
     means = arrays.read_entities(head, neighbours=True, drop=tail).numpy()[:, D:]
