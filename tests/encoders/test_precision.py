@@ -10,7 +10,7 @@ from llmcond.base.errors import LlmcondError, UserError
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.openvino import support
-from llmcond.encoders.settings import _log_emulated
+from llmcond.encoders.resolve import _log_emulated
 from llmcond.runs.open import open_run
 
 pytestmark = pytest.mark.processor
