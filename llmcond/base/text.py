@@ -381,6 +381,8 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+#: Encodings that users give files without a byte order mark.
+_UNMARKED = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
 #: First bytes of files that are not text, with what they are and what to do.
 _BINARY = (
     (b"\x1f\x8b", "is compressed with gzip. Give it a name that ends in .gz, or decompress it"),
@@ -550,10 +552,17 @@ def _guess_unmarked(start: bytes) -> str | None:
     Their text has NUL in its ASCII characters, and other control characters in Cyrillic and Arabic
     letters; a text in UTF-8 may contain a few by mistake.
     """
-    is_control = [byte < 32 and byte not in b"\t\n\r" for byte in start]
-    if b"\0" not in start or (4 * sum(is_control) < len(start) and _is_utf_8(start)):
+    n_controls = sum(start.count(byte) for byte in range(32) if byte not in b"\t\n\r")
+    if b"\0" not in start or (4 * n_controls < len(start) and _is_utf_8(start)):
         return None
-    order = "le" if sum(is_control[1::2]) > sum(is_control[::2]) else "be"
-    # Two of the four bytes of nearly every character are NUL in UTF-32.
-    is_32 = any(not any(start[i::4]) and not any(start[i + 1 :: 4]) for i in (0, 2))
-    return f"utf-{32 if is_32 else 16}-{order}"
+    is_complete, plausible = len(start) < _START_BYTES, list[tuple[int, str, str]]()
+    for encoding in _UNMARKED:
+        try:
+            text = codecs.getincrementaldecoder(encoding)().decode(start, final=is_complete)
+        except UnicodeError:
+            continue
+        if all(c in "\t\n\r" or unicodedata.category(c) not in ("Cc", "Cn", "Co") for c in text):
+            plausible.append((sum(map(str.isascii, text)), encoding, text))
+    _, best, text = max(plausible, key=lambda each: each[0], default=(0, None, ""))
+    # Stray NULs in another encoding do not make its line feeds two bytes long.
+    return best if 2 * text.count("\n") >= start.count(b"\n") else None

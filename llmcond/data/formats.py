@@ -322,7 +322,7 @@ _QUOTED = re.compile(r'"((?:[^"]|"")*)"')
 
 def _iterate_tsv(lines: _NumberedLines, name: str, delimiter: str) -> _NumberedRows:
     """Yield the fields of each line with its number."""
-    n_columns = 0
+    n_columns = opened = closed = 0
     for number, line in lines:
         content = line.rstrip("\r\n")
         if not content:
@@ -332,13 +332,20 @@ def _iterate_tsv(lines: _NumberedLines, name: str, delimiter: str) -> _NumberedR
         if n_columns and len(fields) != n_columns and '"' in content:
             fields = _split_quoted(content, delimiter, n_columns) or fields
         n_columns = n_columns or len(fields)
-        matches = [_QUOTED.fullmatch(field) for field in fields]
-        yield (
-            number,
-            [
-                match[1].replace('""', '"') if match else field
-                for field, match in zip(fields, matches, strict=True)
-            ],
+        for i, field in enumerate(fields):
+            if match := _QUOTED.fullmatch(field):
+                fields[i] = match[1].replace('""', '"')
+            elif field.count('"') % 2 and not closed:
+                if field[0] == '"' and not opened:
+                    opened = number
+                elif field[-1] == '"' and opened:
+                    closed = number
+        yield number, fields
+    if closed:
+        log.info(
+            f"{name} lines {opened} to {closed}: a quotation mark opens in one line and closes in "
+            "another, but in a .tsv every line is a row; if a text has line breaks, save the file "
+            "as .csv or .jsonl"
         )
 
 

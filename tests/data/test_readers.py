@@ -350,6 +350,10 @@ def test_file_is_rejected_in_one_line(tmp_path: Path):
         ("a.csv", lines("id,text", '2,"b', "3,c"), {}, ["a.csv line 2", "before it is closed"]),
         ("a.txt", b"a\n\nb\n", {}, ["line 2 of a.txt: text is empty", "--skip-empty"]),
         ("a.csv", "text\nhi\n".encode("utf-16-le"), {}, ["a.csv seems", "--encoding utf-16-le"]),
+        # A space in Chinese, which is a control byte in both halves of UTF-16.
+        ("a.txt", "你好 世界\n另一行\n".encode("utf-16-le"), {}, ["--encoding utf-16-le"]),
+        ("a.txt", "😀\n".encode("utf-32-le"), {}, ["--encoding utf-32-le"]),
+        ("a.txt", "caf\xe9\0\nol\xe9\n".encode("cp1252"), {}, ["is not UTF-8", "cp1252"]),
         ("a.csv", b"text\n\x93hi\x94\n", {}, ["0x93 in line 2", "Windows-1252", "cp1252"]),
         ("a.txt", "こんにちは世界\n".encode("shift_jis"), {}, ["in line 1", "--encoding"]),
         ("a.txt", "é\n".encode() + b"\xe9\n", {}, ["0xe9 in line 2", "Earlier lines are UTF-8"]),
@@ -369,15 +373,22 @@ def test_file_is_rejected_in_one_line(tmp_path: Path):
 def test_what_may_be_wrong_is_reported_in_one_line(tmp_path: Path, caplog):
     caplog.set_level("INFO", "llmcond")
     unpaired = ('1,"Stop it, she said.', "2,fine", "3,ok", '4,he went home."', "5,bye")
-    for content, skip_empty, n, words in (
-        (lines("id,text", *unpaired), False, 2, ["a.csv lines 2 to 5", "look like rows"]),
-        (b"id,text\n1,a\n2,\n3,\n", True, 1, ["left out 2 of 3, .* empty: data rows 2, 3"]),
+    for name, content, skip_empty, n, words in (
+        ("a.csv", lines("id,text", *unpaired), False, 2, ["a.csv lines 2 to 5", "look like rows"]),
+        ("a.tsv", lines("text", '"one', 'two"'), False, 2, ["a.tsv lines 2 to 3: .* every line"]),
+        (
+            "a.csv",
+            b"id,text\n1,a\n2,\n3,\n",
+            True,
+            1,
+            ["left out 2 of 3, .* empty: data rows 2, 3"],
+        ),
         # Texts with commas on several lines are not suspected.
-        (lines("id,text", '1,"Dear all', "please call", 'Bye"'), False, 1, []),
+        ("a.csv", lines("id,text", '1,"Dear all', "please call", 'Bye"'), False, 1, []),
     ):
         caplog.clear()
-        (tmp_path / "a.csv").write_bytes(content)
-        assert len(read(str(tmp_path / "a.csv"), ReadOptions(skip_empty=skip_empty))) == n
+        (tmp_path / name).write_bytes(content)
+        assert len(read(str(tmp_path / name), ReadOptions(skip_empty=skip_empty))) == n
         assert len(caplog.messages) == bool(words)
         assert all(re.search(word, caplog.messages[0]) for word in words)
 
