@@ -207,8 +207,9 @@ def _choose_default_prompt(resolved: ResolvedEncoder) -> Prompt:
     if not checkpoint.recorded_settings:
         return load_prompt(resolved.default_prompt)
     trained = read_trained_prompts(folder or checkpoint.folder)
-    for name in set(trained).intersection(bundled_names("prompts")):
-        if (prompt := load_prompt(name)).digest == trained[name]:
+    available = bundled_names("prompts")
+    for name, digest in trained.items():
+        if name in available and (prompt := load_prompt(name)).digest == digest:
             return prompt
     if trained:
         log.info(
