@@ -306,7 +306,10 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         **model.identity,
         "source": texts.name,
         "sentence": sentence_column,
-        "conditions": [asdict(column) for column in columns],
+        "conditions": [
+            {name: value for name, value in asdict(column).items() if name != "name" and value}
+            for column in columns
+        ],
         "keep": list(keep),
         "precision": None if options.precision == "float32" else options.precision,
     }

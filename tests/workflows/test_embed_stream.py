@@ -330,14 +330,17 @@ def test_started_output_rejects_other_options(capsys, embed, fitted):
     for options, expected in (
         (("--head", "none"), "started with another head"),
         (("--precision", "binary"), "another precision None, not 'binary'"),
-        (("--values", "a, b"), "'values': None}], not [{'name': 'embedding', 'source': 'topic'"),
+        (
+            ("--values", "a, b"),
+            "another conditions [{'source': 'topic'}], not [{'source': 'topic', 'values': ['a',",
+        ),
     ):
         line = embed("out", *options, command=run_rejected)
         assert line.startswith("out was started with")
         assert expected in line
     command = ("embed", "src", "--out", "out", "--run", fitted, "--text", "text")
     line = run_rejected(capsys, *command, "--condition-text", "the mood")
-    assert "'source': None, 'text': 'the mood'" in line
+    assert "another conditions [{'source': 'topic'}], not [{'text': 'the mood'}]" in line
     assert read_output("out").equals(before)
 
 
