@@ -155,7 +155,7 @@ class Output(ABC):
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Write the settings that the embeddings are made with."""
-        self._write_file(RECORD_NAME, json.dumps(record).encode())
+        self._write_file(RECORD_NAME, json.dumps(record, indent=2).encode())
 
     def _write_file(self, name: str, content: Any) -> None:
         """Write a file of the folder, completely or not at all."""

@@ -281,7 +281,8 @@ class ConditionViews:
             segments = self._open_segments(folder, record)
             for other in segments:  # another process may have added rows in the meantime
                 new = np.isin(segment.numbers, other.numbers, invert=True)
-                segment = VectorSegment(segment.numbers[new], segment.vectors[new])
+                if not new.all():  # the copy of a large segment takes memory
+                    segment = VectorSegment(segment.numbers[new], segment.vectors[new])
             if not len(segment.numbers):
                 return self.read(condition, guide)
             form: dict[str, Any] = {}
