@@ -311,9 +311,9 @@ class FeatureStore:
         self._truncated = np.zeros(0, dtype=np.bool_)
         self._only_write = only_write
         newest = self._read_safely(self._location.newest)
-        description = (newest.schema.metadata or {}).get(_DESCRIPTION) if newest else None
-        if description is not None:
-            check_format(json.loads(description), FORMAT, self._location.name)
+        metadata = None if newest is None else newest.schema.metadata  # the length reads files
+        if metadata and _DESCRIPTION in metadata:
+            check_format(json.loads(metadata[_DESCRIPTION]), FORMAT, self._location.name)
         if only_write:
             self._dataset = newest
         elif newest is not None:
