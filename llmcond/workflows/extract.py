@@ -362,6 +362,10 @@ def check_run(
         )
 
 
+#: Counting more inputs than this takes longer than a few seconds.
+_MANY = 1_000_000
+
+
 def _count_missing(run: Run, prompts: Sequence[Prompt]) -> Sequence[MissingCount]:
     """Log how many inputs to encode, and return the missing inputs of each prompt.
 
@@ -369,6 +373,8 @@ def _count_missing(run: Run, prompts: Sequence[Prompt]) -> Sequence[MissingCount
     """
     store, seen = run.store(), KeyIndex()
     inputs = [run.task.inputs(run.data, prompt) for prompt in prompts]
+    if (size := sum(map(len, inputs))) > _MANY:
+        log.info(f"up to {size:,} inputs; counting those that are not stored yet")
     by_prompt = [count_missing(store, prompt_inputs, WINDOW, seen) for prompt_inputs in inputs]
     missing = merge_counts(by_prompt)
     if not missing.n_missing:
