@@ -555,6 +555,7 @@ def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestErro
         message = f"unknown key {key}. {list_legal_values(str(location[-1]), kind.model_fields)}"
     else:
         detail = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+        detail = detail.replace("greater than or equal to", "at least")
         if reason in _EXPECTED:
             expected = [
                 _EXPECTED[other["type"]]

@@ -168,6 +168,7 @@ INVALID_FIELDS = [
     ("embeddings", {"input": None}, "input", "'input' is null: it should be a text or a list"),
     ("embeddings", {"input": [[1], [2]]}, "input", "input holds token ids"),
     ("embeddings", {"dimensions": 8}, "dimensions", "this model's embeddings have 32"),
+    ("embeddings", {"dimensions": 0}, "dimensions", "'dimensions' is 0: it should be at least 1."),
     ("embeddings", {"values": [["a"], ["b"]]}, "values", "a list of lists; give"),
     (
         "embeddings",
