@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -331,8 +332,11 @@ _DOCUMENTS = {"markdown": "github", "latex": "latex_booktabs"}
 _PROSE_WIDTH = 100
 #: The minimum width of a table that no terminal limits, in characters.
 _MIN_PIPED_WIDTH = 160
-#: The minimum width of a column of text whose lines are longer, in characters.
-_MIN_PROSE_COLUMN = 20
+#: The minimum width of a column of text whose lines are longer, and the length up to which a word
+#: is never cut, in characters.
+_MIN_PROSE_COLUMN, _LONG_WORD = 14, 32
+#: A unit that is not cut. CJK characters count singly, because such texts have no spaces.
+_WORD = re.compile(r"[^\s\u2e80-\uffef]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,15 +363,18 @@ class Column:
         return [escape_control_characters(str(cell)) for cell in self.cells]
 
     @property
-    def least_width(self) -> int:
-        """The smallest useful width, in characters; only columns of text are wrapped."""
+    def widths(self) -> tuple[int, int]:
+        """The smallest useful width and that of all lines, in characters; only text is wrapped."""
         from rich.cells import cell_len
 
         lines = [line for text in self.texts for line in text.splitlines()]
-        longest = max(map(cell_len, lines), default=0)
+        longest = least = max(map(cell_len, lines), default=0)
         if self.kind == "text":
-            longest = min(longest, _MIN_PROSE_COLUMN)
-        return max(longest, *map(cell_len, self.heading.split()), 1)
+            words = (cell_len(word) for line in lines for word in _WORD.findall(line))
+            longest_word = min(max(words, default=0), _LONG_WORD)
+            least = min(longest, max(longest_word, _MIN_PROSE_COLUMN))
+        least = max(least, *map(cell_len, self.heading.split()), 1)
+        return least, max(longest, cell_len(self.heading), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +408,7 @@ class Table:
             kind: Literal["text", "word", "figures"] = "word" if key == "name" else "text"
             if any(cells) and all(map(_is_number, values)):
                 kind = "figures"
+                cells = [cell or "–" for cell in cells]
             columns.append(Column(key.replace("_", " "), cells, kind))
         return cls(columns, note)
 
@@ -443,21 +451,29 @@ class Table:
 
         title = Text(escape_control_characters(self.note)) if self.note else None
         table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        shown = list(self.columns)
+        sizes = [column.widths for column in self.columns]
         # Each column has a space on both sides and a separator before it; the last has one after.
-        while room and len(shown) > 1 and sum(c.least_width + 3 for c in shown) + 1 > room:
-            shown.pop()
-        for column in shown:
+        while room and len(sizes) > 1 and sum(least + 3 for least, _ in sizes) + 1 > room:
+            sizes.pop()
+        shown, widths = self.columns[: len(sizes)], [least for least, _ in sizes]
+        is_narrow = room is not None and sum(most + 3 for _, most in sizes) + 1 > room
+        if room is not None and is_narrow:  # columns of text share the room that is left
+            spare = max(room - sum(widths) - 3 * len(widths) - 1, 0)
+            growth = {i: sizes[i][1] - sizes[i][0] for i, c in enumerate(shown) if c.kind == "text"}
+            for rank, i in enumerate(sorted(growth, key=growth.__getitem__)):
+                added = min(growth[i], spare // (len(growth) - rank))
+                widths[i], spare = widths[i] + added, spare - added
+        for column, width in zip(shown, widths, strict=True):
             table.add_column(
                 Text(escape_control_characters(column.heading)),
                 justify="right" if column.kind == "figures" else "left",
                 overflow="fold",
-                no_wrap=not room and column.kind != "text",
-                width=column.least_width if room and column.kind != "text" else None,
+                no_wrap=not is_narrow and column.kind != "text",
+                width=width if is_narrow else None,
             )
         for row in zip(*(column.texts for column in shown), strict=True):
             table.add_row(*map(Text, row))
-        return table, [column.heading for column in self.columns[len(shown) :]]
+        return table, [column.heading for column in self.columns[len(sizes) :]]
 
     def document(self, form: str) -> str:
         """Return the table as Markdown, LaTeX or HTML, with its note above it."""
