@@ -494,7 +494,7 @@ def most_changed(
 
 
 def _check_finite(values: NDArray[np.floating], name: str) -> None:
-    bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    bad = ~np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
     if bad.any():
         raise UserError(
             f"{bad.sum():,} of {len(values):,} {name} are NaN or infinite, the first at position "

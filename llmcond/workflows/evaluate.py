@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -259,19 +260,15 @@ def _compare(model: Embedder, comparisons: Sequence[_Comparison]) -> list[float 
     """Return the similarity of each comparison; None if the model needs a condition."""
     under = [(*texts, condition) for *texts, condition in comparisons if condition is not None]
     similarities = iter(model.similarity(*zip(*under, strict=True)).tolist())
-    parts = [prompt.sentence_part or prompt.unconditional for prompt in model.view.prompts]
-
-    def compare_alone(texts: Sequence[str]) -> float | None:
-        if model.view.conditioned:
-            return None
+    unconditional: Iterator[float | None] = repeat(None)
+    if not model.view.conditioned:
+        parts = [prompt.sentence_part or prompt.unconditional for prompt in model.view.prompts]
+        texts = [text for *pair, condition in comparisons if condition is None for text in pair]
         inputs = [part.render(text, text) for text in texts for part in parts]
-        alone = model.encoder.encode(inputs).reshape(len(texts), -1)
-        embedded = model.head.transform(alone)
-        return float(model.compare(embedded[:1], embedded[1:])[0])
-
+        embedded = model.head.transform(model.encoder.encode(inputs).reshape(len(texts), -1))
+        unconditional = iter(model.compare(embedded[::2], embedded[1::2]).tolist())
     return [
-        compare_alone(texts) if condition is None else next(similarities)
-        for *texts, condition in comparisons
+        next(unconditional if condition is None else similarities) for *_, condition in comparisons
     ]
 
 
