@@ -16,7 +16,7 @@ from llmcond.base.package import __version__
 from llmcond.base.text import condition_titles
 from llmcond.report.figures import ShadedToken, TokenRow, plot_tokens
 from llmcond.report.page import write_html
-from llmcond.report.tables import estimate_text, factors_text, isotropy_table
+from llmcond.report.tables import estimate_text, factors_text, isotropy_table, number_column
 from llmcond.runs.similarity import SUBTRACTED, ConditionExplanation, Explanation, Values
 
 JsonRows = Sequence[Mapping[str, Any]]
@@ -56,8 +56,13 @@ def analysis_tables(result: Mapping[str, Any], run: object) -> list[Table]:
             f"{_describe_change(head)}: rows that changed most for the {side}, of "
             f"{head[f'n_{side}']:,} {side} rows. Ratings from 0 to 1 (CASE, tables 3 and 8)"
         )
+        texts = Table.of_rows(head[side], ("sentence1", "sentence2", "condition")).columns
+        figures = (
+            number_column(key, [row[key] for row in head[side]], "{:.2f}".format)
+            for key in ("rating", "before", "after")
+        )
         if head[side]:
-            tables.append(Table.of_rows(head[side], note=note))
+            tables.append(Table([*texts, *figures], note))
     return tables
 
 
@@ -125,7 +130,9 @@ def _conditions_table(rows: JsonRows, scope: str) -> Table:
     cells = [
         _head_cells(row)
         | {
-            key: estimate_text(metric, Estimate.from_json(row[key], row[f"{key}_ci"]))
+            key: "–"
+            if row[key] is None
+            else estimate_text(metric, Estimate.from_json(row[key], row[f"{key}_ci"]))
             for key in ("overall", "seen", "unseen")
         }
         for row in rows

@@ -359,9 +359,7 @@ def plot_predictions(
     del spec["autosize"]
     spec["width"] = 420
     spec["datasets"] = {
-        "levels": [
-            point | {"series": point["system"], "place": point["rating"]} for point in points
-        ],
+        "levels": points,
         "ends": [{"rating": end, "value": value} for value, end in enumerate(scale)],
     }
     caption = "line and mark: mean over rows; bar: middle half of the rows; dashed: equal to rating"

@@ -314,8 +314,9 @@ def results_table(results: Sequence[Result], run: object = "", *, bars: bool = F
         cells = ["yes" if result.subtract else "no" for result in results]
         hint = "whether the unconditional vector is subtracted"
         columns.append(text_column("minus c", cells, hint))
+    encoders = [result.about.get("encoder", "") for result in results]
     for heading, texts in (
-        ("encoder", [result.about.get("encoder", "") for result in results]),
+        ("encoder", encoders if len(set(encoders)) > 1 else []),
         (first.variant[0], [result.variant[1] for result in results]),
         ("settings", [settings_text(result.settings) for result in results]),
     ):
@@ -323,12 +324,12 @@ def results_table(results: Sequence[Result], run: object = "", *, bars: bool = F
             columns.append(text_column(heading, [text or "–" for text in texts]))
     columns += _metric_columns(results, baselines, bars=bars)
     columns += _subset_columns(results)
-    for heading, counts, hint in (
-        ("seeds", [len(result.seeds) or None for result in results], "number of fits averaged"),
-        ("dim", [result.dim for result in results], "dimensions of an embedding"),
-    ):
-        if any(n is not None and n > 1 for n in counts):
-            columns.append(number_column(heading, counts, hint=hint))
+    seeds = [len(result.seeds) or None for result in results]
+    if any(n is not None and n > 1 for n in seeds):
+        columns.append(number_column("seeds", seeds, hint="number of fits averaged"))
+    dims = [result.dim for result in results]
+    if len(set(dims) - {None}) > 1:
+        columns.append(number_column("dim", dims, hint="dimensions of an embedding"))
     return Table(columns, _describe_results(results, run, baselines))
 
 
@@ -362,7 +363,8 @@ def _metric_columns(
         references = [base.metrics[metric.name].value if base else None for base in of_baselines]
         columns.append(interval_column(heading, metric, estimates, references, hint))
         if bars and metric is primary:
-            columns.append(Column("", [cell.bar or "" for cell in columns[-1].cells], "word"))
+            bars_of_cells = [cell.bar or "" for cell in columns[-1].cells]
+            columns.append(Column("interval", bars_of_cells, "word"))
         if baselines:
             differences = [(result.difference or {}).get(metric.name) for result in results]
             columns.append(interval_column("difference", metric, differences))
@@ -426,7 +428,9 @@ def _describe_results(
     if "cells" in first.subsets:
         text += f" Means over {len(first.subsets['cells'])} pairs of turns before + turns to goal."
     if baselines:
-        base = next(iter(baselines)) if len(baselines) == 1 else "the baseline with the same head"
+        base = next(iter(baselines))
+        if len(baselines) > 1:
+            base = f"{baselines[base].prompt} with the same head"
         text += f" Differences are from {base}. {CORRECTION_NOTE}"
     return text
 
@@ -467,13 +471,13 @@ def differences_table(results: Sequence[Result]) -> Table | None:
             Cell(name, name),
             Cell(result.name, result.name),
             Cell(metric.heading, metric.heading),
-            Cell(f"{part.n:,}", part.n),
-            Cell(estimate_text(metric, part.main), finite_or_none(part.main.value)),
             Cell(estimate_text(metric, difference), finite_or_none(difference.value)),
-            Cell(p_value_text(difference.p), finite_or_none(difference.p)),
             Cell(p_value_text(difference.p_holm), finite_or_none(difference.p_holm))
             if name == "all"
             else Cell("–"),
+            Cell(p_value_text(difference.p), finite_or_none(difference.p)),
+            Cell(estimate_text(metric, part.main), finite_or_none(part.main.value)),
+            Cell(f"{part.n:,}", part.n),
             Cell(metric.format(difference.minimum), finite_or_none(difference.minimum)),
         )
         for name, result, metric, part in compared
@@ -485,11 +489,11 @@ def differences_table(results: Sequence[Result]) -> Table | None:
         "rows": "",
         "system": "",
         "metric": "",
-        "n": "number of rows or queries",
-        "value": "with its 95 % interval",
         "difference": "with its 95 % interval",
-        "p": "not corrected",
         "p, corrected": _CORRECTED,
+        "p": "not corrected",
+        "value": "with its 95 % interval",
+        "n": "number of rows or queries",
         "detectable": "the smallest true difference that these rows detect with a power of 80 %",
     }
     columns = zip(headings.items(), zip(*rows, strict=True), strict=True)

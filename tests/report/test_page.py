@@ -134,7 +134,7 @@ def test_every_section_exists_and_is_linked(page, parsed):
     assert len(ids) == len(set(ids))
     assert not parsed.open
     # The verdict and the chart precede the other sentences.
-    chart = "Spearman by template and head, with 95 % confidence intervals"
+    chart = "Spearman by prompt and head, with 95 % confidence intervals"
     order = [page.summary[0], chart, *page.summary[1:], "head prompt minus c"]
     positions = [parsed.visible_text.index(text) for text in order]
     assert positions == sorted(positions)
@@ -162,7 +162,7 @@ def test_main_table_has_figures_intervals_and_verdicts(page, parsed):
     assert "head prompt minus c Spearman difference p accuracy difference Pearson" in text
     assert f"mlp pair-cond yes {with_minus_signs(figures)} " in text
     assert "control: shuffled c" in text
-    assert "compared with the baseline template, concat-sent-cond , under the same head" in text
+    assert "compared with the baseline prompt, concat-sent-cond , under the same head" in text
     assert text.count(" baseline concat-sent-cond ") == 4
     assert f"dev: {best.counts.text}" in text
     rows = next(rows for rows in parsed.data["charts"]["heads"]["datasets"].values() if rows[1:])

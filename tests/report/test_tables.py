@@ -3,13 +3,14 @@
 import logging
 import re
 from dataclasses import replace
+from io import StringIO
 from math import nan
 
 import pytest
 from rich.console import Console
 
 from llmcond.base.metrics import METRICS, Estimate
-from llmcond.base.output import Table
+from llmcond.base.output import Column, Table
 from llmcond.evaluation.results import Result, RowCounts
 from llmcond.report.tables import interval_text, p_value_text, results_table
 
@@ -91,3 +92,26 @@ def test_narrow_line_omits_columns_and_names_them(capsys, monkeypatch, caplog, c
     assert bool(omitted) == (not has_all)
     message = f"because a line has only {columns} characters: {', '.join(omitted)} (--json or"
     assert (message in caplog.text) == bool(omitted)
+
+
+def test_narrow_table_cuts_no_word_and_a_wide_one_wraps_no_heading():
+    columns = [
+        Column("system", ["runs/minilm:none@pair-cond, 3 seeds"]),
+        Column("mean of all cosines", ["0.5"], "figures"),
+        Column("text", ["many words that can be wrapped between any two of them"]),
+    ]
+    for width in (60, 130):
+        console = Console(width=width, record=True, file=StringIO())
+        console.print(Table(columns).terminal(width)[0])
+        lines = console.export_text()
+        assert "runs/minilm:none@pair-cond" in lines
+        assert ("mean of all cosines" in lines) == (width == 130)
+        assert max(map(len, lines.splitlines())) <= width
+
+
+def test_intervals_have_a_heading_and_differences_name_the_baseline_prompt():
+    others = [replace(RESULT, about={"control": ""}, against=RESULT.name), RESULT]
+    plain = replace(RESULT, name="none", head="none", prompts=("pair-cond",))
+    table = results_table([*others, plain, replace(others[0], against="none")], bars=True)
+    assert all(column.heading for column in table.columns)
+    assert "Differences are from concat-sent-cond with the same head." in table.note
