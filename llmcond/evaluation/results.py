@@ -600,8 +600,9 @@ def compare_with_baseline(
     groups: dict[int, list[int]] = {}
     for group in dict.fromkeys(system.group for system in systems):
         members = [i for i, system in enumerate(systems) if system.group == group]
-        names = ((i, (results[i].name, results[i].prompt)) for i in members)
-        base = next((i for i, names_of in names if baseline in names_of), None)
+        keys = ("name", "prompt")  # a run's folder may have the name of another system's prompt
+        matches = (i for key in keys for i in members if getattr(results[i], key) == baseline)
+        base = next(matches, None)
         if base is not None:
             groups[base] = [i for i in members if i != base]
     tested = [metric for metric in metrics if not metric.secondary]

@@ -120,6 +120,13 @@ def test_systems_are_compared_with_baseline_of_their_head():
         assert compared == {metric: expected[i][metric] for metric in compared}
         assert by_name[name].metrics == resampled.estimates(i)
     assert by_name["mlp@a"].difference is None
+    # A name comes before a prompt: a system may be a run whose folder has the name of a prompt.
+    named = [
+        replace(s, group="", result=replace(s.result, name=name))
+        for name, s in zip("xay", systems, strict=False)
+    ]
+    against = {r.name: r.against for r in compare_with_baseline(named, "a", rows)}
+    assert against == {"x": "a", "a": None, "y": "a"}
 
 
 @pytest.mark.filterwarnings("error")
