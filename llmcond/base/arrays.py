@@ -451,7 +451,7 @@ def _as_array(values: Any, name: str) -> NDArray[Any]:
     except (TypeError, ValueError) as error:
         raise UserError(f"{name} cannot be read as an array of numbers: {error}.") from error
     if array.dtype.kind not in "fiu":
-        raise UserError(f"{name} cannot be read as an array of numbers: it has {array.dtype}.")
+        raise UserError(f"{name} cannot be read as an array of numbers: its type is {array.dtype}.")
     return array
 
 
