@@ -136,7 +136,8 @@ def read_encoder_record(folder: Path) -> EncoderRecord | None:
         for name, kind in _RECORD_TYPES.items()
         if not isinstance(values.get(name, ...), kind)
     }
-    invalid |= {k: v for k, v in values.get("settings", {}).items() if k not in MODEL_SETTINGS}
+    if "settings" not in invalid:
+        invalid |= {k: v for k, v in values["settings"].items() if k not in MODEL_SETTINGS}
     for name, value in invalid.items():
         raise LlmcondError(
             f"{path} has {name} = {value!r}, which training never writes, so the file is damaged. "

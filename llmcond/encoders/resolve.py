@@ -129,7 +129,8 @@ def _settle_pooling(sources: _Sources) -> str:
     requested, name, known = sources.options.pooling, sources.name, sources.checkpoint.known
     # Only NV-Embed-v2, a known model, has latent attention.
     legal = known.poolings if known else [name for name in POOLINGS if name != "latent"]
-    if (mode := sources.options.router_mode) in RELEASED_MODES:
+    router, mode = sources.options.router, sources.options.router_mode
+    if router == "csr" and mode in RELEASED_MODES:
         if requested not in (None, "cls"):
             raise UserError(
                 f"router_mode is {mode!r}, which always uses the vector of the first token, but "

@@ -19,7 +19,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Generic, Literal, Never, TypeVar
 
-from llmcond.base.errors import LlmcondError, UserError
+from llmcond.base.errors import LlmcondError, UserError, list_legal_values, shortened_repr
 from llmcond.base.files import digest_bytes
 from llmcond.base.options import (
     Length,
@@ -30,6 +30,7 @@ from llmcond.base.options import (
     declaration_of,
     option,
 )
+from llmcond.base.package import is_plugin
 from llmcond.base.system import check_device_name
 from llmcond.encoders.spec import (
     POOLINGS,
@@ -102,6 +103,12 @@ def _setting(default: Any = dataclasses.MISSING, *, open_as: Any = None, **spec:
     return option(open_as, Setting, group="encoder", settled_default=default, **spec)
 
 
+def _check_pooling(name: str) -> None:
+    if name not in POOLINGS and not is_plugin(name):
+        legal = list_legal_values(name, POOLINGS)
+        raise UserError(f"--pooling is {shortened_repr(name)}. {legal}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings(Generic[Auto, Open]):
     """The settings that decide some or all of an encoder's vectors.
@@ -129,6 +136,7 @@ class EncoderSettings(Generic[Auto, Open]):
     )
     pooling: str | Open = _setting(
         metavar="POOLING",
+        check=_check_pooling,
         help=f"pooling of the token vectors: {', '.join(POOLINGS)}, or a custom function, "
         "FILE.py:NAME or MODULE:NAME (default: the model's setting)",
     )

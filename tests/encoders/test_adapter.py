@@ -501,6 +501,8 @@ def test_damaged_records_are_named(tuned):
         ({"quantize": "5bit"}, "--quantize is '5bit'"),
         ({"settings": {"max_length": True}}, "--max-length is True"),
         ({"settings": {"dtype": "float32"}}, "dtype = 'float32'"),
+        ({"settings": {"pooling": "means"}}, "--pooling is 'means'"),
+        ({"settings": ["mean"]}, "settings = "),
         ({"like": "nothing"}, "not a known model"),
         ({"base": None}, "does not name the encoder .* Set base to"),
     ):

@@ -50,6 +50,8 @@ def test_invalid_options_of_load_encoder_are_rejected():
         ({"quantize": "8bits"}, "--quantize is '8bits'. Did you mean '8bit'"),
         ({"router_weight": "uniform"}, "--router-weight is 'uniform'"),
         ({"pooling": 3}, "--pooling is 3; expected a text"),
+        ({"pooling": "means"}, "--pooling is 'means'. Did you mean 'mean'"),
+        ({"pooling": "mean", "router_mode": "released-tri"}, "the encoder has no router"),
         ({"model": None}, "model is None; expected a name or a folder"),
     ):
         with pytest.raises(UserError, match=message):
