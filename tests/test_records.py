@@ -171,6 +171,7 @@ def test_invalid_value_error_names_valid_alternatives(values: dict[str, Any], wo
     ("content", "words"),
     [
         (b"dim = ", "cannot be read as TOML"),
+        (b"dim = " + 5_000 * b"1", "cannot be read as TOML: Exceeds the limit"),
         (b"a = " + 5_000 * b"[", "cannot be read as TOML: maximum recursion"),
         (b"name = 'caf\xe9'\n", "not UTF-8.*iconv -f WINDOWS-1252 -t UTF-8 '.*my file.toml'"),
         ("name = 1\n".encode("utf-16-be"), "UTF-16 without .*iconv -f UTF-16-BE"),

@@ -214,9 +214,9 @@ def _read_declarations(cls: Any) -> tuple[Mapping[str, Any], Sequence[tuple[str,
 def options_of(cls: type[Any]) -> Sequence[tuple[str, Any, Option]]:
     """Return the name, type and declaration of each option of a dataclass.
 
-    Required options come first, then those that the class declares itself, then inherited ones. The
-    class variables ``option_group`` and ``option_needs`` of a dataclass are ``group`` and ``needs``
-    of the options that this dataclass declares without them.
+    Required options come first, positional ones before flags; then those that the class declares
+    itself, then inherited ones. The class variables ``option_group`` and ``option_needs`` of a
+    dataclass are ``group`` and ``needs`` of the options that this dataclass declares without them.
     """
     hints, order, options = get_type_hints(cls), [], []
     owners: dict[str, Any] = {}
@@ -231,7 +231,13 @@ def options_of(cls: type[Any]) -> Sequence[tuple[str, Any, Option]]:
                 needs = ""
             group = spec.group or owner.get("option_group", "")
             options.append((field, dataclasses.replace(spec, group=group, needs=needs)))
-    options.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
+
+    def place(option: tuple[dataclasses.Field[Any], Option]) -> tuple[bool, bool, int]:
+        field, spec = option
+        is_required = field.default is dataclasses.MISSING
+        return not is_required, is_required and spec.flag != "", order.index(field.name)
+
+    options.sort(key=place)
     return tuple((field.name, hints[field.name], spec) for field, spec in options)
 
 

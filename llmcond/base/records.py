@@ -91,7 +91,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_text_file(path))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist.") from error
-    except (OSError, RecursionError, tomllib.TOMLDecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}.") from error
 
 
