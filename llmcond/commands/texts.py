@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.base.errors import UserError
 from llmcond.base.files import PAGE_SUFFIXES, check_figure
 from llmcond.base.options import option
-from llmcond.base.text import condition_json
+from llmcond.base.text import check_text, condition_json
 from llmcond.commands.base import RESUMES, REUSES_VECTORS, Command, as_function
 from llmcond.options.common import ConditionOptions, EmbedderOptions, condition_option
 from llmcond.options.texts import (
@@ -64,8 +64,18 @@ class Similarity(ConditionOptions, EmbedderOptions, Command):
     )
     formats = True
 
-    sentence1: str = option(flag="", metavar="SENTENCE1", help="first sentence")
-    sentence2: str = option(flag="", metavar="SENTENCE2", help="second sentence")
+    sentence1: str = option(
+        flag="",
+        metavar="SENTENCE1",
+        check=lambda text: check_text(text, "the first sentence", "Give a text."),
+        help="first sentence",
+    )
+    sentence2: str = option(
+        flag="",
+        metavar="SENTENCE2",
+        check=lambda text: check_text(text, "the second sentence", "Give a text."),
+        help="second sentence",
+    )
     condition: Sequence[str] = condition_option(
         "condition to compare the sentences under; may be repeated"
     )

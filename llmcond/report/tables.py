@@ -739,7 +739,9 @@ def show_checkup(report: Mapping[str, Any]) -> None:
         for row in memory
     ]
     note = f"memory; {format_bytes(report['free'])} free on {report['device']}"
-    Table.of_rows(rows, note=note).print()
+    columns = Table.of_rows(rows).columns
+    sizes = [replace(column, kind="figures") for column in columns[1:]]
+    Table([columns[0], *sizes], note).print()
 
 
 def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

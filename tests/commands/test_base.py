@@ -220,6 +220,26 @@ def test_every_flag_with_one_value_is_rejected_if_repeated():
     assert n_flags > 400
 
 
+def test_positional_options_come_before_required_flags(capsys):
+    for name, usage in (
+        ("check-condition", "check-condition TEXTS --condition TEXT [options]"),
+        ("similarity", "similarity SENTENCE1 SENTENCE2 --condition TEXT [options]"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.run([name, "--help"])
+        assert f"usage: llmcond {usage}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_similarity_names_an_empty_sentence():
+    for first, second, message in (
+        ("", "b", "the first sentence is empty"),
+        ("a", " ", "the second sentence is empty"),
+    ):
+        options = {"sentence1": first, "sentence2": second, "condition": ["c"]}
+        with pytest.raises(UserError, match=message):
+            create_command(_command("similarity"), options)
+
+
 def test_error_with_an_unknown_flag_fails_the_test(monkeypatch):
     """A fixture checks the flags in every error of the tests."""
 
