@@ -232,12 +232,12 @@ def options_of(cls: type[Any]) -> Sequence[tuple[str, Any, Option]]:
             group = spec.group or owner.get("option_group", "")
             options.append((field, dataclasses.replace(spec, group=group, needs=needs)))
 
-    def place(option: tuple[dataclasses.Field[Any], Option]) -> tuple[bool, bool, int]:
+    def rank(option: tuple[dataclasses.Field[Any], Option]) -> tuple[bool, bool, int]:
         field, spec = option
         is_required = field.default is dataclasses.MISSING
         return not is_required, is_required and spec.flag != "", order.index(field.name)
 
-    options.sort(key=place)
+    options.sort(key=rank)
     return tuple((field.name, hints[field.name], spec) for field, spec in options)
 
 
