@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin, get_type_hints
 
 from llmcond.base import package as plugins
-from llmcond.base.errors import UserError
+from llmcond.base.errors import UserError, nearest
 from llmcond.base.records import build, read_toml, resolve_toml
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
@@ -126,6 +126,12 @@ class Recipe:
         Raises:
             UserError: a setting does not exist, or its value is invalid.
         """
+        known = [item.name for item in fields(self.family.Settings)]
+        for key in changes or {}:
+            if key not in known:
+                raise UserError(
+                    f"{source}: the head {self.name} has no setting {key!r}. {nearest(key, known)}"
+                )
         return self.with_settings(parse_settings(self.family.Settings, changes or {}), source)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +147,8 @@ class Recipe:
 def parse_settings(settings: type[Any], changes: Mapping[str, str]) -> dict[str, Any]:
     """Parse values of ``--set`` as numbers, truth values, lists of numbers, or text.
 
-    Whether the settings have these names and types is checked when they are built.
+    Settings that are texts are not parsed. Whether the settings have these names and types is
+    checked when they are built.
 
     Raises:
         UserError: there is no such custom objective.
@@ -153,11 +160,12 @@ def parse_settings(settings: type[Any], changes: Mapping[str, str]) -> dict[str,
                 return parser(text)
         return text
 
-    lists = {item.name for item in fields(settings) if isinstance(item.default, tuple)}
-    parsed = {
-        key: [parse(part) for part in text.split(",") if part] if key in lists else parse(text)
-        for key, text in changes.items()
-    }
+    hints, parsed = get_type_hints(settings), dict[str, Any](changes)
+    for key, text in changes.items():
+        if get_origin(hints.get(key)) in (list, tuple):
+            parsed[key] = [parse(part) for part in text.split(",") if part]
+        elif hints.get(key) is not str and get_origin(hints.get(key)) is not Literal:
+            parsed[key] = parse(text)
     return _load_objective(settings, parsed, Path())
 
 

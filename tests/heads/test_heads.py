@@ -3,7 +3,8 @@
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from llmcond.heads import (
     save_head,
 )
 from llmcond.heads.numpy_heads import DenseLayer, NumpyHead, apply_layers
+from llmcond.heads.recipes import parse_settings
 from llmcond.heads.storage import load_embedding_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,13 +165,24 @@ def test_set_values_are_parsed_by_setting_types():
     assert [type(value) for value in values] == [int, float, float, tuple]
     assert not load_recipe("concat").with_changes({"bias": "false"}, "--set").settings.bias
     for invalid, message in (
-        ({"epoch": "7"}, r"--set: unknown key 'epoch'. Did you mean 'epochs'"),
+        ({"epoch": "7"}, r"--set: the head mlp has no setting 'epoch'. Did you mean 'epochs'"),
         ({"matryoshka": "8x4"}, "'matryoshka.0' is '8x4': it should be a whole number"),
-        ({"last": "3"}, "'last' is 3: it should be 'same' or 'none'"),
+        ({"last": "3"}, "'last' is '3': it should be 'same' or 'none'"),
         ({"objective": "mine"}, "objective is 'mine'; expected code as FILE.py:NAME"),
     ):
         with pytest.raises(UserError, match=message):
             load_recipe("mlp").with_changes(invalid, "--set")
+    with pytest.raises(UserError, match=r"the head none has no setting 'dim'. Known: none"):
+        load_recipe("none").with_changes({"dim": "4"}, "--vary")
+
+
+def test_set_values_of_texts_are_not_parsed():
+    @dataclass(frozen=True, kw_only=True)
+    class Settings:
+        label: str = ""
+        form: Literal["1", "2"] = "1"
+
+    assert parse_settings(Settings, {"label": "1e3", "form": "2"}) == {"label": "1e3", "form": "2"}
 
 
 def test_recipe_files_are_validated_and_named_after_their_file(tmp_path):
