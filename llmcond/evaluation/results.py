@@ -472,6 +472,14 @@ def best_first(results: Iterable[Result]) -> Results:
     return Results(sorted(results, key=key))
 
 
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings on one line, as they are typed: ``dropout=0.1 matryoshka=64,32``."""
+    return " ".join(
+        f"{key}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+        for key, value in settings.items()
+    )
+
+
 _RESERVED = {field.name for field in fields(Result)} | {
     "n", "seed", "prompt", "settings", "control", "heads", "encoder"
 }  # fmt: skip

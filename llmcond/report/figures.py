@@ -19,9 +19,9 @@ from llmcond.base.errors import escape_control_characters
 from llmcond.base.files import data_path, replace_atomically, suffix, write_csv
 from llmcond.base.output import log
 from llmcond.base.text import shorten
-from llmcond.evaluation.results import Result
+from llmcond.evaluation.results import Result, format_settings
 from llmcond.heads.numpy_heads import score_key
-from llmcond.report.tables import axis_label, settings_text
+from llmcond.report.tables import axis_label
 
 if TYPE_CHECKING:
     from llmcond.evaluation.analyses import Level
@@ -415,7 +415,7 @@ def plot_settings(results: Sequence[Result], path: Path) -> None:
 
 
 def _line_name(result: Result, settings: Mapping[str, Any]) -> str:
-    return f"{result.name} {settings_text(settings)}".rstrip()
+    return f"{result.name} {format_settings(settings)}".rstrip()
 
 
 def _find_numeric_setting(results: Sequence[Result]) -> str | None:

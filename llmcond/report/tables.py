@@ -19,7 +19,7 @@ from llmcond.base.metrics import (
 )
 from llmcond.base.output import Column, Table, line_limit, print_sentences
 from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
-from llmcond.evaluation.results import Result, Subset
+from llmcond.evaluation.results import Result, Subset, format_settings
 
 if TYPE_CHECKING:
     from llmcond.evaluation.analyses import Agreement
@@ -318,7 +318,7 @@ def results_table(results: Sequence[Result], run: object = "", *, bars: bool = F
     for heading, texts in (
         ("encoder", encoders if len(set(encoders)) > 1 else []),
         (first.variant[0], [result.variant[1] for result in results]),
-        ("settings", [settings_text(result.settings) for result in results]),
+        ("settings", [format_settings(result.settings) for result in results]),
     ):
         if any(texts):
             columns.append(text_column(heading, [text or "–" for text in texts]))
@@ -433,11 +433,6 @@ def _describe_results(
             base = f"{baselines[base].prompt} with the same head"
         text += f" Differences are from {base}. {CORRECTION_NOTE}"
     return text
-
-
-def settings_text(settings: Mapping[str, Any]) -> str:
-    """Return settings on one line: ``dropout=0.1 dim=64``."""
-    return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def choice_sentence(choice: Mapping[str, Any]) -> str:

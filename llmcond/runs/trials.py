@@ -26,7 +26,7 @@ from llmcond.base.output import EVERY_SECONDS, FitBar, log
 from llmcond.base.records import check_record, read_record
 from llmcond.base.run_log import RunLog, log_path, send_log
 from llmcond.base.system import choose_device, follow_parent, process_context, provenance
-from llmcond.evaluation.results import Result
+from llmcond.evaluation.results import Result, format_settings
 from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe
 from llmcond.heads.numpy_heads import HeldOut
@@ -59,11 +59,6 @@ class AnyTrial:
     def label(self) -> str:
         """Its settings and seed, for messages."""
         return format_settings({**self.settings, "seed": self.seed})
-
-
-def format_settings(settings: Mapping[str, Any]) -> str:
-    """Return settings in one phrase, for messages."""
-    return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 @dataclass(frozen=True)

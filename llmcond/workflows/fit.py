@@ -29,6 +29,7 @@ from llmcond.evaluation.results import (
     FittedResults,
     Result,
     best_first,
+    format_settings,
     score_results,
 )
 from llmcond.features.view import FeatureView, recipe_view
@@ -44,7 +45,6 @@ from llmcond.runs.trials import (
     Trial,
     combine_seeds,
     fit_trials,
-    format_settings,
     size_recipe,
 )
 

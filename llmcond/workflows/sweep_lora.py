@@ -25,7 +25,13 @@ from llmcond.base.output import log
 from llmcond.base.run_log import TRAINING, log_path, send_log
 from llmcond.base.system import process_context, provenance
 from llmcond.data.datasets import DataOptions
-from llmcond.evaluation.results import FittedResults, Result, Results, score_results
+from llmcond.evaluation.results import (
+    FittedResults,
+    Result,
+    Results,
+    format_settings,
+    score_results,
+)
 from llmcond.features.pool import list_gpus
 from llmcond.finetune.settings import StageSettings
 from llmcond.heads import load_recipe
@@ -35,7 +41,7 @@ from llmcond.options.training import SweepLoraOptions, TrainLoraOptions
 from llmcond.report.tables import estimate_text
 from llmcond.runs import open_any_run
 from llmcond.runs.examples import load_examples
-from llmcond.runs.trials import AnyTrial, Grid, TrialRecord, Worker, combine_seeds, format_settings
+from llmcond.runs.trials import AnyTrial, Grid, TrialRecord, Worker, combine_seeds
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import read_data
 from llmcond.workflows.train import plan_training, run_training

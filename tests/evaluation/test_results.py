@@ -20,6 +20,7 @@ from llmcond.evaluation.results import (
     Subset,
     best_first,
     compare_with_baseline,
+    format_settings,
     score_results,
     take_scored,
 )
@@ -149,6 +150,11 @@ def test_invalid_predictions_and_names_of_metrics_are_rejected():
         score_similarity(predicted)
     with pytest.raises(UserError, match="a metric cannot be called dim"):
         score_similarity(np.zeros((1, 20)), metrics=[Metric("dim", lambda *_: 0.0)])
+
+
+def test_settings_are_shown_as_typed():
+    settings = {"dim": 4, "matryoshka": (16, 8), "activation": "gelu"}
+    assert format_settings(settings) == "dim=4 matryoshka=16,8 activation=gelu"
 
 
 def test_rows_and_queries_are_counted():
