@@ -76,7 +76,7 @@ def find_unfamiliar_conditions(
     if not embedder.head.dim_in or prompt is None or not has_rows:
         return {}
     rows = run.rows("train")
-    known = list(dict.fromkeys(rows.take(rows.rated).condition))
+    known = dict.fromkeys(rows.take(rows.rated).condition)
     new_texts = [text for text in dict.fromkeys(conditions) if text not in known]
     inputs = [prompt.unconditional.render("", text) for text in known]
     store = run.store()
@@ -89,7 +89,7 @@ def find_unfamiliar_conditions(
     vectors = embedder.encoder.encode([prompt.unconditional.render("", text) for text in new_texts])
     similarities = normalise_vectors(vectors) @ known_vectors.T
     return {
-        text: known[int(row.argmax())]
+        text: list(known)[int(row.argmax())]
         for text, row in zip(new_texts, similarities, strict=True)
         if row.max() < threshold
     }
