@@ -532,16 +532,21 @@ def _check_ensemble(job: TrainingJob) -> None:
     """Raise a UserError unless a job trains adapters whose vectors can be concatenated."""
     identity = job.resolved.identity
     routes = identity.routes_inside or any(prompt.has_router for prompt in job.view.prompts)
-    for problem, advice in (
-        (not job.recipe.is_identity, "Give --head none, and fit the head afterwards"),
-        (routes, "Leave out --router, and name a --prompt without one, such as concat-cond-sent"),
-        (job.settings.full or job.options.merge, "Leave out --merge, and give --rank a number"),
-        (not identity.normalize, "Add --normalize"),
+    for has, content, advice in (
+        (
+            not job.recipe.is_identity,
+            f"the head {job.recipe.name}",
+            "Give --head none, and fit the head afterwards: llmcond fit-head",
+        ),
+        (routes, "a router", "Leave out --router, and name a --prompt such as concat-cond-sent"),
+        (job.settings.full, "--rank full", "Give --rank a number"),
+        (job.options.merge, "--merge", "Leave it out"),
+        (not identity.normalize, "vectors without unit length", "Add --normalize"),
     ):
-        if problem:
+        if has:
             raise UserError(
-                "an ensemble consists of adapters on one base without a head or a router, whose "
-                f"vectors of unit length are concatenated. {advice}."
+                f"an ensemble cannot have {content}: it consists of adapters on one base, whose "
+                f"vectors are concatenated. {advice}."
             )
 
 

@@ -194,9 +194,9 @@ def test_dev_is_not_scored_if_teacher_was_fitted_on_it(train, tmp_path, capsys):
 
 def test_invalid_options_report_one_line(command, workspace, train, tmp_path, capsys):
     for options, message in (
-        ("--ensemble 2 --head mlp", "Give --head none"),
+        ("--ensemble 2 --head mlp", "an ensemble cannot have the head mlp"),
         ("--ensemble 2 --no-normalize", "Add --normalize"),
-        ("--ensemble 2 --prompt routed", "name a --prompt without one"),
+        ("--ensemble 2 --prompt routed", "name a --prompt such as"),
     ):
         changed = change_flags(command, *options.split())
         assert message in run_rejected(capsys, *changed, "--run", tmp_path / "bad")
