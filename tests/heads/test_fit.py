@@ -290,6 +290,9 @@ def test_rows_keep_their_ratings_and_conditions(tmp_path, short_runs, objective_
         conditions = batch.condition[batch.which].numpy()
         np.testing.assert_array_equal(conditions, np.tile(table[which[rows]], (2, 1)))
         assert len(batch.condition) == len(np.unique(which[rows]))
+    if storage == "memory":  # on disk, equal conditions are adjacent within blocks only
+        orders = [which[flatten(rows)] for rows in spy.epochs()]
+        assert all(np.count_nonzero(np.diff(order)) == len(table) - 1 for order in orders)
 
 
 CONTRASTING = {"mse": 0.0, "info_nce": 1.0}
