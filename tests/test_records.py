@@ -118,6 +118,7 @@ class Outer:
     rate: float
     inner: Inner
     epochs: int = 3
+    more: Any = None
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -154,6 +155,7 @@ def test_valid_values_become_nested_dataclasses_with_defaults():
             {**VALID_VALUES, "rate": datetime.date(2024, 1, 1)},
             ["date", "should be a finite number"],
         ),
+        ({**VALID_VALUES, "more": [datetime.date(2024, 1, 1)]}, ["not JSON serializable"]),
         ({**VALID_VALUES, "epochs": 0}, ["epochs must be at least 1"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import operator
 import re
 import sys
@@ -110,6 +111,10 @@ def build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
         result: T = _read_object(values, cls, "", strict=True)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
+    try:
+        json.dumps(values)
+    except (TypeError, RecursionError) as error:  # a date of TOML where any value is legal
+        raise UserError(f"{source}: {error}.") from error
     return result
 
 

@@ -118,6 +118,12 @@ class TuneSettings:
         return self.rank == 0
 
 
+def check_folds(folds: int) -> None:
+    """Raise a UserError for one fold, which would leave no rows to train on."""
+    if folds == 1:
+        raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageSettings:
     """Settings of a last stage of training that uses dev's rows too.
@@ -159,6 +165,7 @@ class StageSettings:
     then_epochs: Count = option(1, help="epochs of this stage")
     folds: Annotated[int, Ge(0), Le(LARGEST)] = option(
         0,
+        check=check_folds,
         help="folds of a cross-validation over dev's sentence pairs that measures the gain of this "
         "stage (default: 0, none)",
         metavar="K",

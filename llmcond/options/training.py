@@ -13,7 +13,7 @@ from llmcond.base.errors import UserError
 from llmcond.base.files import check_figure
 from llmcond.base.options import Options, Positive, Seed, all_optional, option
 from llmcond.encoders.spec import Orders
-from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
+from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings, check_folds
 from llmcond.options.common import (
     DeviceOption,
     LogOption,
@@ -22,11 +22,6 @@ from llmcond.options.common import (
     RunOptions,
     SplitOption,
 )
-
-
-def _check_folds(folds: int) -> None:
-    if folds == 1:
-        raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +44,7 @@ class DevOptions(Options):
     folds: Annotated[int, Ge(0)] = option(
         0,
         metavar="K",
-        check=_check_folds,
+        check=check_folds,
         help="number of folds of a cross-validation over the sentence pairs of dev, which measures "
         "the gain from training on dev (default: 0, no cross-validation)",
     )

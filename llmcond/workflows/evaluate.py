@@ -243,11 +243,12 @@ def compare_before_and_after(
         UserError: the encoder is missing or has changed, or a prompt is a control.
     """
     encoder = LazyEncoder(run.resolve_encoder("auto"))()
-    results = []
+    results, by_features = [], dict[str, list[float | None]]()
     for features, head in heads:
-        before, after = (
-            _compare(make_embedder(encoder, model), comparisons) for model in (features, head)
-        )
+        if features.name not in by_features:  # heads may share their features
+            by_features[features.name] = _compare(make_embedder(encoder, features), comparisons)
+        before = by_features[features.name]
+        after = _compare(make_embedder(encoder, head), comparisons)
         rows = [
             {"text1": first, "text2": second, "condition": condition, "before": old, "after": new}
             for (first, second, condition), old, new in zip(comparisons, before, after, strict=True)

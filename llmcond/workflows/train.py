@@ -113,14 +113,12 @@ def plan_stage(
     """Return the settings of the last stage, checked before any training; None: there is none.
 
     Raises:
-        UserError: dev has no rated rows, or fewer sentence pairs than folds, or there is one fold;
-            or there are folds, and the encoder or the teacher was trained on dev.
+        UserError: dev has no rated rows, or fewer sentence pairs than folds; or there are folds,
+            and the encoder or the teacher was trained on dev.
     """
     stage = options.select(StageSettings)
     if stage.then is None:
         return None
-    if stage.folds == 1:
-        raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
     dev = dataset.splits.get("dev")
     if dev is None or not dev.rated.any():
         raise UserError(

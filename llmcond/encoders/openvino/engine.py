@@ -503,8 +503,6 @@ def read_tokenizer(folder: Path, name: str) -> JsonTokenizer | None:
             if _describe_parts(parts) != _describe_parts(expected):
                 return None
         return JsonTokenizer(tokenizer, settings)
-    except UserError:
-        raise
     except Exception as error:  # the only type that tokenizers raises
         raise UserError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
 
