@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import (
+    build_checkpoint,
     change_json,
     load_on_cpu,
     shard,
@@ -29,6 +30,7 @@ from llmcond.encoders.loading import (
     measure_footprint,
     quantization_config,
 )
+from llmcond.encoders.torch.forward import NVEmbedModel
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
 #: Sizes of every tiny network in this file. bitsandbytes packs rows of 64 numbers.
@@ -247,6 +249,17 @@ def set_free_memory(monkeypatch):
 
     monkeypatch.setattr("llmcond.encoders.loading.fetch_weights", fetch)
     return set_bytes
+
+
+def test_estimated_memory_accounts_for_folding(tmp_path):
+    folder = build_checkpoint("nv-embed", tmp_path / "model").folder
+    config = load_config(resolve(str(folder), CPU).checkpoint)
+    size, network = measure_footprint(build_on_meta(config)), NVEmbedModel(config)
+    n_before = sum(parameter.numel() for parameter in network.parameters())
+    network.latent_attention_model.fold()
+    n_after = sum(parameter.numel() for parameter in network.parameters())
+    assert (size.n_parameters, size.weights("float32", "none")) == (n_before, 4 * n_after)
+    assert size.loading("float32", "none") == 4 * n_before > 4 * n_after
 
 
 def test_insufficient_memory_is_reported_before_download(bert, set_free_memory):

@@ -91,6 +91,7 @@ def test_invalid_filter_reports_position_in_one_line(table):
     for where, expected in (
         ("year > ", "character 8: expected a column, a number or a text, got the end"),
         ("yaer > 3", "character 1: there is no column 'yaer'. Did you mean 'year'?"),
+        ("id = 'a' AND meta.b = 1", "character 14: meta has no field 'b'"),
         (
             "Kind > 3",
             "a text cannot be compared with a number; compare values of one kind, or",

@@ -248,6 +248,13 @@ def test_damaged_output_is_reported_and_left(capsys, embed):
     check_damage("out.lance", "out.lance cannot be")
 
 
+def test_nearly_full_disk_is_rejected_before_writing(capsys, fitted, source, monkeypatch):
+    usage = shutil.disk_usage(".")._replace(free=2**20 - 1)
+    monkeypatch.setattr("llmcond.base.files.shutil.disk_usage", lambda _: usage)
+    for out in OUTPUTS:
+        assert "the disk is full: " in run_rejected(capsys, *embed_command(out, fitted))
+
+
 # -- workers -----------------------------------------------------------------------------------
 
 

@@ -139,6 +139,14 @@ def test_long_texts_branches_and_chains_attend_correctly():
     check_plans(batch, True)
 
 
+def test_default_scale_depends_on_head_width():
+    batch = pack([5, 3, 70], 100)[0]
+    states = random_states(batch, width=16)
+    expected = reference(batch, False, *states, scale=0.25)
+    for plan in make_plans(batch, False):
+        assert (plan(*states, None) - expected).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_bfloat16_is_close_to_float32(causal, heads):
