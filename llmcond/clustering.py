@@ -26,9 +26,10 @@ from llmcond.base.text import Condition, condition_json, condition_key, conditio
 from llmcond.data.datasets import is_missing
 from llmcond.evaluation.analyses import STARTS, kmeans
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING
+from llmcond.evaluation.results import interval_text
 from llmcond.report.figures import MapPanel, plot_maps
 from llmcond.report.page import write_html
-from llmcond.report.tables import INTERVAL_NOTE, factors_text, head_text, interval_text
+from llmcond.report.tables import INTERVAL_NOTE, factors_text, head_text
 from llmcond.runs.similarity import count_foreign_texts, read_frequent_words
 
 Vectors = NDArray[np.float32]

@@ -420,18 +420,34 @@ def flatten_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
+def estimate_text(metric: Metric, figure: Estimate | PairedDifference) -> str:
+    """Format a figure with its interval, if it has one: ``58.7 [55.5, 61.9]``."""
+    if finite_or_none(figure.value) is None:
+        return "undefined"
+    value = metric.format(figure.value, signed=isinstance(figure, PairedDifference))
+    return f"{value} {interval_text(metric, figure)}".rstrip()
+
+
+def interval_text(metric: Metric, figure: Estimate | PairedDifference) -> str:
+    """Format an interval as ``[55.5, 61.9]``; empty if it is undefined."""
+    if finite_or_none(figure.low) is None or finite_or_none(figure.high) is None:
+        return ""
+    return f"[{metric.format(figure.low)}, {metric.format(figure.high)}]"
+
+
 def _table_row(result: Result) -> dict[str, Any]:
     """Return the row of a result in a table: the system, its figures and its difference."""
-
-    def show(metric: Metric, figure: Estimate | PairedDifference, signed: bool = False) -> str:
-        interval = f"[{metric.format(figure.low)}, {metric.format(figure.high)}]"
-        return f"{metric.format(figure.value, signed)} {interval}"
-
-    row = {"head": result.title, "prompt": result.prompt, "minus c": result.subtract}
-    row |= {(m := get_metric(name)).heading: show(m, e) for name, e in result.metrics.items()}
+    row: dict[str, Any] = {
+        "head": result.title,
+        "prompt": result.prompt,
+        "minus c": result.subtract,
+    }
+    for name, estimate in result.metrics.items():
+        metric = get_metric(name)
+        row[metric.heading] = estimate_text(metric, estimate)
     difference = (result.difference or {}).get(result.primary.name)
     if difference is not None:
-        row["difference"] = show(result.primary, difference, signed=True)
+        row["difference"] = estimate_text(result.primary, difference)
         row |= {"p": finite_or_none(difference.p_holm), "verdict": difference.verdict}
     return row
 

@@ -14,9 +14,10 @@ from llmcond.base.metrics import Estimate, get_metric
 from llmcond.base.output import Column, Table
 from llmcond.base.package import __version__
 from llmcond.base.text import condition_titles
+from llmcond.evaluation.results import estimate_text
 from llmcond.report.figures import ShadedToken, TokenRow, plot_tokens
 from llmcond.report.page import write_html
-from llmcond.report.tables import estimate_text, factors_text, isotropy_table, number_column
+from llmcond.report.tables import factors_text, isotropy_table, number_column
 from llmcond.runs.similarity import SUBTRACTED, ConditionExplanation, Explanation, Values
 
 JsonRows = Sequence[Mapping[str, Any]]

@@ -16,8 +16,9 @@ from llmcond.base.metrics import METRICS, Metric, get_metric
 from llmcond.base.output import Column, Table
 from llmcond.data.readers import hub_dataset
 from llmcond.encoders import find_model
+from llmcond.evaluation.results import estimate_text, interval_text
 from llmcond.prompts import Prompt
-from llmcond.report.tables import estimate_text, factors_text, interval_text, recorded_estimate
+from llmcond.report.tables import factors_text, recorded_estimate
 from llmcond.runs import Run, dev_score
 from llmcond.runs.run import is_selected_on_dev
 from llmcond.tasks import find_kind

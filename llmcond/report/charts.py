@@ -24,15 +24,10 @@ from llmcond.evaluation.analyses import (
     rank_share,
     rating_span,
 )
+from llmcond.evaluation.results import estimate_text, interval_text
 from llmcond.heads.numpy_heads import DEV_SCORE_KEY
 from llmcond.report.content import Page
-from llmcond.report.tables import (
-    axis_label,
-    estimate_text,
-    interval_text,
-    p_value_text,
-    with_minus_signs,
-)
+from llmcond.report.tables import axis_label, p_value_text, with_minus_signs
 
 #: The colours of the series, repeated cyclically. There is one mark fewer than colours, so that
 #: a pair of colour and mark repeats late.

@@ -19,7 +19,7 @@ from llmcond.base.metrics import (
 )
 from llmcond.base.output import Column, Table, line_limit, print_sentences
 from llmcond.evaluation.paired import MIN_PAIRS, PairedDifference
-from llmcond.evaluation.results import Result, Subset, format_settings
+from llmcond.evaluation.results import Result, Subset, estimate_text, format_settings, interval_text
 
 if TYPE_CHECKING:
     from llmcond.evaluation.analyses import Agreement
@@ -58,21 +58,6 @@ _MAX_CONDITIONS = 10
 def head_text(name: str) -> str:
     """Return the name of a head for readers: zero-shot embeddings have no head."""
     return "no head" if name.partition("@")[0] == "none" else name
-
-
-def estimate_text(metric: Metric, figure: Estimate | PairedDifference) -> str:
-    """Format a figure with its interval, if it has one: ``58.7 [55.5, 61.9]``."""
-    if finite_or_none(figure.value) is None:
-        return "undefined"
-    value = metric.format(figure.value, signed=isinstance(figure, PairedDifference))
-    return f"{value} {interval_text(metric, figure)}".rstrip()
-
-
-def interval_text(metric: Metric, figure: Estimate | PairedDifference) -> str:
-    """Format an interval as ``[55.5, 61.9]``; empty if it is undefined."""
-    if finite_or_none(figure.low) is None or finite_or_none(figure.high) is None:
-        return ""
-    return f"[{metric.format(figure.low)}, {metric.format(figure.high)}]"
 
 
 def with_minus_signs(text: str) -> str:
@@ -440,7 +425,7 @@ def choice_sentence(choice: Mapping[str, Any]) -> str:
     metric = get_metric(next(iter(choice)))
     score = estimate_text(metric, recorded_estimate(choice, metric))
     return (
-        f"Choosing the best of these rows on nine tenths of dev, and predicting the remaining "
+        "Choosing the best of these rows on nine tenths of dev, and predicting the remaining "
         f"tenth, gives {metric.heading} {score}; the score of the best row is optimistic."
     )
 

@@ -46,7 +46,7 @@ from llmcond.evaluation.analyses import (
     sample_texts,
     seen_unseen,
 )
-from llmcond.evaluation.results import Results, best_first
+from llmcond.evaluation.results import Results, best_first, estimate_text
 from llmcond.heads import PairArrays
 from llmcond.options.scoring import (
     AnalyseOptions,
@@ -60,7 +60,7 @@ from llmcond.options.texts import CheckConditionOptions
 from llmcond.report.content import make_page, measure_predictors
 from llmcond.report.figures import MapPanel, Point, plot_curve, plot_isotropy, plot_maps
 from llmcond.report.page import check_page, write_page
-from llmcond.report.tables import estimate_text, highest_or_lowest
+from llmcond.report.tables import highest_or_lowest
 from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
 from llmcond.runs.embedder import Embedder, EmbeddingModel, make_embedder
 from llmcond.runs.examples import (

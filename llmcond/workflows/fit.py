@@ -29,6 +29,7 @@ from llmcond.evaluation.results import (
     FittedResults,
     Result,
     best_first,
+    estimate_text,
     format_settings,
     score_results,
 )
@@ -36,7 +37,7 @@ from llmcond.features.view import FeatureView, recipe_view
 from llmcond.heads import FittedHead, Recipe, load_recipe, save_head
 from llmcond.heads.numpy_heads import HeldOut, choose_settings
 from llmcond.options.training import DevOptions, FitHeadOptions, SweepOptions
-from llmcond.report.tables import dev_gain_text, estimate_text
+from llmcond.report.tables import dev_gain_text
 from llmcond.runs import Run, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.examples import Examples, load_examples
 from llmcond.runs.rated import DevFit

@@ -29,6 +29,7 @@ from llmcond.evaluation.results import (
     FittedResults,
     Result,
     Results,
+    estimate_text,
     format_settings,
     score_results,
 )
@@ -38,7 +39,6 @@ from llmcond.heads import load_recipe
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.options.common import LogOption, RunOption, TaskOptions
 from llmcond.options.training import SweepLoraOptions, TrainLoraOptions
-from llmcond.report.tables import estimate_text
 from llmcond.runs import open_any_run
 from llmcond.runs.examples import load_examples
 from llmcond.runs.trials import AnyTrial, Grid, TrialRecord, Worker, combine_seeds

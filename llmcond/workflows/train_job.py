@@ -25,7 +25,7 @@ from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.adapter import read_encoder_record
 from llmcond.encoders.spec import Orders
-from llmcond.evaluation.results import Result
+from llmcond.evaluation.results import Result, estimate_text
 from llmcond.finetune.loop import TrainingState
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
 from llmcond.heads import Recipe, save_head
@@ -35,7 +35,6 @@ from llmcond.options.common import Split
 from llmcond.options.scoring import EvaluateOptions
 from llmcond.options.training import TrainCrossOptions, TrainLoraOptions
 from llmcond.report.card import model_card
-from llmcond.report.tables import estimate_text
 from llmcond.runs import Run, complete_run, head_name, head_record, open_run, portable_model_name
 from llmcond.runs.cross import NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import Embedder, make_embedder

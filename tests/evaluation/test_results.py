@@ -182,6 +182,11 @@ def test_results_are_shown_as_table_and_as_data_frame():
     html = results._repr_html_()
     assert html.startswith("<p><b>Results</b> </p><table>")
     assert "&lt;b&gt;" in html
+    assert "50.0 [40.0, 60.0]" in html
+    figures = {"spearman": Estimate(0.5), "accuracy": Estimate(nan), "pearson": Estimate(0.5)}
+    undefined = Results((replace(baseline, metrics=figures),))._repr_html_()
+    assert undefined.count("[") == 0  # an interval that is undefined is left out
+    assert "<td>undefined" in undefined
     frame = Results((baseline,)).to_pandas()
     assert frame["spearman_low"].tolist() == [0.4]
     assert "spearman_ci" not in frame

@@ -13,10 +13,10 @@ from llmcond.base.metrics import METRICS, Estimate
 from llmcond.data.rows import Rows
 from llmcond.evaluation.analyses import rank_error
 from llmcond.evaluation.paired import PairedDifference
-from llmcond.evaluation.results import ComparedSystem, Result, compare_with_baseline
+from llmcond.evaluation.results import ComparedSystem, Result, compare_with_baseline, estimate_text
 from llmcond.report.content import Page
 from llmcond.report.page import write_page
-from llmcond.report.tables import estimate_text, with_minus_signs
+from llmcond.report.tables import with_minus_signs
 
 TEMPLATES = ("pair-cond", "concat-sent-cond")
 CONDITIONS = ("The number of people.", "the activity", "mood")

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from llmcond.base.metrics import METRICS, Estimate
 from llmcond.base.output import Column, Table
-from llmcond.evaluation.results import Result, RowCounts
-from llmcond.report.tables import interval_text, p_value_text, results_table
+from llmcond.evaluation.results import Result, RowCounts, interval_text
+from llmcond.report.tables import p_value_text, results_table
 
 RESULT = Result(
     name="mlp@concat-sent-cond",
