@@ -17,6 +17,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from llmcond.base.errors import LlmcondError, UserError, first_line, install_command, shortened_repr
 from llmcond.base.files import format_bytes
@@ -456,3 +457,60 @@ def _read_driver_version() -> str | None:
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)  # noqa: S603
     return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
+
+
+#: The variable with the key for servers that others run, as OpenAI's client reads it.
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def read_api_key() -> str:
+    """Return the key in the environment; empty if there is none."""
+    return os.environ.get(API_KEY_VARIABLE, "").strip()
+
+
+def check_server_address(address: str, flag: str) -> None:
+    """Check the address of a server, and the key in the environment, before any request.
+
+    Args:
+        address: an address such as ``http://localhost:8000/v1``.
+        flag: the flag that names it, for messages.
+
+    Raises:
+        UserError: the address or the key is invalid.
+    """
+    try:
+        parts = urlsplit(address if _is_printable(address) else "")
+        secret = parts.username is not None or parts.password is not None or bool(parts.query)
+        _ = parts.port  # a number that is no port raises an error
+    except ValueError:
+        parts, secret = urlsplit(""), False
+    if secret:
+        raise UserError(
+            f"{flag} contains a user name, a password or a query, which messages would show. Leave "
+            f"them out; the key is read from {API_KEY_VARIABLE}."
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(
+            f"{flag} is {shortened_repr(address)}; expected an address such as "
+            "http://localhost:8000/v1."
+        )
+    key = read_api_key()
+    if not (key.isascii() and _is_printable(key)):
+        raise UserError(
+            f"{API_KEY_VARIABLE} is no key, because an HTTP header cannot contain it: it has a "
+            "space, a line break or a character outside of ASCII. Copy the key again."
+        )
+    if parts.scheme == "http" and parts.hostname not in _LOCAL and key:
+        _warn_unencrypted(parts.hostname)
+
+
+@cache
+def _warn_unencrypted(host: str) -> None:
+    from llmcond.base.output import log
+
+    log.warning(f"{API_KEY_VARIABLE} is sent to {host} unencrypted; use https to protect it.")
+
+
+def _is_printable(text: str) -> bool:
+    return text.isprintable() and " " not in text

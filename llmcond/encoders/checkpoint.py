@@ -86,6 +86,9 @@ class Checkpoint:
         members: the folders of an ensemble's adapters, each applied to a copy of the base;
             otherwise empty.
         base: the base of an adapter or an ensemble, without adapters; otherwise None.
+        server: for an encoder behind a server, its address and name, ``ADDRESS#MODEL``. Its folder
+            does not exist.
+        probe: a record of a vector of that encoder, which identifies it; see ``server.py``.
     """
 
     name: str
@@ -99,6 +102,13 @@ class Checkpoint:
     random_device: str | None = None
     members: tuple[Path, ...] = ()
     base: Checkpoint | None = None
+    server: str | None = None
+    probe: str | None = None
+
+    def check_weights(self, what: str) -> None:
+        """Raise a ``UserError`` if the weights, which ``what`` needs, are behind a server."""
+        if self.server is not None:
+            raise WeightsNeededError(what, self.name)
 
     @property
     def weights(self) -> str:
@@ -130,7 +140,12 @@ class Checkpoint:
 
     @property
     def commit(self) -> str | None:
-        """Its commit on the hub, for an adapter that of the adapter; None if it is not there."""
+        """Its commit on the hub, for an adapter that of the adapter; None if it is not there.
+
+        Behind a server, it is the record of its vector.
+        """
+        if self.server is not None:
+            return self.probe
         if self.adapter is None:
             return None if self.repo is None else self.folder.name
         source = find_hub_source(self.adapter)
@@ -141,6 +156,16 @@ class Checkpoint:
         """The source of its files, for messages."""
         base_source = f"{self.repo}@{self.folder.name}" if self.repo else str(self.folder)
         return base_source if self.adapter is None else f"{self.adapter} on {base_source}"
+
+
+class WeightsNeededError(UserError):
+    """A feature needs the weights of an encoder, which is behind a server."""
+
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(
+            f"{what} needs the weights of the encoder, but {name} is behind a server, which shows "
+            "only vectors. Name a folder or an encoder on the hub instead."
+        )
 
 
 def find_checkpoint(
@@ -206,6 +231,12 @@ def find_local_checkpoint(
         package_folder = _find_package_folder(known.packaged)
         if package_folder is not None:
             return Checkpoint(known.name, package_folder, known)
+    if folder.suffix == ".gguf":
+        raise UserError(
+            f"{name_or_path} is a GGUF file, which llmcond does not compute. Start a server with "
+            f"it (llama-server -m {name_or_path} --embeddings --pooling mean --port 8080), and "
+            "name that: --model http://127.0.0.1:8080/v1 --server-model NAME."
+        )
     if known is None and not is_hub_name(name_or_path):
         raise UserError(
             f"unknown model {name_or_path!r}: not a known name, not a folder, not a hub name "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from llmcond.encoders.checkpoint import (
     module_class,
     read_settings,
 )
-from llmcond.encoders.settings import TOKENIZER_DECIDES, known_names
+from llmcond.encoders.settings import MODELS, TOKENIZER_DECIDES, KnownModel, known_names
 from llmcond.encoders.spec import MAX_LAYERS, POOLINGS, Attention
 
 #: Architectures whose position table starts after the padding index.
@@ -76,7 +78,53 @@ class CheckpointSettings:
             "normalize": self.normalize,
             "max_length": self.max_length,
             "special_tokens": None if special_tokens == TOKENIZER_DECIDES else special_tokens,
+            "instruction_format": self.instruction_format or None,
         }
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """The prompts of config_sentence_transformers.json by their names, without empty ones."""
+        prompts = self.sentence_transformers.get("prompts")
+        pairs = prompts.items() if isinstance(prompts, dict) else ()
+        return {name: text for name, text in pairs if isinstance(text, str) and text.strip()}
+
+    @property
+    def instruction_format(self) -> str:
+        """The format of instructions that the prompts have in common; empty if it is not certain.
+
+        ``task: clustering | query: `` has the format ``task: {instruction} | query: {text}``. If
+        prompts have several formats, it is the one with more instructions than any other.
+        """
+        matches = (_INSTRUCTED.fullmatch(text) for text in set(self.prompts.values()))
+        formats = Counter(
+            f"{match[1]}{{instruction}}{match[2]}{{text}}" for match in matches if match
+        )
+        (first, count), (_, other) = [*formats.most_common(2), ("", 0), ("", 0)][:2]
+        return first if count > other else ""
+
+    def recognize(self) -> KnownModel | None:
+        """Return the known encoder that these files are a copy or a fine-tuned version of.
+
+        Its architecture, its sizes (except for the vocabulary, to which tokens may be added) and
+        the format of its instructions are the same. Settings that the files state remain.
+        """
+        if not self.instruction_format:
+            return None
+        stated = {name: value for name, value in self.encoder_settings.items() if value is not None}
+        same = [
+            known
+            for known in MODELS
+            if known.settings.get("instruction_format") == self.instruction_format
+            and stated.get("pooling") in known.poolings
+            and all(
+                self.config.get(key) == value
+                for key, value in known.architecture.items()
+                if key != "vocab_size"
+            )
+        ]
+        if len(same) != 1:
+            return None  # several encoders of one architecture have this format
+        return replace(same[0], settings={**same[0].settings, **stated})
 
     @property
     def pooling(self) -> str:
@@ -159,6 +207,8 @@ class CheckpointSettings:
         return f"{first} {{text}} {last}" if adds_first else f"{{text}} {last}"
 
 
+#: A prompt with an instruction between two labels: what precedes and follows the instruction.
+_INSTRUCTED = re.compile(r"(\w[\w ]*: ?)\S[^\n|]*?( ?[\n|] ?\w[\w ]*: ?)")
 #: Our names of poolings, keyed by their names in the pooling module of sentence-transformers.
 _POOLING_MODES = {
     pooling.module: name for name, pooling in POOLINGS.items() if pooling.supports_routers

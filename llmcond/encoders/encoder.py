@@ -63,6 +63,8 @@ from llmcond.encoders.tokenizing import (
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _MAX_THREADS = 8
+#: Requests to a server at a time.
+_REQUESTS = 8
 _worker = threading.local()
 
 
@@ -93,6 +95,8 @@ class Concurrency:
     def for_encoder(cls, resolved: ResolvedEncoder) -> Concurrency:
         """Choose the numbers for an encoder."""
         cores = cpu_threads()
+        if resolved.runtime == "server":
+            return cls(_REQUESTS, 1)
         if resolved.device != "cpu" or resolved.runtime == "openvino":
             # One thread prepares and stores what the other computes. More are not needed: a GPU
             # runs one batch at a time, and OpenVINO shares the cores among all batches.
@@ -232,9 +236,33 @@ class TokenWeights:
 
 
 _Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-#: The vectors of a work unit, their numbers of tokens, the number of tokens that were computed, and
-#: for each vector a digest of everything that it is computed from.
-_UnitResult = tuple[NDArray[np.float32], NDArray[np.int32], int, list[bytes]]
+
+
+class _Results:
+    """Arrays that the results of work units are written into; see ``_UnitResult``."""
+
+    def __init__(self, count: int, dim: int) -> None:
+        self.vectors = np.empty((count, dim), dtype=np.float32)
+        self.n_tokens = np.empty(count, dtype=np.int32)
+        self.cut = np.zeros(count, dtype=np.bool_)
+
+
+class _UnitResult(NamedTuple):
+    """The result of a work unit.
+
+    Attributes:
+        vectors: (n, dim) vectors.
+        n_tokens: (n,) numbers of tokens.
+        cut: (n,) whether the encoder read a part of the input only.
+        computed: number of tokens that were computed.
+        digests: for each vector, a digest of everything that it is computed from.
+    """
+
+    vectors: NDArray[np.float32]
+    n_tokens: NDArray[np.int32]
+    cut: NDArray[np.bool_]
+    computed: int
+    digests: list[bytes]
 
 
 @dataclass(frozen=True)
@@ -263,6 +291,11 @@ class _LoadedEncoder:
                 f"{name} is to be computed in {dtype}, which {device} of this machine would "
                 "emulate. Use machines with the same processors, or --dtype float32."
             )
+        if resolved.runtime == "server":
+            from llmcond.encoders.server import ServerEngine, ServerTokenizer
+
+            tokenizer: Any = ServerTokenizer(resolved.identity, name)
+            return cls(tokenizer, [ServerEngine(resolved)], WorkerThreads(concurrency))
         why = resolved.openvino_obstacle
         if resolved.runtime == "openvino":
             from llmcond.encoders.openvino.engine import load_engines
@@ -464,8 +497,8 @@ class Encoder:
         check_finite(encoded.vectors, items)
         if encoded.truncated.any():
             warnings.warn(
-                f"{int(encoded.truncated.sum())} of {len(items)} inputs are longer than the "
-                f"{self.identity.max_length} tokens that {self.name} accepts; {TRUNCATION_NOTE}.",
+                f"{int(encoded.truncated.sum())} of {len(items)} inputs are longer than "
+                f"{self.identity.limit}; {TRUNCATION_NOTE}.",
                 stacklevel=2,
             )
         vectors = encoded.vectors[:, :dim]
@@ -514,25 +547,25 @@ class Encoder:
             n_tokens = np.array([row.n_tokens for row in tokens], dtype=np.int32)
             results, computed = self._run(tokens)
             keys = [digest_bytes(repr(row.ids).encode(), size=_DIGEST_BYTES) for row in tokens]
-            return np.concatenate(results), n_tokens, computed, keys
+            cut = np.array([row.cut for row in tokens])
+            return _UnitResult(np.concatenate(results), n_tokens, cut, computed, keys)
 
-        vectors = np.empty((len(rows), self.dim), dtype=np.float32)
-        n_tokens = np.empty(len(rows), dtype=np.int32)
+        into = _Results(len(rows), self.dim)
         units = _split_chunks(order, self._unit)
         map_units = self._state.threads.map if self.concurrency.threads > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
             if bar is not None:
                 bar.start(len(rows), sum(sizes))
-            self._encode_units(units, encode, (vectors, n_tokens), map_units, sizes, bar)
-        check_finite(vectors, rows)
-        if n_cut := int((n_tokens > self.identity.max_length).sum()):
+            self._encode_units(units, encode, into, map_units, sizes, bar)
+        check_finite(into.vectors, rows)
+        if n_cut := int(into.cut.sum()):
             warnings.warn(
                 f"{n_cut} of {len(rows)} rows are longer than the {self.identity.max_length} "
                 f"tokens that {self.name} accepts; their sentences were cut, their conditions were "
                 "not.",
                 stacklevel=2,
             )
-        return vectors
+        return into.vectors
 
     def encode_with_counts(
         self,
@@ -689,39 +722,36 @@ class Encoder:
             texts = (router.text for router in list_routers(inputs))
             queries = self.queries(texts, map_units, unit_size)
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
-        vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
-        n_tokens = np.empty(len(inputs), dtype=np.int32)
+        into = _Results(len(inputs), self.dim)
         router_indices = [row for row in order if self._is_query(inputs[row], queries)]
         if router_indices:
             known_queries = [queries[inputs[row].text] for row in router_indices]
             states: list[Any] = [query.state for query in known_queries]
-            vectors[router_indices] = self.engine.finish_states(np.stack(states))
-            n_tokens[router_indices] = [query.n_tokens for query in known_queries]
+            into.vectors[router_indices] = self.engine.finish_states(np.stack(states))
+            into.n_tokens[router_indices] = [query.n_tokens for query in known_queries]
             if bar is not None:
                 bar.advance(len(router_indices), sum(sizes[row] for row in router_indices), 0, 0.0)
         encoded = set(router_indices)
         remaining = [row for row in order if row not in encoded]
         units = list(_group_units(remaining, inputs, unit_size or self._unit))
         work = partial(self._encode_unit, inputs, queries)
-        computed = self._encode_units(units, work, (vectors, n_tokens), map_units, sizes, bar)
-        cut = (n_tokens > self.identity.max_length) & (self.identity.long_texts == "cut")
-        return Encoded(vectors, n_tokens, cut, computed)
+        computed = self._encode_units(units, work, into, map_units, sizes, bar)
+        return Encoded(into.vectors, into.n_tokens, into.cut, computed)
 
     def _encode_units(
         self,
         units: Sequence[list[int]],
         work: Callable[[list[int]], _UnitResult],
-        results: tuple[NDArray[np.float32], NDArray[np.int32]],
+        into: _Results,
         map_units: _Map,
         sizes: Sequence[int],
         bar: ExtractionBar | None,
     ) -> int:
-        """Write the vectors and token counts of units into ``results``; advance the progress bar.
+        """Write the results of units into arrays, and advance the progress bar.
 
         Returns:
             The number of tokens that were computed.
         """
-        vectors, n_tokens = results
         map_units = map_units if len(units) > 1 else map
         n_threads = 1 if map_units is map else self.concurrency.threads
         first_index: dict[bytes, int] = {}
@@ -732,18 +762,20 @@ class Encoder:
             return work(unit), time.monotonic() - began
 
         for unit, (result, seconds) in zip(units, map_units(timed, units), strict=True):
-            vectors[unit], n_tokens[unit], computed, digests = result
+            into.vectors[unit], into.n_tokens[unit] = result.vectors, result.n_tokens
+            into.cut[unit] = result.cut
             # Rounding depends on the batch, so equal inputs in two batches would get slightly
             # different vectors. Subtracting one from the other would leave nothing but that noise.
             sources = [
-                first_index.setdefault(key, index) for key, index in zip(digests, unit, strict=True)
+                first_index.setdefault(key, index)
+                for key, index in zip(result.digests, unit, strict=True)
             ]
             if sources != unit:
-                vectors[unit] = vectors[sources]
-            total += computed
+                into.vectors[unit] = into.vectors[sources]
+            total += result.computed
             if bar is not None:
                 size = sum(sizes[index] for index in unit)
-                bar.advance(len(unit), size, int(result[1].sum()), seconds / n_threads)
+                bar.advance(len(unit), size, int(result.n_tokens.sum()), seconds / n_threads)
         return total
 
     def _encode_unit(
@@ -768,6 +800,7 @@ class Encoder:
         results, computed = self._run(rows, routes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
+        cut = np.zeros(len(inputs), dtype=np.bool_)
         digests = [b""] * len(inputs)
         row_vectors = iter(np.concatenate(results))
         for group, item_windows in zip(groups, windows, strict=True):
@@ -778,7 +811,8 @@ class Encoder:
             by_window = [[next(row_vectors) for _ in group] for _ in item_windows]
             vectors[group] = self._average_windows([np.stack(part) for part in by_window])
             n_tokens[group] = item_windows[0].n_tokens
-        return vectors, n_tokens, computed, digests
+            cut[group] = item_windows[0].cut and self.identity.long_texts == "cut"
+        return _UnitResult(vectors, n_tokens, cut, computed, digests)
 
     def _compute_queries(self, inputs: Sequence[EncoderInput]) -> list[RouterQuery]:
         """Compute the queries of plain inputs, each the mean over the windows of its text."""

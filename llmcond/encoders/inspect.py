@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from transformers import AutoConfig
 
+from llmcond.encoders.checkpoint_settings import CheckpointSettings
 from llmcond.encoders.loading import (
     available_memory,
     build_on_meta,
@@ -81,9 +82,10 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
     settled = {name: getattr(identity, name) for name in (*STATED, "dtype", "quantize")}
     origin = {"name": checkpoint.name, "source": checkpoint.source, "assumed": [*resolved.assumed]}
     no_float16 = explain_no_float16(checkpoint.known, config.to_dict())
+    prompts = CheckpointSettings(checkpoint.folder).prompts
     return (
         _known_facts(checkpoint.known)
-        | {"no_float16": no_float16}
+        | {"no_float16": no_float16, "prompts": prompts}
         | settled
         | origin
         | _describe_size(config, resolved.device, budget)
@@ -111,6 +113,7 @@ def _known_facts(known: KnownModel | None) -> dict[str, Any]:
     return facts | {
         "other_poolings": list(known.poolings[1:]) if known else None,
         "no_float16": known.no_float16 if known else "",
+        "prompts": {},
         "padding_side": PADDING_SIDE,
     }
 

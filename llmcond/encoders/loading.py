@@ -84,6 +84,7 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
     Raises:
         UserError: If transformers does not include the architecture.
     """
+    checkpoint.check_weights("this")
     values = read_settings(checkpoint.folder / "config.json", {})
     if values.get("model_type") == "nvembed":
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from llmcond.base import package as plugins
 from llmcond.base.errors import UserError
@@ -121,6 +121,14 @@ def _log_emulated(name: str, dtype: Dtype, device: str) -> None:
     log.info(
         f"{name} is computed in float32, because {'this CPU' if device == 'cpu' else device} has "
         f"no instructions for {dtype}, and emulating it would be slower and less exact"
+    )
+
+
+@cache
+def _log_recognized(name: str, repo: str, licence: str) -> None:
+    log.info(
+        f"{name} has the architecture and the prompts of {repo}, so it is used with the "
+        f"instruction format of {repo} (licence: {licence})"
     )
 
 
@@ -267,6 +275,11 @@ _SETTLE: Mapping[str, Callable[[_Sources], Any]] = {
 }
 
 
+def is_server(name: str) -> bool:
+    """Return whether a model's name is the address of a server."""
+    return name.lower().startswith(("http://", "https://"))
+
+
 def cross_encoder_error(folder: object) -> UserError:
     """Return the error for a cross-encoder that is used where embeddings are needed."""
     return UserError(
@@ -286,7 +299,7 @@ class ResolvedEncoder:
         device: device that it will run on, ``cpu`` or ``cuda:N``.
         options: the user's options, filled in with the settings that training recorded.
         assumed: what neither a file nor an option states, as phrases for the user.
-        runtime: the library that computes.
+        runtime: the library that computes, or the server.
         openvino_obstacle: why OpenVINO does not run it on this CPU; empty if it does, or was not
             requested.
     """
@@ -296,7 +309,7 @@ class ResolvedEncoder:
     device: str
     options: EncoderOptions
     assumed: tuple[str, ...]
-    runtime: Runtime = "torch"
+    runtime: Runtime | Literal["server"] = "torch"
     openvino_obstacle: str = ""
 
     @property
@@ -356,6 +369,10 @@ def resolve(
             cross-encoder.
         LlmcondError: the hub cannot be reached.
     """
+    if is_server(name_or_path):
+        from llmcond.encoders.server import resolve_server
+
+        return resolve_server(name_or_path, options)
     device = device or choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
     if checkpoint.cross and not cross:
@@ -379,6 +396,15 @@ def check_encoder(name_or_path: str, options: EncoderOptions, *, elsewhere: bool
             device or a library.
         LlmcondError: installed weights are not the official ones.
     """
+    if is_server(name_or_path):
+        from llmcond.encoders.server import check_options
+
+        return check_options(name_or_path, options)
+    if options.server_model is not None:
+        raise UserError(
+            f"--server-model is {options.server_model!r}, but {name_or_path} is no address of a "
+            "server. Name one with --model http://HOST:PORT/v1, or leave out --server-model."
+        )
     if not elsewhere:
         check_device(options.device)
         if options.quantize not in (None, "none"):
@@ -402,6 +428,9 @@ def resolve_checkpoint(
     stated = {**read_adapter_settings(checkpoint), **checkpoint.recorded_settings}
     options = options.filled_from(stated)
     settings = read_supported_settings(checkpoint)
+    if checkpoint.known is None and (known := settings.recognize()):
+        checkpoint = replace(checkpoint, known=known)
+        _log_recognized(checkpoint.name, known.repo, known.licence)
     assumed = settings.ignored_steps
     sources = _Sources(checkpoint, settings, options, device, assumed)
     for name in SETTINGS:

@@ -34,6 +34,7 @@ from llmcond.base.package import is_plugin
 from llmcond.base.system import check_device_name
 from llmcond.encoders.spec import (
     POOLINGS,
+    SERVER_POOLING,
     Attention,
     Dtype,
     Quantize,
@@ -104,7 +105,7 @@ def _setting(default: Any = dataclasses.MISSING, *, open_as: Any = None, **spec:
 
 
 def _check_pooling(name: str) -> None:
-    if name not in POOLINGS and not is_plugin(name):
+    if name not in (*POOLINGS, SERVER_POOLING) and not is_plugin(name):
         legal = list_legal_values(name, POOLINGS)
         raise UserError(f"--pooling is {shortened_repr(name)}. {legal}")
 
@@ -256,6 +257,11 @@ class EncoderOptions(Options, EncoderSettings[Literal["auto"], None]):
         help="known model that this one is a copy or fine-tuned version of, and whose settings it "
         "takes",
     )
+    server_model: str | None = _option(
+        metavar="NAME",
+        help="with --model http://HOST:PORT/v1: the name of the server's model; the server "
+        "computes with OpenAI's embeddings protocol",
+    )
     device: str = _option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
     max_tokens_per_batch: Positive | None = _option(
         metavar="N",
@@ -326,6 +332,13 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
     def fingerprint(self) -> str:
         """Digest of all fields as 16 hexadecimal digits, which names the feature store's folder."""
         return digest_bytes(json.dumps(self.to_json(), sort_keys=True).encode(), size=8).hex()
+
+    @property
+    def limit(self) -> str:
+        """How long an input may be, in words."""
+        if self.pooling == SERVER_POOLING:
+            return "the server's limit"
+        return f"the {self.max_length:,} tokens that the encoder reads"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""

@@ -287,11 +287,15 @@ POOLINGS: Mapping[str, Pooling] = {
     # Used by NV-Embed-v2.
     "latent": Pooling("mean", part="latent"),
 }
+#: What an encoder behind a server does with the states of its tokens.
+SERVER_POOLING = "server"
 ROUTED_POOLINGS = tuple(name for name, pooling in POOLINGS.items() if pooling.supports_routers)
 
 
 def get_pooling(name: str) -> Pooling:
     """Return the pooling with this name, which may be that of a user-defined function."""
+    if name == SERVER_POOLING:
+        return Pooling("all")
     return Pooling("all", supports_pool_over=True) if plugins.is_plugin(name) else POOLINGS[name]
 
 

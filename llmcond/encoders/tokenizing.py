@@ -46,6 +46,11 @@ class Tokens:
     n_tokens: int
     second: int
 
+    @property
+    def cut(self) -> bool:
+        """Whether tokens are missing."""
+        return self.n_tokens > len(self.ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
@@ -88,7 +93,7 @@ class _SpecialTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class _FormattedText:
+class FormattedText:
     """A text in its model's format.
 
     Attributes:
@@ -105,6 +110,39 @@ class _FormattedText:
 
     def __str__(self) -> str:
         return f"{self.before}{self.text}{self.after}"
+
+
+def format_text(item: EncoderInput, template: str, name: str) -> FormattedText:
+    """Apply a model's instruction format, ``template``, to a plain input.
+
+    Raises:
+        UserError: The input has an instruction, and the model has no format for it.
+    """
+    if not item.instruction:
+        return FormattedText("", item.text, "")
+    if not template:
+        raise UserError(
+            f"{name} takes no instruction, but the input has {item.instruction!r}. Use a prompt "
+            "without an instruction (concat-sent-cond), or set --instruction-format."
+        )
+    sides, side, start = ["", ""], 0, 0
+    for literal, field_name, _, _ in Formatter().parse(template):
+        sides[side] += literal
+        if field_name == "instruction":
+            start = len(sides[0]) + side * (len(item.text) + len(sides[1]))
+            sides[side] += item.instruction
+        side += field_name == "text"
+    return FormattedText(sides[0], item.text, sides[1], start)
+
+
+def sentence_spans(item: EncoderInput, formatted: FormattedText) -> list[tuple[int, int]]:
+    """Return the characters of each occurrence of the sentence in a plain input's string."""
+    text, starts = len(formatted.before), {"instruction": formatted.instruction}
+    spans: Sequence[Span] = item.sentence or ()
+    if item.sentence is None:
+        spans = [("text", 0, len(item.text))]
+    firsts = [starts.get(name, text) for name, _, _ in spans]
+    return [(first + span[1], first + span[2]) for first, span in zip(firsts, spans, strict=True)]
 
 
 class InputTokenizer:
@@ -214,8 +252,11 @@ class InputTokenizer:
         """
         if item.context is not None or not self._tokenizer.is_fast:
             return []
-        formatted, special = self._format_text(item), self._single
-        string, sentence = str(formatted), self._sentence_spans(item, formatted)
+        formatted, special = (
+            format_text(item, self._identity.instruction_format, self._name),
+            self._single,
+        )
+        string, sentence = str(formatted), sentence_spans(item, formatted)
         offsets = self._call_tokenizer([string], offsets=True)["offset_mapping"][0]
         room = self._identity.max_length - special.size
         selection = self._select_tokens(
@@ -231,32 +272,15 @@ class InputTokenizer:
 
     def format(self, item: EncoderInput) -> str:
         """Return the string of a plain input; see ``Encoder.format``."""
-        return str(self._format_text(item))
+        return str(format_text(item, self._identity.instruction_format, self._name))
 
     # -- plain inputs --------------------------------------------------------------------------
 
-    def _format_text(self, item: EncoderInput) -> _FormattedText:
-        """Apply the model's instruction format to a plain input."""
-        if not item.instruction:
-            return _FormattedText("", item.text, "")
-        template = self._identity.instruction_format
-        if not template:
-            raise UserError(
-                f"{self._name} takes no instruction, but the input has {item.instruction!r}. Use a "
-                "prompt without an instruction (concat-sent-cond), or set --instruction-format."
-            )
-        sides, side, start = ["", ""], 0, 0
-        for literal, name, _, _ in Formatter().parse(template):
-            sides[side] += literal
-            if name == "instruction":
-                start = len(sides[0]) + side * (len(item.text) + len(sides[1]))
-                sides[side] += item.instruction
-            side += name == "text"
-        return _FormattedText(sides[0], item.text, sides[1], start)
-
     def _tokenize_plain(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
         """Yield the windows of each input without a context."""
-        texts = [self._format_text(item) for item in inputs]
+        texts = [
+            format_text(item, self._identity.instruction_format, self._name) for item in inputs
+        ]
         over, special = self._identity.pool_over, self._single
         if over == "text" and not self._tokenizer.is_fast:
             raise UserError(
@@ -302,21 +326,9 @@ class InputTokenizer:
                 windows.append(Tokens(ids, first, last, n_tokens, len(ids)))
             yield windows
 
-    def _find_sentence(self, item: EncoderInput, formatted: _FormattedText) -> list[list[int]]:
+    def _find_sentence(self, item: EncoderInput, formatted: FormattedText) -> list[list[int]]:
         """Return the token positions of each occurrence of the sentence in a plain input."""
-        return self._find_tokens(str(formatted), self._sentence_spans(item, formatted))
-
-    @staticmethod
-    def _sentence_spans(item: EncoderInput, formatted: _FormattedText) -> list[tuple[int, int]]:
-        """Return the characters of each occurrence of the sentence in a plain input's string."""
-        text, starts = len(formatted.before), {"instruction": formatted.instruction}
-        spans: Sequence[Span] = item.sentence or ()
-        if item.sentence is None:
-            spans = [("text", 0, len(item.text))]
-        firsts = [starts.get(name, text) for name, _, _ in spans]
-        return [
-            (first + span[1], first + span[2]) for first, span in zip(firsts, spans, strict=True)
-        ]
+        return self._find_tokens(str(formatted), sentence_spans(item, formatted))
 
     # -- pairs ---------------------------------------------------------------------------------
 

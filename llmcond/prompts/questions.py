@@ -7,26 +7,22 @@ answer with one JSON object, which has the fields of ``QuestionTemplate.schema``
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from llmcond.base.errors import UserError, shortened_repr
+from llmcond.base.errors import UserError
 from llmcond.base.files import digest_text
-from llmcond.base.output import log
 from llmcond.base.package import bundled_names
 from llmcond.base.records import resolve_toml
+from llmcond.base.system import check_server_address
 from llmcond.base.text import condition_cell
 from llmcond.data.datasets import RatingScale
 from llmcond.prompts.template import placeholders, read_template
 
 #: Folder of the bundled templates in ``prompts``.
 FOLDER = "annotate"
-API_KEY_VARIABLE = "OPENAI_API_KEY"
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 #: Kinds of questions: rate a pair under a condition, or propose pairs and conditions.
 Kind = Literal["rate", "propose"]
 #: The placeholders of each kind, all of which are required.
@@ -276,22 +272,7 @@ class ChatSettings:
         Raises:
             UserError: a setting is invalid.
         """
-        try:
-            parts = urlsplit(self.endpoint if _is_printable(self.endpoint) else "")
-            secret = parts.username is not None or parts.password is not None or bool(parts.query)
-            _ = parts.port  # a number that is no port raises an error
-        except ValueError:
-            parts, secret = urlsplit(""), False
-        if secret:
-            raise UserError(
-                "--endpoint contains a user name, a password or a query, which messages would "
-                f"show. Leave them out; the key is read from {API_KEY_VARIABLE}."
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(
-                f"--endpoint is {shortened_repr(self.endpoint)}; expected an address such as "
-                "http://localhost:8000/v1."
-            )
+        check_server_address(self.endpoint, "--endpoint")
         reserved = {"model", "messages", "seed", "response_format", "stream", "n"}
         conflicts = reserved & set(self.request)
         if conflicts:
@@ -302,23 +283,3 @@ class ChatSettings:
             json.dumps(self.request, allow_nan=False, ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"--request cannot be sent as JSON: {error}. Correct it.") from None
-        key = read_api_key()
-        if not (key.isascii() and _is_printable(key)):
-            raise UserError(
-                f"{API_KEY_VARIABLE} is no key, because an HTTP header cannot contain it: it has a "
-                "space, a line break or a character outside of ASCII. Copy the key again."
-            )
-        if parts.scheme == "http" and parts.hostname not in _LOCAL and key:
-            log.warning(
-                f"{API_KEY_VARIABLE} is sent to {parts.hostname} unencrypted; use https to "
-                "protect it."
-            )
-
-
-def read_api_key() -> str:
-    """Return the key in the environment; empty if there is none."""
-    return os.environ.get(API_KEY_VARIABLE, "").strip()
-
-
-def _is_printable(text: str) -> bool:
-    return text.isprintable() and " " not in text

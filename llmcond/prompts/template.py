@@ -27,7 +27,14 @@ from llmcond.base.files import digest_text, fields_as_json
 from llmcond.base.records import build, check_name, read_toml, resolve_toml
 from llmcond.data.rows import Rows
 from llmcond.encoders.settings import READ, TOKENIZER_DECIDES, EncoderIdentity
-from llmcond.encoders.spec import ROUTED_POOLINGS, EncoderInput, Router, Span, get_pooling
+from llmcond.encoders.spec import (
+    ROUTED_POOLINGS,
+    SERVER_POOLING,
+    EncoderInput,
+    Router,
+    Span,
+    get_pooling,
+)
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import Dataset
@@ -200,7 +207,11 @@ class Prompt:
                 "it has an instruction, but the encoder takes none (or define a format for it: "
                 r"--instruction-format 'Instruct: {instruction}\nQuery: {text}')"
             )
-        if any(part.context is not None for part in parts):
+        has_context = any(part.context is not None for part in parts)
+        if encoder.pooling == SERVER_POOLING:
+            needs_states = has_context or self.has_router
+            return "it reads states of tokens, and a server shows none" if needs_states else ""
+        if has_context:
             if encoder.special_tokens != TOKENIZER_DECIDES:
                 return "it has a context, but the encoder reads single texts only, not pairs"
             if not get_pooling(encoder.pooling).supports_pool_over:
@@ -214,11 +225,14 @@ class Prompt:
                 "it puts the condition into the text, but the encoder expects it in a router "
                 "(--prompt routed)"
             )
-        if encoder.routes_inside or encoder.pooling in ROUTED_POOLINGS or not self.has_router:
-            return ""
+        is_read = encoder.routes_inside or encoder.pooling in ROUTED_POOLINGS or not self.has_router
         return (
-            "its router weights token states, which the encoder's pooling "
-            f"{encoder.pooling} does not support (--pooling {' or '.join(ROUTED_POOLINGS)})"
+            ""
+            if is_read
+            else (
+                "its router weights token states, which the encoder's pooling "
+                f"{encoder.pooling} does not support (--pooling {' or '.join(ROUTED_POOLINGS)})"
+            )
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llmcond.base.errors import escape_control_characters, format_count
+from llmcond.base.errors import escape_control_characters, format_count, shortened_repr
 from llmcond.base.files import format_bytes
 from llmcond.base.metrics import (
     METRICS,
@@ -741,6 +741,8 @@ def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "pooling", f"{report['pooling']}{others}, over {pooled_tokens(report)}"
     yield "norm", {True: "unit L2", False: "none", None: "as in its files"}[report["normalize"]]
     yield "instruction", report["instruction_format"].replace("\n", "\\n") or "not supported"
+    for name, text in report["prompts"].items():
+        yield f"its prompt {shortened_repr(name)}", shortened_repr(text, 100)
     yield (
         "special tokens",
         report["special_tokens"].replace("tokenizer", "as added by its tokenizer"),

@@ -32,7 +32,7 @@ from llmcond.encoders.checkpoint import (
     hub_errors,
     is_hub_name,
 )
-from llmcond.encoders.resolve import cross_encoder_error
+from llmcond.encoders.resolve import cross_encoder_error, is_server
 from llmcond.encoders.settings import find_model, known_names
 from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.evaluation import CALIBRATION
@@ -156,6 +156,8 @@ def resolve_run(
         raise UserError(
             f"the run or model is {shortened_repr(reference)}; expected a folder or a name."
         )
+    if isinstance(reference, str) and is_server(reference):
+        return find_encoder_run(reference, revision)
     if reference is None:
         folder: Path | None = _default_run()
     else:
@@ -372,8 +374,7 @@ def extract_inputs(
         )
     log.info(f"{name}: {summary}")
     if extraction.n_truncated and not encoder.reported_truncation:
-        limit = f"{resolved.identity.max_length} tokens"
-        log.info(truncation_note(extraction.n_truncated, limit))
+        log.info(truncation_note(extraction.n_truncated, resolved.identity.limit))
         encoder.reported_truncation = True
     return extraction
 

@@ -471,8 +471,8 @@ def copy_run(run: Path, head: str, prompt: str, checkpoint: Checkpoint, out: Pat
             path_copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, path_copy)
         encoder["model"] = IN_RUN_FOLDER
-        has_base_elsewhere = checkpoint.known is None and checkpoint.repo is None
-        if checkpoint.adapter is not None and has_base_elsewhere:
+        base = checkpoint.base
+        if base is not None and base.repo is None and find_model(base.name) is None:
             log.warning(f"the encoder's base is not copied; it stays in {checkpoint.folder}")
     write_json(target / "run.json", _tidy_record(manifest, {}))
     if head != "none":

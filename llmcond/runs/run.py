@@ -188,7 +188,12 @@ def create_manifest(
 
 
 def portable_model_name(model: str, resolved: ResolvedEncoder) -> str:
-    """Return a model's name, or an absolute path, which is valid in any working folder."""
+    """Return a model's name, or an absolute path, which is valid in any working folder.
+
+    The name of an encoder behind a server includes the server's name of the model.
+    """
+    if resolved.checkpoint.server is not None:
+        return resolved.checkpoint.server
     local = Path(model).expanduser()
     return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
 

@@ -26,6 +26,7 @@ from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.encoder import Concurrency, WorkerThreads
 from llmcond.encoders.loading import load_config, load_dense, load_tokenizer
+from llmcond.encoders.resolve import is_server
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
 from llmcond.features.extract import (
@@ -121,11 +122,11 @@ def extract(options: ExtractOptions) -> ExtractResult:
         check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
         run.record_model(portable_model_name(model, resolved))
     identity, encoder = resolved.identity, LazyEncoder(resolved)
-    log.info(
-        f"{resolved.checkpoint.name} in {identity.dtype}"
-        f"{'' if identity.quantize == 'none' else f' ({identity.quantize})'} on {resolved.device}, "
-        f"{identity.pooling} pooling -> {run_folder}"
-    )
+    quantized = "" if identity.quantize == "none" else f" ({identity.quantize})"
+    computation = f"{identity.dtype}{quantized} on {resolved.device}, {identity.pooling} pooling"
+    if resolved.checkpoint.server is not None:
+        computation = "the type that the server chose"
+    log.info(f"{resolved.checkpoint.name} in {computation} -> {run_folder}")
     try:
         with ExitStack() as stack:
             if workers is not None:
@@ -181,6 +182,11 @@ def prepare_extraction(options: ExtractOptions) -> PreparedExtraction:
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     if existing is not None and encoder_options.runtime == "auto":
         encoder_options = replace(encoder_options, runtime=existing.runtime)
+    if existing is not None and is_server(model):
+        # Vectors of a server are compared with those of the run, up to rounding.
+        encoder_options = replace(
+            encoder_options, revision=existing.manifest["encoder"]["revision"]
+        )
     # Errors in files are reported before a model is searched for or downloaded.
     named_prompts = [load_prompt(name) for name in options.prompt]
     task = resolve_task(existing, options.task)
