@@ -27,6 +27,8 @@ from llmcond.encoders.spec import import_openvino
 
 #: Networks with more bytes are compiled each time, because hashing their weights takes as long.
 _MAX_CACHED_BYTES = 2**20
+#: The options that select tests with a mark, which do not run otherwise.
+_SELECTED_BY = {"--all": "slow", "--weights": "weights"}
 WORDS = (
     "a the two three men women children dogs ride play read sit walk in on at park beach kitchen "
     "street red blue green hat coat morning night happy sad rain sun colour number of people "
@@ -64,17 +66,19 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that runs every test."""
-    parser.addoption("--all", action="store_true", help="run also tests marked slow")
+    """Add the options that run tests which are otherwise deselected."""
+    for option, mark in _SELECTED_BY.items():
+        parser.addoption(option, action="store_true", help=f"run also tests marked {mark}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked slow, unless the command line asks for all or names single tests."""
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
+    """Deselect tests with the marks of ``_SELECTED_BY``, unless they are requested or named."""
+    if any("::" in argument for argument in config.args):
         return
-    deselected = [item for item in items if item.get_closest_marker("slow")]
+    left_out = [mark for option, mark in _SELECTED_BY.items() if not config.getoption(option)]
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
     config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    items[:] = [item for item in items if item not in set(deselected)]
 
 
 def pytest_collection_finish() -> None:
@@ -260,6 +264,23 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return Path(shutil.copytree(built, tmp_path_factory.mktemp(kind), dirs_exist_ok=True))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def real_checkpoint() -> Callable[[str], Path]:
+    """A function that returns the folder of a real encoder, or skips the test without one.
+
+    Tests that use it have the mark ``weights``.
+    """
+    from fetch_encoders import encoders_folder
+
+    def find(name: str) -> Path:
+        folder = encoders_folder() / name
+        if not (folder / "config.json").is_file():
+            pytest.skip(f"{folder} does not exist: call scripts/fetch_encoders.py {name}")
+        return folder
+
+    return find
 
 
 @pytest.fixture(scope="session")
