@@ -507,9 +507,8 @@ def check_server_address(address: str, flag: str) -> None:
 
 @cache
 def _warn_unencrypted(host: str) -> None:
-    from llmcond.base.output import log
-
-    log.warning(f"{API_KEY_VARIABLE} is sent to {host} unencrypted; use https to protect it.")
+    message = f"{API_KEY_VARIABLE} is sent to {host} unencrypted; use https to protect it."
+    logging.getLogger("llmcond").warning(message)
 
 
 def _is_printable(text: str) -> bool:

@@ -290,7 +290,7 @@ def test_invalid_answer_is_not_stored(pairs, capsys):
         (Fault(200, body='{"error": {"message": "no quota"}}', headers=JSON_HEADERS), "no quota"),
         (Fault(429, headers={"Retry-After": "500"}), "It asks to wait 500 s."),
         (Fault(418, text="a teapot"), "a teapot"),
-        (Fault(200, without_end=b" " * 2**20), "has more than 8,388,608 bytes"),
+        (Fault(200, without_end=b" " * 2**20), "has more than 16,777,216 bytes"),
         (Fault(200, body="x", headers={"Content-Encoding": "gzip"}), "compresses its answer"),
         (Fault(200, without_end=b" ", pause=0.05), "--timeout 0.4): Request timed out"),
     ):
