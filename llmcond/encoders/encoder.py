@@ -295,7 +295,9 @@ class _LoadedEncoder:
             from llmcond.encoders.server import ServerEngine, ServerTokenizer
 
             tokenizer: Any = ServerTokenizer(resolved.identity, name)
-            return cls(tokenizer, [ServerEngine(resolved)], WorkerThreads(concurrency))
+            return cls(
+                tokenizer, [ServerEngine(name, resolved.identity)], WorkerThreads(concurrency)
+            )
         why = resolved.openvino_obstacle
         if resolved.runtime == "openvino":
             from llmcond.encoders.openvino.engine import load_engines

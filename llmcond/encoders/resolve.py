@@ -372,7 +372,8 @@ def resolve(
     if is_server(name_or_path):
         from llmcond.encoders.server import resolve_server
 
-        return resolve_server(name_or_path, options)
+        checkpoint, identity, assumed = resolve_server(name_or_path, options)
+        return ResolvedEncoder(checkpoint, identity, "cpu", options, assumed, "server")
     device = device or choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
     if checkpoint.cross and not cross:

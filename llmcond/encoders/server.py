@@ -30,7 +30,6 @@ from llmcond.base.errors import (
 )
 from llmcond.base.system import check_server_address
 from llmcond.encoders.checkpoint import Checkpoint, WeightsNeededError
-from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import (
     SETTINGS,
     EncoderIdentity,
@@ -104,12 +103,17 @@ def check_options(name: str, options: EncoderOptions) -> None:
         _settle(model, replace(options, revision=None), np.ones(1, np.float32))
 
 
-def resolve_server(name: str, options: EncoderOptions) -> ResolvedEncoder:
+def resolve_server(
+    name: str, options: EncoderOptions
+) -> tuple[Checkpoint, EncoderIdentity, tuple[str, ...]]:
     """Settle the settings of an encoder behind a server, which computes one short text.
 
     Args:
         name: address of the server, with ``#MODEL`` at its end unless the options name it.
         options: the user's options, or those of a recorded identity.
+
+    Returns:
+        The encoder, its identity, and what neither the server nor an option states.
 
     Raises:
         UserError: the server cannot be reached, rejects the key or the model, or an option needs
@@ -133,7 +137,7 @@ def resolve_server(name: str, options: EncoderOptions) -> ResolvedEncoder:
     assumed: tuple[str, ...] = ()
     if known is not None and options.instruction_format is None and options.like is None:
         assumed = (f"the instruction format of {known.repo}, as the server's model has its name",)
-    return ResolvedEncoder(checkpoint, identity, "cpu", options, assumed, "server")
+    return checkpoint, identity, assumed
 
 
 #: The folder of an encoder's files, of which a server shows none.
@@ -333,12 +337,12 @@ class ServerEngine:
 
     routes_inside = reads_routers = False
 
-    def __init__(self, resolved: ResolvedEncoder) -> None:
-        self._name = resolved.checkpoint.name
+    def __init__(self, name: str, identity: EncoderIdentity) -> None:
+        self._name = name
         address, _, model = self._name.partition("#")
         self._client, self._batch = _connect(address, model), BATCH
         self.dim = len(probe(address, model))
-        self._normalize = resolved.identity.normalize
+        self._normalize = identity.normalize
         self.budget = BATCH * 512
 
     def run(
