@@ -116,11 +116,7 @@ class CheckpointSettings:
             for known in MODELS
             if known.settings.get("instruction_format") == self.instruction_format
             and stated.get("pooling") in known.poolings
-            and all(
-                self.config.get(key) == value
-                for key, value in known.architecture.items()
-                if key != "vocab_size"
-            )
+            and _includes(self.config, known.architecture)
         ]
         if len(same) != 1:
             return None  # several encoders of one architecture have this format
@@ -207,6 +203,15 @@ class CheckpointSettings:
         return f"{first} {{text}} {last}" if adds_first else f"{{text}} {last}"
 
 
+def _includes(config: Any, architecture: Mapping[str, Any]) -> bool:
+    """Return whether a config has all entries of an architecture, except for the vocabulary."""
+    return isinstance(config, dict) and all(
+        _includes(config.get(key), value) if isinstance(value, dict) else config.get(key) == value
+        for key, value in architecture.items()
+        if key != "vocab_size"
+    )
+
+
 #: A prompt with an instruction between two labels: what precedes and follows the instruction.
 _INSTRUCTED = re.compile(r"(\w[\w ]*: ?)\S[^\n|]*?( ?[\n|] ?\w[\w ]*: ?)")
 #: Our names of poolings, keyed by their names in the pooling module of sentence-transformers.
@@ -221,7 +226,7 @@ def _token_text(token: Any) -> str | None:
 
 
 #: Settings whose values sentence-transformers passes to transformers, and the arguments among
-#: them that do not affect vectors in llmcond.
+#: them that do not affect vectors of texts in llmcond.
 _TRANSFORMERS_ARGUMENTS = (
     "model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args",
     "config_kwargs", "processing_kwargs", "tokenizer_name_or_path",
@@ -229,7 +234,7 @@ _TRANSFORMERS_ARGUMENTS = (
 _HARMLESS_ARGUMENTS = {
     "attn_implementation", "cache_dir", "device_map", "dtype", "local_files_only",
     "low_cpu_mem_usage", "padding_side", "token", "torch_dtype", "trust_remote_code",
-    "use_safetensors",
+    "use_safetensors", "image", "video", "audio",
 }  # fmt: skip
 _SUPPORTED_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 

@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from transformers import AutoConfig
-
 from llmcond.encoders.checkpoint_settings import CheckpointSettings
 from llmcond.encoders.loading import (
     available_memory,
     build_on_meta,
     check_dense_and_adapter,
+    config_of,
     default_token_budget,
     load_config,
     load_tokenizer,
     measure_footprint,
     token_embeddings,
+    vector_width,
 )
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import PADDING_SIDE, STATED, KnownModel, explain_no_float16
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize, get_pooling
 from llmcond.encoders.tokenizing import InputTokenizer, check_token_ids
-from llmcond.encoders.torch.forward import read_config
 
 #: The number types and quantisations whose memory requirements are reported.
 _PRECISIONS: list[tuple[Dtype, str]] = [("float32", "none")]
@@ -94,9 +93,7 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
 
 def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
     """Describe a known model from its entry alone, without any of its files."""
-    architecture = dict(known.architecture)
-    nv_embed = architecture["model_type"] == "nvembed"
-    config = read_config(architecture) if nv_embed else AutoConfig.for_model(**architecture)
+    config = config_of(known.architecture, known.computed_as)
     settled = {**known.all_settings, "dtype": None, "quantize": "none"}
     origin = {"name": known.name, "source": known.repo, "assumed": []}
     return (
@@ -130,7 +127,7 @@ def _describe_size(config: Any, device: str, tokens: int) -> dict[str, Any]:
     return {
         "architecture": str(config.model_type),
         "layers": int(config.num_hidden_layers),
-        "width": int(config.hidden_size),
+        "width": vector_width(config),
         "n_parameters": size.n_parameters,
         "device": device,
         "free": free,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pickle import UnpicklingError
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoTokenizer,
@@ -85,6 +86,7 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
         UserError: If transformers does not include the architecture.
     """
     checkpoint.check_weights("this")
+    known = checkpoint.known
     values = read_settings(checkpoint.folder / "config.json", {})
     if values.get("model_type") == "nvembed":
         try:
@@ -95,7 +97,10 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
                 f"never runs the code that it names. {type(error).__name__}: {first_line(error)}"
             ) from error
     try:
-        config = AutoConfig.from_pretrained(str(checkpoint.folder), **_NO_REMOTE_CODE)
+        if known is not None and known.computed_as:
+            config = config_of(values, known.computed_as)
+        else:
+            config = AutoConfig.from_pretrained(str(checkpoint.folder), **_NO_REMOTE_CODE)
     except Exception as error:  # a damaged config makes libraries raise any kind of error
         raise UserError(
             f"{checkpoint.name} has an architecture that transformers does not include, or "
@@ -107,6 +112,12 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
             f"{checkpoint.name} is an encoder-decoder ({config.model_type}), which is not "
             "supported; use an encoder or a decoder."
         )
+    if config.get_text_config() is not config:
+        raise UserError(
+            f"{checkpoint.name} reads images or sounds as well ({config.model_type}), which is not "
+            "supported; use an encoder of llmcond models. If it is a copy of one of these, name "
+            "that with --like NAME."
+        )
     if config.model_type not in encoder_types():
         config.use_cache = False
         # Gemma's use_bidirectional_attention has narrower windows than is_causal would give it.
@@ -114,6 +125,27 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
             # This is set on the config. On the layers, it would affect unpadded batches only.
             config.is_causal = attention == "causal"
     return _use_builtin_attention(config)
+
+
+def config_of(values: Mapping[str, Any], computed_as: str) -> Any:
+    """Create the config of a known encoder from the entries of its config.json.
+
+    Args:
+        values: the entries.
+        computed_as: the ``computed_as`` of the known encoder; empty if it has none.
+    """
+    if values["model_type"] == "nvembed":
+        return read_config(values)
+    nested = values.get("text_config", values)
+    own = ("model_type", "auto_map", "architectures")
+    values = {key: value for key, value in nested.items() if key not in own}
+    return CONFIG_MAPPING[computed_as or nested["model_type"]].from_dict(values)
+
+
+def vector_width(config: Any) -> int:
+    """Return the size of token vectors; EmbeddingGemma 2 projects them behind its last layer."""
+    projected = config.model_type == "embedding_gemma2_text"
+    return int(config.embedding_dim if projected else config.hidden_size)
 
 
 def _use_builtin_attention(config: Any) -> Any:
@@ -252,6 +284,8 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
         state_dict=slices or None,
         output_loading_info=True,
         weights_only=True,
+        # Models that read images too have their text network under this name.
+        key_mapping={r"^language_model\.": ""},
         **arguments,
     )
     pooler = () if get_pooling(resolved.identity.pooling).part == "pooler" else "pooler."
@@ -440,7 +474,7 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     weights = (checkpoint.adapter or checkpoint.folder) / ROUTER
     load_router(network, identity, weights, resolved.device)
     network = network.eval().requires_grad_(False)
-    dense, dim = load_dense(resolved, int(config.hidden_size))
+    dense, dim = load_dense(resolved, vector_width(config))
     return LoadedModel(network, dense, dim)
 
 

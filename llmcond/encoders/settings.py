@@ -464,6 +464,8 @@ class KnownModel:
         alias: short name; empty if it has none.
         packaged: the packages whose weights are used, if one is installed, instead of the hub's.
         no_float16: why it must not be computed in float16; empty if it may.
+        computed_as: the ``model_type`` of transformers that computes it, if its config.json names
+            another one: that of code in its repository, or that of a model that reads images too.
         gated: whether users must accept its terms on the hub.
         english_only: whether it was trained on English texts only, or nearly so.
     """
@@ -478,6 +480,7 @@ class KnownModel:
     alias: str = ""
     packaged: Packaged | None = None
     no_float16: str = ""
+    computed_as: str = ""
     gated: bool = False
     english_only: bool = False
 

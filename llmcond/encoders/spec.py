@@ -34,10 +34,12 @@ Orders = Literal["both", "given"]
 #: The most layers of a network. Creating millions of them, or listing their tensors, would take
 #: minutes and all memory.
 MAX_LAYERS = 1_000
-#: Weights that an encoder may ignore: heads of other tasks, and buffers of older versions.
+#: Weights that an encoder may ignore: heads of other tasks, networks for images and sounds, and
+#: buffers of older versions.
 IGNORED_WEIGHTS = re.compile(
     r"^(\w+\.)?(lm_head|embed_out|cls|classifier|score|qa_outputs|predictions|"
-    r"vocab_(transform|layer_norm|projector)|(discriminator|generator)_predictions(_head)?)\.|"
+    r"vocab_(transform|layer_norm|projector)|(discriminator|generator)_predictions(_head)?|"
+    r"(vision|audio)_tower|embed_(vision|audio))\.|"
     r"^(mlp|head|decoder)\.|(^|\.)pooler\.|\.(position_ids|inv_freq|masked_bias)$"
 )
 #: What warnings say about inputs that are longer than ``max_length``, unless windows are read.

@@ -29,6 +29,7 @@ from llmcond.encoders.loading import (
     load_tokenizer,
     read_all_weights,
     silence_transformers,
+    vector_width,
 )
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import SETTINGS, encoder_types
@@ -356,9 +357,9 @@ def write_modules(
     dense = _write_network(folder, resolved)
     pooled = get_pooling(identity.pooling).module
     pooling = {
-        "word_embedding_dimension": load_config(
-            resolved.checkpoint, identity.attention
-        ).hidden_size,
+        "word_embedding_dimension": vector_width(
+            load_config(resolved.checkpoint, identity.attention)
+        ),
         **{f"pooling_mode_{mode}": mode == pooled for mode in _MODES},
         "include_prompt": True,
     }
@@ -405,6 +406,8 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]
     checkpoint, identity = resolved.checkpoint, resolved.identity
     config = read_settings(checkpoint.folder / "config.json", {})
     loaded = load_model(resolved, load_config(checkpoint, identity.attention))
+    if checkpoint.known is not None and checkpoint.known.computed_as:
+        config = loaded.network.config.to_diff_dict()
     weights = read_all_weights(loaded.network, checkpoint)
     kinds = {kind: name for name, kind in _ACTIVATIONS.items()}
     modules: list[Any] = list(loaded.dense)

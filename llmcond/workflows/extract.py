@@ -25,7 +25,7 @@ from llmcond.benchmark.shapes import SHAPES
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.encoder import Concurrency, WorkerThreads
-from llmcond.encoders.loading import load_config, load_dense, load_tokenizer
+from llmcond.encoders.loading import load_config, load_dense, load_tokenizer, vector_width
 from llmcond.encoders.resolve import is_server
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
@@ -614,8 +614,7 @@ def _estimate_tokens(resolved: ResolvedEncoder, missing: MissingCount) -> Estima
 def _read_dim(resolved: ResolvedEncoder) -> int:
     members = resolved.list_members()
     config = load_config(members[0].checkpoint, members[0].identity.attention)
-    width = int(getattr(config, "text_config", config).hidden_size)
-    return len(members) * load_dense(members[0], width)[1]
+    return len(members) * load_dense(members[0], vector_width(config))[1]
 
 
 def _measure_seconds(

@@ -37,6 +37,7 @@ CORPUS = [
     "Query: task: Given a web search query, retrieve relevant passages | query: classification",
 ]
 HIDDEN, LAYERS, HEADS, POSITIONS = 32, 2, 4, 128
+WINDOW = 24
 
 
 @dataclass(frozen=True)
@@ -222,11 +223,14 @@ def _roberta_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _bert_tokenizer() -> Tokenizer:
+_BERT_MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+_MPNET_MARKS = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>"]
+
+
+def _bert_tokenizer(specials: list[str] = _BERT_MARKS) -> Tokenizer:
     letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
     words = dict.fromkeys(" ".join(CORPUS).lower().replace(".", "").replace(",", "").split())
     pieces = [*letters, *(f"##{letter}" for letter in letters), "##ing", "##er", "##s"]
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*specials, *pieces, *words]))}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -353,6 +357,19 @@ _MISTRAL_SETTINGS = {
 }
 
 
+def _build_bidirectional(folder: Path, family: str) -> TinyCheckpoint:
+    """Write a decoder whose files make it bidirectional: by a setting, or by code of its own."""
+    tokenizer = _mistral_tokenizer()
+    network, weights = _save_decoder(folder, family, tokenizer, head=False)
+    changes: dict[str, Any] = {"is_causal": False}
+    if family == "Llama":
+        auto_map = {"AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel"}
+        changes = {"model_type": "llama_bidirec", "auto_map": auto_map, "pooling": "avg"}
+    change_json(folder / "config.json", **changes)
+    _save_tokenizer(folder, tokenizer, "PreTrainedTokenizerFast", **_MISTRAL_SETTINGS)
+    return TinyCheckpoint(folder, network, tokenizer, weights, [1], [])
+
+
 def _build_qwen(folder: Path, family: str = "Qwen3") -> TinyCheckpoint:
     tokenizer = _qwen_tokenizer()
     network, weights = _save_decoder(folder, family, tokenizer, head=True, head_dim=HIDDEN // HEADS)
@@ -376,31 +393,63 @@ def _build_gte_qwen2(folder: Path) -> TinyCheckpoint:
     return checkpoint
 
 
-def _build_gemma(folder: Path) -> TinyCheckpoint:
-    """Write an EmbeddingGemma: bidirectional, with a narrow first window and two dense layers."""
+def _build_gemma(folder: Path, causal: bool = False) -> TinyCheckpoint:
+    """Write an EmbeddingGemma with two dense layers, or a causal Gemma 3 without them.
+
+    The window of the first layer is wide enough for packing, and narrower than some texts.
+    """
     from transformers import Gemma3TextConfig, Gemma3TextModel
 
     tokenizer = _gemma_tokenizer()
     config = Gemma3TextConfig(
         **_config_values(tokenizer, num_key_value_heads=1, head_dim=8, query_pre_attn_scalar=8),
-        sliding_window=8,
+        sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"],
-        use_bidirectional_attention=True,
+        use_bidirectional_attention=not causal,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=2,
     )
     network = _random_network(Gemma3TextModel, config)
     weights = network.state_dict()
-    _save(folder, config, weights, architectures=["Gemma3TextModel"], sliding_window=8)
+    _save(folder, config, weights, architectures=["Gemma3TextModel"], sliding_window=WINDOW)
+    _save_gemma_tokenizer(folder, tokenizer)
+    write_modules(folder, *([] if causal else ["Dense", "Dense"]), "Normalize")
+    for path, width, out in (("2_Dense", HIDDEN, 48), ("3_Dense", 48, HIDDEN)):
+        if not causal:
+            weights[path] = torch.randn(out, width) / width**0.5
+            write_dense(folder / path, {"linear.weight": weights[path]})
+    return TinyCheckpoint(folder, network, tokenizer, weights, [2], [1])
+
+
+def _build_gemma_2(folder: Path) -> TinyCheckpoint:
+    """Write an EmbeddingGemma 2, with weights of its network for images."""
+    from transformers import EmbeddingGemma2Config, EmbeddingGemma2Model, EmbeddingGemma2TextConfig
+
+    tokenizer = _gemma_tokenizer()
+    text = EmbeddingGemma2TextConfig(
+        **_config_values(tokenizer, num_key_value_heads=2, max_position_embeddings=4096),
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=WINDOW,
+        sliding_window_pattern=2,
+        hidden_size_per_layer_input=16,
+        embedding_dim=48,
+    )
+    config = EmbeddingGemma2Config(text_config=text, vision_config=None, audio_config=None)
+    network = _random_network(EmbeddingGemma2Model, config)
+    weights = network.state_dict()
+    images = {"vision_tower.weight": torch.ones(4), "embed_vision.weight": torch.ones(4)}
+    _save(folder, config, {**weights, **images}, architectures=["EmbeddingGemma2Model"])
+    _save_gemma_tokenizer(folder, tokenizer)
+    write_modules(folder, "Normalize")
+    return TinyCheckpoint(folder, network, tokenizer, weights, [2], [1])
+
+
+def _save_gemma_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     settings = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
     settings |= {"add_bos_token": True, "add_eos_token": True}
     _save_tokenizer(folder, tokenizer, "GemmaTokenizer", **settings)
-    write_modules(folder, "Dense", "Dense", "Normalize")
-    for path, width, out in (("2_Dense", HIDDEN, 48), ("3_Dense", 48, HIDDEN)):
-        weights[path] = torch.randn(out, width) / width**0.5
-        write_dense(folder / path, {"linear.weight": weights[path]})
-    return TinyCheckpoint(folder, network, tokenizer, weights, [2], [1])
 
 
 def _roberta_values(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -449,6 +498,46 @@ def _build_simcse_bert(folder: Path, hidden: int = HIDDEN) -> TinyCheckpoint:
     write_json(folder / "tokenizer_config.json", {"do_lower_case": True, "model_max_length": 512})
     first, last = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
     return TinyCheckpoint(folder, network, tokenizer, weights, [first], [last])
+
+
+def _build_modernbert(folder: Path) -> TinyCheckpoint:
+    """Write a ModernBERT, whose layers alternate between windows and full attention."""
+    from transformers import ModernBertConfig, ModernBertModel
+
+    tokenizer = _bert_tokenizer()
+    marks = {name: tokenizer.token_to_id(f"[{name.upper()}]") for name in ("pad", "cls", "sep")}
+    config = ModernBertConfig(
+        **_config_values(tokenizer),
+        **{f"{name}_token_id": number for name, number in marks.items()},
+        bos_token_id=marks["cls"],
+        eos_token_id=marks["sep"],
+        local_attention=WINDOW,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    network = _random_network(ModernBertModel, config)
+    _save(folder, config, network.state_dict(), architectures=["ModernBertModel"])
+    _add_specials(tokenizer, _BERT_MARKS, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]")
+    settings = {f"{token[1:-1].lower()}_token": token for token in _BERT_MARKS}
+    _save_tokenizer(folder, tokenizer, "PreTrainedTokenizerFast", **settings)
+    write_modules(folder, "Normalize", pooling="cls")
+    return TinyCheckpoint(
+        folder, network, tokenizer, network.state_dict(), [marks["cls"]], [marks["sep"]]
+    )
+
+
+def _build_mpnet(folder: Path) -> TinyCheckpoint:
+    from transformers import MPNetConfig, MPNetModel
+
+    tokenizer = _bert_tokenizer(_MPNET_MARKS)
+    config = MPNetConfig(**_roberta_values(tokenizer))
+    network = _random_network(MPNetModel, config)
+    _save(folder, config, network.state_dict(), architectures=["MPNetForMaskedLM"])
+    _add_specials(tokenizer, _MPNET_MARKS, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>"}
+    settings |= {"unk_token": "[UNK]", "pad_token": "<pad>", "mask_token": "<mask>"}
+    _save_tokenizer(folder, tokenizer, "MPNetTokenizer", **settings)
+    write_modules(folder, "Normalize")
+    return TinyCheckpoint(folder, network, tokenizer, network.state_dict(), [0], [2])
 
 
 def _save_pickled(folder: Path, network: Any) -> dict[str, Tensor]:
@@ -537,6 +626,10 @@ BUILDERS = {
     "qwen": _build_qwen,
     "gte-qwen2": _build_gte_qwen2,
     "gemma": _build_gemma,
+    "gemma-2": _build_gemma_2,
+    "bidirectional": _build_bidirectional,
+    "modernbert": _build_modernbert,
+    "mpnet": _build_mpnet,
     "xlm-r": _build_xlm_r,
     "simcse-roberta": _build_simcse_roberta,
     "simcse-bert": _build_simcse_bert,

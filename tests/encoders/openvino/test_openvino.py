@@ -16,7 +16,7 @@ from helpers.adapters import save_adapter
 from helpers.processes import Command
 from helpers.vectors import assert_close
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, BertModel, MPNetConfig, MPNetModel
+from transformers import AutoTokenizer, BertModel
 
 import llmcond
 from llmcond.base.errors import LlmcondError, UserError
@@ -61,17 +61,6 @@ def bert(tiny_checkpoint):
     return tiny_checkpoint()
 
 
-def build_mpnet(folder):
-    checkpoints.build_checkpoint("simcse-bert", folder)
-    (folder / "pytorch_model.bin").unlink()
-    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 520}
-    model = MPNetModel(MPNetConfig(**sizes))
-    for value in model.parameters():
-        value.data.normal_(0, 0.3)
-    model.save_pretrained(folder)
-
-
 # -- vectors -----------------------------------------------------------------------------------
 
 
@@ -85,8 +74,7 @@ def build_mpnet(folder):
     ],
 )
 def test_vectors_match_pytorch(tmp_path, kind, pooling, normalize):
-    folder = tmp_path / "model"
-    build_mpnet(folder) if kind == "mpnet" else checkpoints.build_checkpoint(kind, folder)
+    folder = checkpoints.build_checkpoint(kind, tmp_path / "model").folder
     items = [EncoderInput("", "man " * n) for n in (1, 31, 32, 33, 200)]
     check_runtimes(folder, [*INPUTS, *items], pooling=pooling, normalize=normalize)
 

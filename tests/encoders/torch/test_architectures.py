@@ -54,9 +54,10 @@ def inputs(instruction="", texts=TEXTS):
 def hidden_states(network, ids, kind):
     """Return a text's token vectors by the direction of attention, or with positions from ``kind``.
 
-    With "windows", a token sees half of EmbeddingGemma's window of 8 on either side. transformers
-    has two masks for it. If ``config.is_causal`` is False in addition to the model's
-    ``use_bidirectional_attention``, a token sees one more token on either side.
+    With "stock", transformers creates the mask of the single text. With "windows", a token sees
+    half of EmbeddingGemma's window on either side. transformers has two masks for it. If
+    ``config.is_causal`` is False in addition to the model's ``use_bidirectional_attention``, a
+    token sees one more token on either side.
     """
     n, hidden = len(ids), torch.finfo(torch.float32).min
     if isinstance(kind, int):
@@ -65,11 +66,11 @@ def hidden_states(network, ids, kind):
         options["position_ids"] = torch.arange(kind, kind + n)[None]
     else:
         everything = torch.zeros(1, 1, n, n)
-        far = (torch.arange(n)[:, None] - torch.arange(n)).abs() > 4
+        far = (torch.arange(n)[:, None] - torch.arange(n)).abs() > checkpoints.WINDOW // 2
         window = torch.where(far, hidden, 0.0)[None, None]
         masks = {"causal": torch.full((1, 1, n, n), hidden).triu(1), "bidirectional": everything}
         masks["windows"] = {"sliding_attention": window, "full_attention": everything}
-        options = {"attention_mask": masks[kind]}
+        options = {} if kind == "stock" else {"attention_mask": masks[kind]}
     return network(input_ids=torch.tensor([ids]), **options).last_hidden_state[0]
 
 
@@ -125,6 +126,7 @@ CASES = {
     "intfloat/multilingual-e5-large-instruct": Case("xlm-r", 2, "mean", INSTRUCT),
     "princeton-nlp/sup-simcse-roberta-large": Case("simcse-roberta", 2, "pooler"),
     "princeton-nlp/sup-simcse-bert-base-uncased": Case("simcse-bert", 0, "pooler"),
+    "BAAI/bge-small-en-v1.5": Case("simcse-bert", 0, "cls"),
     "Qwen/Qwen3-Embedding-0.6B": Case(
         "qwen", "causal", "last", "Instruct: {instruction}\nQuery:{text}"
     ),
@@ -132,6 +134,18 @@ CASES = {
         "gemma", "windows", "dense", "task: {instruction} | query: {text}"
     ),
     "BAAI/bge-m3": Case("xlm-r", 2, "cls", "", {"pooling": "cls"}),
+    "nvidia/llama-embed-nemotron-8b": Case(
+        "bidirectional", "bidirectional", "mean", INSTRUCT, {"family": "Llama"}
+    ),
+    "nvidia/Nemotron-3-Embed-8B-BF16": Case(
+        "bidirectional", "bidirectional", "mean", "", {"family": "Ministral3"}
+    ),
+    "microsoft/harrier-oss-v1-270m": Case("gemma", "stock", "last", INSTRUCT, {"causal": True}),
+    "google/embeddinggemma-2": Case(
+        "gemma-2", "stock", "mean", "task: {instruction} | query: {text}"
+    ),
+    "sentence-transformers/all-mpnet-base-v2": Case("mpnet", "stock", "mean"),
+    "ibm-granite/granite-embedding-english-r2": Case("modernbert", "stock", "cls"),
 }
 
 
@@ -144,6 +158,8 @@ def test_known_model_matches_transformers(name, cache, tmp_path):
     checkpoint = case.build(tmp_path / "model")
     commit = checkpoints.write_to_hub_cache(checkpoint.folder, cache, name)
     encoder = load_on_cpu(name, max_tokens_per_batch=1_000)
+    # MPNet adds a bias by distance, which attention functions of transformers do not get.
+    assert encoder.engine.packs == (case.kind != "mpnet")
     assert encoder.identity.weights == f"hub:{name}@{commit}"
     assert encoder.resolved.assumed == ()
     items = inputs()
@@ -278,6 +294,12 @@ def test_model_with_other_direction_raises(tmp_path, monkeypatch, kind, options,
         LlmcondError, match=f"have {trained} attention, but its attention is {actual}"
     ):
         load_on_cpu(checkpoint.folder, **options)
+
+
+def test_model_that_reads_images_must_be_known(tmp_path):
+    folder = checkpoints.build_checkpoint("gemma-2", tmp_path / "model").folder
+    with pytest.raises(UserError, match=r"reads images or sounds as well.*--like"):
+        load_on_cpu(folder)
 
 
 def test_settings_that_break_a_model_are_rejected(nv_checkpoint):
