@@ -507,7 +507,7 @@ class LatentConfig(MistralConfig):  # type: ignore[misc]
     cross_head_dim: int = 4096
 
 
-def read_config(config: dict[str, Any]) -> LatentConfig:
+def read_config(config: Mapping[str, Any]) -> LatentConfig:
     """Create the config from the content of NV-Embed's config.json.
 
     Raises:
