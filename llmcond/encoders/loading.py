@@ -136,10 +136,10 @@ def config_of(values: Mapping[str, Any], computed_as: str) -> Any:
     """
     if values["model_type"] == "nvembed":
         return read_config(values)
-    nested = values.get("text_config", values)
-    own = ("model_type", "auto_map", "architectures")
-    values = {key: value for key, value in nested.items() if key not in own}
-    return CONFIG_MAPPING[computed_as or nested["model_type"]].from_dict(values)
+    entries = values.get("text_config", values)
+    ignored = ("model_type", "auto_map", "architectures")
+    sizes = {key: value for key, value in entries.items() if key not in ignored}
+    return CONFIG_MAPPING[computed_as or entries["model_type"]].from_dict(sizes)
 
 
 def vector_width(config: Any) -> int:
