@@ -161,6 +161,13 @@ def test_encoder_with_wrong_positions_is_padded(load_case, monkeypatch):
     assert load_case("simcse-bert").engine.packs
 
 
+@pytest.mark.weights
+@pytest.mark.usefixtures("native_16_bit")
+def test_coarse_rounding_does_not_prevent_packing(real_checkpoint):
+    folder = real_checkpoint("embeddinggemma-300m")
+    assert checkpoints.load_on_cpu(folder, dtype="bfloat16").engine.packs
+
+
 def test_token_without_embedding_is_allowed_as_padding_only(tmp_path, make_folder, load_case):
     folder = shutil.copytree(make_folder("gte-qwen2"), tmp_path / "model")
     checkpoints.change_json(folder / "tokenizer_config.json", pad_token="[NEWPAD]")
