@@ -16,7 +16,12 @@ from llmcond.commands.base import Command
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model
 from llmcond.encoders.checkpoint import find_checkpoint
 from llmcond.encoders.resolve import resolve_checkpoint
-from llmcond.encoders.settings import MODELS, PADDING_SIDE, default_prompt
+from llmcond.encoders.settings import (
+    MODELS,
+    PADDING_SIDE,
+    default_prompt,
+    explain_no_float16,
+)
 from llmcond.encoders.spec import Dtype
 from llmcond.options.common import DATA, ColumnOptions, EncoderFlags, Split
 from llmcond.prompts import load_prompt
@@ -152,7 +157,11 @@ def models() -> list[dict[str, Any]]:
             "default_prompt": default_prompt(
                 model.all_settings["instruction_format"], model.poolings[0]
             ),
-            "dtypes": [d for d in get_args(Dtype) if d != "float16" or not model.no_float16],
+            "dtypes": [
+                dtype
+                for dtype in get_args(Dtype)
+                if dtype != "float16" or not explain_no_float16(model, model.architecture)
+            ],
             "gated": model.gated,
             "licence": model.licence,
         }

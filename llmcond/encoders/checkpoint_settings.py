@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llmcond.base.errors import UserError, did_you_mean, shortened_repr
+from llmcond.base.output import log
 from llmcond.encoders.checkpoint import (
     TRANSFORMER_SETTINGS,
     Checkpoint,
@@ -18,7 +20,7 @@ from llmcond.encoders.checkpoint import (
     read_settings,
 )
 from llmcond.encoders.settings import MODELS, TOKENIZER_DECIDES, KnownModel, known_names
-from llmcond.encoders.spec import MAX_LAYERS, POOLINGS, Attention
+from llmcond.encoders.spec import ARCHITECTURES, MAX_LAYERS, POOLINGS, Attention
 
 #: Architectures whose position table starts after the padding index.
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
@@ -102,25 +104,33 @@ class CheckpointSettings:
         (first, count), (_, other) = [*formats.most_common(2), ("", 0), ("", 0)][:2]
         return first if count > other else ""
 
-    def recognize(self) -> KnownModel | None:
-        """Return the known encoder that these files are a copy or a fine-tuned version of.
+    def recognize(self) -> list[KnownModel]:
+        """Return the known encoders that these files may be a copy or a fine-tuned version of.
 
-        Its architecture, its sizes (except for the vocabulary, to which tokens may be added) and
-        the format of its instructions are the same. Settings that the files state remain.
+        Their architecture, sizes (except for the vocabulary, to which tokens may be added), pooling
+        and format of instructions are the same. Settings that the files state remain.
         """
         if not self.instruction_format:
-            return None
+            return []
         stated = {name: value for name, value in self.encoder_settings.items() if value is not None}
-        same = [
-            known
+        return [
+            replace(known, settings={**known.settings, **stated})
             for known in MODELS
             if known.settings.get("instruction_format") == self.instruction_format
             and stated.get("pooling") in known.poolings
+            and self._may_attend(known)
             and _includes(self.config, known.architecture)
         ]
-        if len(same) != 1:
-            return None  # several encoders of one architecture have this format
-        return replace(same[0], settings={**same[0].settings, **stated})
+
+    def _may_attend(self, known: KnownModel) -> bool:
+        """Return whether the direction of attention may be that of a known encoder.
+
+        A decoder of transformers is causal, unless its files state the contrary.
+        """
+        has_code = known.computed_as or "auto_map" in self.config
+        is_decoder = known.architecture["model_type"] not in ARCHITECTURES
+        direction = self.attention or ("causal" if is_decoder and not has_code else None)
+        return direction in (None, known.settings["attention"])
 
     @property
     def pooling(self) -> str:
@@ -212,8 +222,9 @@ def _includes(config: Any, architecture: Mapping[str, Any]) -> bool:
     )
 
 
-#: A prompt with an instruction between two labels: what precedes and follows the instruction.
-_INSTRUCTED = re.compile(r"(\w[\w ]*: ?)\S[^\n|]*?( ?[\n|] ?\w[\w ]*: ?)")
+#: A prompt with an instruction between two labels: what precedes and follows the instruction. The
+#: first label must say that an instruction follows, as ``title: none | text: `` has none.
+_INSTRUCTED = re.compile(r"((?i:instruct|instruction|task): ?)\S[^\n|]*?( ?[\n|] ?\w[\w ]*: ?)")
 #: Our names of poolings, keyed by their names in the pooling module of sentence-transformers.
 _POOLING_MODES = {
     pooling.module: name for name, pooling in POOLINGS.items() if pooling.supports_routers
@@ -239,8 +250,11 @@ _HARMLESS_ARGUMENTS = {
 _SUPPORTED_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
-def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
+def read_supported_settings(checkpoint: Checkpoint) -> tuple[Checkpoint, CheckpointSettings]:
     """Read a checkpoint's settings, and check that llmcond can compute its vectors as intended.
+
+    Returns:
+        The checkpoint, with the known encoder that it is recognized as, and its settings.
 
     Raises:
         UserError: the checkpoint is an adapter, is not a copy of the requested model, needs code
@@ -249,11 +263,28 @@ def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
     """
     settings = CheckpointSettings(checkpoint.folder)
     check_numbers(settings.config, checkpoint.name)
+    same = [] if checkpoint.known else settings.recognize()
+    if same:
+        _log_recognized(checkpoint.name, *((known.repo, known.licence) for known in same))
+    if len(same) == 1:
+        checkpoint = replace(checkpoint, known=same[0])
     _check_kind(checkpoint, settings)
     if checkpoint.known is None:
         _check_code(checkpoint, settings)
     _check_modules(checkpoint, settings)
-    return settings
+    return checkpoint, settings
+
+
+@cache  # A command resolves the same encoder several times.
+def _log_recognized(name: str, *same: tuple[str, str]) -> None:
+    repos = " and of ".join(repo for repo, _ in same)
+    (repo, licence), *others = same
+    advice = (
+        "so it may be a copy of any of them. Name it with --like"
+        if others
+        else f"so it is used with the settings of {repo} (licence: {licence})"
+    )
+    log.info(f"{name} has the architecture and the prompts of {repos}, {advice}")
 
 
 #: The largest counts in a config by the last word of their keys. Modules (or labels) are created

@@ -109,7 +109,7 @@ def _known_facts(known: KnownModel | None) -> dict[str, Any]:
     facts = {name: getattr(known, name, None) for name in ("repo", "licence", "gated")}
     return facts | {
         "other_poolings": list(known.poolings[1:]) if known else None,
-        "no_float16": known.no_float16 if known else "",
+        "no_float16": explain_no_float16(known, known.architecture) if known else "",
         "prompts": {},
         "padding_side": PADDING_SIDE,
     }

@@ -124,14 +124,6 @@ def _log_emulated(name: str, dtype: Dtype, device: str) -> None:
     )
 
 
-@cache
-def _log_recognized(name: str, repo: str, licence: str) -> None:
-    log.info(
-        f"{name} has the architecture and the prompts of {repo}, so it is used with the "
-        f"instruction format of {repo} (licence: {licence})"
-    )
-
-
 def _settle_pooling(sources: _Sources) -> str:
     """Return the chosen pooling, otherwise that of the model, otherwise the mean with a note."""
     requested, name, known = sources.options.pooling, sources.name, sources.checkpoint.known
@@ -428,10 +420,7 @@ def resolve_checkpoint(
     """
     stated = {**read_adapter_settings(checkpoint), **checkpoint.recorded_settings}
     options = options.filled_from(stated)
-    settings = read_supported_settings(checkpoint)
-    if checkpoint.known is None and (known := settings.recognize()):
-        checkpoint = replace(checkpoint, known=known)
-        _log_recognized(checkpoint.name, known.repo, known.licence)
+    checkpoint, settings = read_supported_settings(checkpoint)
     assumed = settings.ignored_steps
     sources = _Sources(checkpoint, settings, options, device, assumed)
     for name in SETTINGS:

@@ -741,8 +741,12 @@ def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "pooling", f"{report['pooling']}{others}, over {pooled_tokens(report)}"
     yield "norm", {True: "unit L2", False: "none", None: "as in its files"}[report["normalize"]]
     yield "instruction", report["instruction_format"].replace("\n", "\\n") or "not supported"
+    names_of = dict[str, list[str]]()
     for name, text in report["prompts"].items():
-        yield f"its prompt {shortened_repr(name)}", shortened_repr(text, 100)
+        names_of.setdefault(text, []).append(name)
+    for text, names in names_of.items():
+        tasks = escape_control_characters(", ".join(names))
+        yield "its prompt", f"{shortened_repr(text, 100)} ({tasks})"
     yield (
         "special tokens",
         report["special_tokens"].replace("tokenizer", "as added by its tokenizer"),

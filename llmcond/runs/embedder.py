@@ -562,8 +562,14 @@ class Embedder(SimilarityModel):
 
         Returns:
             The similarities, (n,).
+
+        Raises:
+            InputError: A similarity is NaN or infinity.
         """
-        return self.head.compare(first, second)
+        similarity = self.head.compare(first, second)
+        rows = [(f"pair {number}",) for number in range(1, len(similarity) + 1)]
+        check_finite(similarity[:, None], rows, f"the head {self.name}", "Fit the head again.")
+        return similarity
 
 
 def fit_checked_guide(

@@ -249,8 +249,20 @@ def test_vectors_of_a_head_that_are_not_finite_are_rejected(embedder):
         def transform(self, features, condition):
             return np.full((features.shape[0], 4), np.nan, dtype=np.float32)
 
+    class BrokenSimilarity(Broken):
+        compares_by_cosine = False
+
+        def transform(self, features, condition):
+            return np.ones((features.shape[0], 4), dtype=np.float32)
+
+        def compare(self, first, second):
+            return np.full(len(first), np.inf, dtype=np.float32)
+
     with pytest.raises(UserError, match=r"the head broken returned NaN .* Fit the head again"):
         replace(embedder, head=Broken(), name="broken").encode(["a man"], "the place")
+    model = replace(embedder, head=BrokenSimilarity(), name="broken")
+    with pytest.raises(UserError, match=r"the head broken returned NaN .*'pair 1' and 1 more"):
+        model.similarity(["a man", "a dog"], ["a hat", "a cat"], "the place")
 
 
 def test_benchmark_does_not_import_optional_libraries(tiny_checkpoint):

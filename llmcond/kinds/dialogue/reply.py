@@ -20,6 +20,7 @@ from llmcond.base.output import Displayed, log
 from llmcond.base.package import DEFAULT_RUN
 from llmcond.base.text import check_text
 from llmcond.data.datasets import read_candidates
+from llmcond.encoders.spec import check_finite
 from llmcond.kinds.dialogue.data import UtteranceInputs
 from llmcond.kinds.dialogue.examples import resolve_head
 from llmcond.kinds.dialogue.heads import (
@@ -396,13 +397,13 @@ class DialogueModel:
             The score of each candidate, (n,) float32.
 
         Raises:
-            UserError: The dialogue or the candidates were encoded by another model, or the dialogue
-                has no turn.
+            UserError: The dialogue or the candidates were encoded by another model, the dialogue
+                has no turn, or a score is not finite.
         """
         first, second = self._check_model(dialogue, pool)
         head = self.head
-        scores: Array = turn_scores(first, second, pool.after, head.score, head.weights)[0]
-        return scores
+        scores = turn_scores(first, second, pool.after, head.score, head.weights)[0]
+        return _check_scores(scores, pool)
 
     def top(self, dialogue: DialogueState, pool: Candidates, k: int = 3) -> list[Reply]:
         """Find the candidates that fit best as the next turn.
@@ -440,7 +441,8 @@ class DialogueModel:
         """
         first, _ = self._check_model(dialogue, pool)
         goal_vector = self.head.after(self._encode([goal], "goal"))
-        return _select_best(plan_scores(first, pool.before, goal_vector)[0], pool, k)
+        scores = _check_scores(plan_scores(first, pool.before, goal_vector)[0], pool)
+        return _select_best(scores, pool, k)
 
     def _check_model(self, dialogue: DialogueState, pool: Candidates) -> tuple[Array, Array]:
         """Return the roles before of a dialogue, (1, n, k) each, which this model encoded."""
@@ -472,6 +474,13 @@ class DialogueModel:
         position_of_text = {text: position for position, text in enumerate(distinct)}
         repeated: Array = vectors[[position_of_text[text] for text in texts]]
         return repeated
+
+
+def _check_scores(scores: Array, pool: Candidates) -> Array:
+    """Return the scores of candidates, (n,), after checking that they are finite."""
+    texts = [(text,) for text in pool.texts]
+    check_finite(scores[:, None], texts, "the head", "Fit the head again.")
+    return scores
 
 
 def _select_best(scores: Array, pool: Candidates, k: int) -> list[Reply]:

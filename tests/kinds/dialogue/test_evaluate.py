@@ -322,6 +322,9 @@ def test_candidates_are_saved_and_bound_to_one_model(dialogue_run, tmp_path):
         other.score(other.start(["two men ?"]), loaded)
     with pytest.raises(llmcond.UserError, match="vectors of the dialogue come from another model"):
         other.score(state, other.candidates(["sad", "happy"]))
+    pool.after[:] = np.nan
+    with pytest.raises(llmcond.UserError, match="the head returned NaN or infinity for 'sad'"):
+        model.top(state, pool)
     (tmp_path / "pool.safetensors").write_bytes(b"x" * 99)
     with pytest.raises(llmcond.UserError, match="holds no candidates"):
         llmcond.Candidates.load(tmp_path / "pool.safetensors")
