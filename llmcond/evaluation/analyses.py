@@ -724,6 +724,7 @@ class ConditionCheck:
         expected: The expected accuracy of paired triples, a fraction, with its 95 % interval; None
             if there were too few texts.
         indicators: The indicators by name; empty if there were too few texts.
+        is_calibrated: Whether the expected accuracy was calibrated on the model of the vectors.
     """
 
     condition: str
@@ -731,16 +732,17 @@ class ConditionCheck:
     verdict: Verdict
     expected: Estimate | None
     indicators: Mapping[str, float]
+    is_calibrated: bool
 
     @classmethod
     def of(cls, condition: str, vectors: NDArray[Any], calibration: Calibration) -> ConditionCheck:
         """Check a condition with the embeddings, (n, d), of distinct sample texts under it."""
         n = len(vectors)
         if n < LEAST_TEXTS:
-            return cls(condition, n, "too few texts to tell", None, {})
+            return cls(condition, n, "too few texts to tell", None, {}, calibration.is_of_model)
         values = indicators(vectors)
         expected = calibration.expect(values)
-        return cls(condition, n, _verdict(expected), expected, values)
+        return cls(condition, n, _verdict(expected), expected, values, calibration.is_of_model)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output."""
@@ -767,6 +769,8 @@ class ConditionCheck:
             )
         value, low, high = (f"{100 * figure:.0f}" for figure in astuple(self.expected))
         accuracy = f"predicted accuracy {value} % [{low}, {high}]; 50 % is chance"
+        if not self.is_calibrated:
+            accuracy += f"; a rough guide, calibrated on {DEFAULT_MODEL} and not on this model"
         label = "label about 40 texts (--guide of cluster, index and embed)"
         if self.verdict == "unclear":
             return (

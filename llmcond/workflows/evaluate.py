@@ -25,7 +25,6 @@ from llmcond.base.files import (
 )
 from llmcond.base.metrics import finite_or_none, get_metric
 from llmcond.base.output import Displayed, DisplayedDict, log
-from llmcond.base.package import DEFAULT_MODEL
 from llmcond.base.system import provenance
 from llmcond.base.text import condition_titles
 from llmcond.data.datasets import is_missing, open_collection, read_collection
@@ -647,12 +646,6 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
             conditions, np.split(vectors, len(conditions)), strict=True
         )
     ]
-    if not calibration.is_of_model:
-        log.info(
-            f"the expected accuracy was calibrated on {DEFAULT_MODEL}, not on this run, so it is "
-            "only "
-            "a rough guide"
-        )
     if not calibration.ranks_conditions:
         log.warning(
             "the calibration does not rank conditions of other texts better than chance, so do not "

@@ -53,7 +53,7 @@ def test_verdict_is_printed_with_its_calibration(captions, tiny_run, capsys):
     printed = capsys.readouterr()
     words = " ".join(printed.out.split())
     assert all(text in words for text in ("the place: ", "predicted accuracy", "nearest"))
-    assert "calibrated on minilm-conditions, not on this run" in printed.err
+    assert "calibrated on minilm-conditions and not on this model" in words
     result = llmcond.check_condition(texts=CAPTIONS, condition="the place", run=tiny_run)
     (check,) = result.checks
     assert check.expected.low <= check.expected.value <= check.expected.high

@@ -367,6 +367,15 @@ def test_invalid_router_settings_are_rejected(name, options, message, tmp_path):
         load(name, tmp_path, **options)
 
 
+def test_router_is_rejected_if_only_rounding_changes_the_states(tmp_path):
+    path = CASES["gemma"].build(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    # As in Gemma's real weights, the norm's epsilon counts, and bfloat16 amplifies its effect.
+    (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    with pytest.raises(UserError, match="fixed norm"):
+        CASES["gemma"].load(path, router="csr", dtype="bfloat16")
+
+
 def test_heavy_router_needs_trained_weights(tmp_path):
     weights = load("e5-xlm-r", tmp_path, "heavy").identity.weights
     path = tmp_path / "model/router.safetensors"
