@@ -490,6 +490,11 @@ class KnownModel:
         return self.alias or self.repo
 
     @property
+    def hub_licence(self) -> str | None:
+        """The licence in a model card's metadata; None if it has no SPDX identifier."""
+        return None if " " in self.licence else self.licence.lower()
+
+    @property
     def all_settings(self) -> dict[str, Any]:
         """All settings in ``STATED``; unknown ones have their default, or None without one."""
         defaults = {name: SETTINGS[name].settled_default for name in STATED}

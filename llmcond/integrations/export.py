@@ -87,15 +87,17 @@ class ExportResult(Displayed):
     about: Mapping[str, Any]
 
 
-#: Texts on which exports are tested: with various beginnings and ends, and one that is cut.
+#: Texts on which exports are tested, with various beginnings and ends.
 TEXTS = (
     "Two women read a book at the beach.",
     "a man rides a horse in the snow",
     "3 dogs, 2 cats (and one bird)!",
     '"Is it raining?" she asked; nobody knew',
     "Crème brûlée für zwei – 東京 in May 2024",
-    "the end " * 700,
 )
+#: Words of the longest of these texts. Encoders that read more get no text that is cut, because a
+#: longer one takes minutes on a CPU.
+_MOST_WORDS = 2_048
 #: Texts with which the tokens around a text are determined. They use words that conditions are
 #: unlikely to contain.
 _PROBES = ("Zebras quickly juggled 17 oranges", "Three dogs walk in the park")
@@ -147,7 +149,7 @@ def find_affixes(
                 before, after = ids[:start], ids[start + len(text_ids) :]
                 if ids[start : start + len(text_ids)] == text_ids and all(
                     encode_part(text) == [*before, *encode_text(f"{prefix}{text}"), *after]
-                    for text in (*_PROBES, *TEXTS[:-1])
+                    for text in (*_PROBES, *TEXTS)
                 ):
                     return Affixes(prefix, before, after)
     return None
@@ -712,7 +714,7 @@ def _finish_export(
             "base_model": known.repo if known else checkpoint.repo,
             "library_name": "sentence-transformers",
             "tags": ["llmcond", "conditional-semantic-textual-similarity", "sentence-similarity"],
-            "license": licence.lower() if licence else None,
+            "license": known.hub_licence if known else None,
             **(works.metadata if works else {}),
         },
         embedder.view.prompts,
@@ -727,8 +729,9 @@ def _finish_export(
     write_text(folder / "README.md", card)
     if find_spec("sentence_transformers") is None:
         return result
-    actual = _load_and_encode(folder, result.chosen_by, list(expected))
-    return replace(result, difference=_compare(actual, expected, result.dtype))
+    texts = _test_texts(embedder)
+    actual = _load_and_encode(folder, result.chosen_by, list(expected), texts)
+    return replace(result, difference=_compare(actual, expected, texts, result.dtype))
 
 
 @contextmanager
@@ -739,15 +742,21 @@ def _ignore_cut_warnings() -> Iterator[None]:
         yield
 
 
+def _test_texts(embedder: Embedder) -> list[str]:
+    """Return the texts on which an export is tested; the last one is long."""
+    n_words = min(embedder.encoder.identity.max_length, _MOST_WORDS)
+    return [*TEXTS, "the end " * (n_words // 2)]
+
+
 def _encode_texts(embedder: Embedder, condition: str) -> Vectors:
     with _ignore_cut_warnings():
-        return embedder.encode(TEXTS, condition)
+        return embedder.encode(_test_texts(embedder), condition)
 
 
 def _load_and_encode(
-    folder: Path, selector: ConditionSelector, conditions: Sequence[str]
+    folder: Path, selector: ConditionSelector, conditions: Sequence[str], texts: list[str]
 ) -> dict[str, Vectors]:
-    """Load the export in sentence-transformers; encode the test texts under each condition."""
+    """Load the export in sentence-transformers; encode the texts under each condition."""
     argument = "condition" if selector == "any" else selector
     calls = [{} if selector == "fixed" else {argument: condition} for condition in conditions]
     # peft, if installed, imports bitsandbytes, which warns about faster kernels.
@@ -761,13 +770,16 @@ def _load_and_encode(
             from sentence_transformers import SentenceTransformer
 
             model = SentenceTransformer(str(folder), device="cpu")
-        vectors = [
-            model.encode(list(TEXTS), show_progress_bar=False, **arguments) for arguments in calls
-        ]
+        vectors = [model.encode(texts, show_progress_bar=False, **arguments) for arguments in calls]
     return dict(zip(conditions, vectors, strict=True))
 
 
-def _compare(actual: Mapping[str, Vectors], expected: Mapping[str, Vectors], dtype: Dtype) -> float:
+def _compare(
+    actual: Mapping[str, Vectors],
+    expected: Mapping[str, Vectors],
+    texts: Sequence[str],
+    dtype: Dtype,
+) -> float:
     """Return the largest difference of a component.
 
     Raises:
@@ -780,7 +792,7 @@ def _compare(actual: Mapping[str, Vectors], expected: Mapping[str, Vectors], dty
         if not distance.max() <= _TOLERANCE[dtype]:
             raise LlmcondError(
                 f"the export computes other vectors than llmcond under {condition!r}: that of "
-                f"{shortened_repr(TEXTS[int(distance.argmax())])} is {distance.max():.1e} away, "
+                f"{shortened_repr(texts[int(distance.argmax())])} is {distance.max():.1e} away, "
                 "which is "
                 "more than rounding. Nothing was written. Leave out --condition instead."
             )
