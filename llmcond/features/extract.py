@@ -12,6 +12,7 @@ same machine, and otherwise equal up to rounding.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -192,7 +193,8 @@ class EncodingPlan:
     def parts(self, concurrency: Callable[[], int]) -> Iterator[EncodingPart]:
         """Yield the parts that the store does not hold completely. This can be called only once.
 
-        A chunk has ``concurrency()`` parts. The function is called only if an input is missing.
+        A chunk has ``concurrency()`` parts; see ``part_size``. The function is called only if an
+        input is missing.
         """
         for window in iterate_windows(self.inputs, self.window):
             ordered = order_inputs(select_unseen(window, self._seen), by_prefix=self.by_prefix)
@@ -202,7 +204,7 @@ class EncodingPlan:
             absent[self.store.missing(ordered)] = True
             if not absent.any():
                 continue
-            size = max(1, self.chunk // concurrency())
+            size = part_size(len(ordered), concurrency(), self.chunk)
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
                     yield EncodingPart(ordered[start : start + size], units)
@@ -235,6 +237,17 @@ class EncodingPlan:
         self._is_requested.resize(len(self.store), refcheck=False)
         self._is_requested[positions[positions >= 0]] = True
         self._pending = [requested[i] for i in np.flatnonzero(positions < 0)]
+
+
+def part_size(n_inputs: int, threads: int, chunk: int = CHUNK) -> int:
+    """Return the number of inputs of a part, with which every thread gets as many parts.
+
+    It depends on what is encoded, and not on what is stored, as does everything that decides how
+    inputs are batched.
+    """
+    largest = max(1, chunk // threads)
+    n_parts = threads * math.ceil(n_inputs / (threads * largest))
+    return math.ceil(n_inputs / n_parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,10 +194,12 @@ def open_portable_run(folder: Path) -> tuple[Run, EncoderRecord | None]:
     encoder = run.manifest["encoder"]["model"]
     if encoder != IN_RUN_FOLDER:
         if _is_local_only(encoder, folder):
+            like = run.manifest["encoder"].get("like")
+            copied = f"Use {like} if it is an unchanged copy of that, or upload it" if like else ""
             raise UserError(
-                f"the encoder of {folder} is {encoder}, a folder that nobody else has. Upload it "
-                "(hf upload OWNER/NAME FOLDER), and then extract and fit with that name in another "
-                "run: llmcond extract --model OWNER/NAME --run OTHER"
+                f"the encoder of {folder} is {encoder}, a folder that nobody else has. "
+                f"{copied or 'Upload it'} (hf upload OWNER/NAME FOLDER). Then extract and fit with "
+                "the name on the hub in another run: llmcond extract --model OWNER/NAME --run OTHER"
             )
         if not run.head_names():
             raise UserError(

@@ -30,12 +30,12 @@ from llmcond.encoders.resolve import is_server
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
 from llmcond.features.extract import (
-    CHUNK,
     WINDOW,
     Extraction,
     MissingCount,
     count_missing,
     merge_counts,
+    part_size,
 )
 from llmcond.features.pool import Workers, assign_devices
 from llmcond.features.store import FeatureStore, resolve_store_uri, row_bytes
@@ -569,7 +569,7 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         commits = estimate_commits(missing.n_missing, seconds, workers, workers.count or count)
     else:
         threads = Concurrency.for_encoder(resolved).threads
-        commits = math.ceil(missing.n_missing / (CHUNK // threads))
+        commits = math.ceil(missing.n_missing / part_size(missing.n_missing or 1, threads))
     return ExtractionPlan(
         encoder=run.encoder_name,
         n_inputs={name: prompt_count.n_inputs for name, prompt_count in counts.items()},

@@ -208,6 +208,13 @@ def test_stored_chunks_do_not_shift_other_chunks(store, encoder):
     assert recorder.batches == [chunks[0], chunks[2], chunks[4]]
 
 
+def test_threads_get_equally_many_inputs(store, encoder):
+    recorder = RecordingEncoder(encoder)
+    recorder.concurrency = Concurrency(2, 1)
+    extract(INPUTS[:70], store, lambda: recorder, chunk=32)
+    assert sorted(map(len, recorder.batches)) == [10, 12, 12, 12, 12, 12]
+
+
 def test_killed_extractions_resume_bit_for_bit(tmp_path, checkpoint, store, uninterrupted_rows):
     rng, sizes = random.Random(7), []
     versions = store.folder / "vectors.lance" / "_versions"
