@@ -194,12 +194,11 @@ def open_portable_run(folder: Path) -> tuple[Run, EncoderRecord | None]:
     encoder = run.manifest["encoder"]["model"]
     if encoder != IN_RUN_FOLDER:
         if _is_local_only(encoder, folder):
-            like = run.manifest["encoder"].get("like")
-            copied = f"Use {like} if it is an unchanged copy of that, or upload it" if like else ""
             raise UserError(
-                f"the encoder of {folder} is {encoder}, a folder that nobody else has. "
-                f"{copied or 'Upload it'} (hf upload OWNER/NAME FOLDER). Then extract and fit with "
-                "the name on the hub in another run: llmcond extract --model OWNER/NAME --run OTHER"
+                f"the encoder of {folder} is {encoder}, a folder that nobody else has. Upload it "
+                f"(hf upload OWNER/NAME FOLDER){_or_known(run.manifest['encoder'].get('like'))}. "
+                "Then extract and fit with that name in another run: llmcond extract --model "
+                "OWNER/NAME --run OTHER"
             )
         if not run.head_names():
             raise UserError(
@@ -222,9 +221,14 @@ def open_portable_run(folder: Path) -> tuple[Run, EncoderRecord | None]:
         raise UserError(
             f"{folder} is an adapter of {tuned.base}, a folder that nobody else has. Train into "
             "another --run with llmcond train-lora --merge, and push that run, which contains the "
-            "whole encoder."
+            f"whole encoder{_or_known(tuned.like)}."
         )
     return run, tuned
+
+
+def _or_known(like: str | None) -> str:
+    """Return the advice to use a known encoder by its name; empty if a folder resembles none."""
+    return f", or use {like} if the folder is an unchanged copy of it" if like else ""
 
 
 def _is_local_only(model: str, folder: Path) -> bool:

@@ -390,8 +390,9 @@ def test_runs_that_others_cannot_use_are_rejected(
         (adapter, "adapter_config.json", {"lora_alpha": 3.0}, "has changed since it was trained"),
         (merged, "config.json", {"lora_alpha": 3.0}, "has changed since it was trained"),
         (frozen, linear, {"store_dtype": "float32"}, "features stored as 'float32', not 'float16'"),
-        (adapter, "encoder.json", {"base": "/data/ada/gone"}, "--merge"),
-        (tiny_run, "run.json", {"encoder.like": "ada/base"}, "Use ada/base if it is an unchanged"),
+        (adapter, "encoder.json", {"base": "/data/ada/gone", "like": None}, "whole encoder."),
+        (adapter, "encoder.json", {"base": "/data/ada/gone", "like": "a/b"}, ", or use a/b if"),
+        (tiny_run, "run.json", {"encoder.like": "ada/base"}, "or use ada/base if the folder"),
         (adapter, "run.json", template, "would publish a path of this machine: special_tokens"),
     ):
         message = rejected(folder, name, lambda path, changes=changes: edit(path, changes))
