@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -58,10 +58,20 @@ def install_command(extra: str) -> str:
     return f"pip install 'llmcond[{extra}]'"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the known names nearest to ``name``; empty without any."""
-    matches = get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-    return f"Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+def did_you_mean(
+    name: str,
+    known: Iterable[str],
+    key: Callable[[str], str] = lambda name: name,
+    cutoff: float = 0.5,
+) -> str:
+    """Return a question that suggests the known names nearest to ``name``; empty without any.
+
+    ``key`` returns the part of a name that is compared, and ``cutoff`` is the smallest similarity.
+    """
+    compared = {key(known_name): known_name for known_name in sorted(known)}
+    matches = get_close_matches(key(name), compared, n=3, cutoff=cutoff)
+    names = " or ".join(repr(compared[match]) for match in matches)
+    return f"Did you mean {names}?" if matches else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -20,7 +20,6 @@ from llmcond.base.errors import (
     UserError,
     first_line,
     install_command,
-    nearest,
     raise_disk_error,
 )
 from llmcond.base.files import digest_file, digest_files
@@ -39,7 +38,7 @@ from llmcond.encoders.adapter import (
     read_encoder_record,
     read_lora,
 )
-from llmcond.encoders.settings import KnownModel, Packaged, find_model, known_names
+from llmcond.encoders.settings import KnownModel, Packaged, find_model, suggest_model
 
 #: The files that decide the vectors, in contrast to a README or an image.
 SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
@@ -209,7 +208,7 @@ def find_local_checkpoint(
     the base of an adapter.
     """
     if not name_or_path.strip():
-        raise UserError(f"the model's name is empty. Known: {', '.join(known_names())}.")
+        raise UserError("the model's name is empty. llmcond models lists the known ones.")
     known = find_model(name_or_path)
     entry = known if like is None else _find_like(like, f"like is {like!r}")
     if known not in (None, entry):
@@ -239,8 +238,9 @@ def find_local_checkpoint(
         )
     if known is None and not is_hub_name(name_or_path):
         raise UserError(
-            f"unknown model {name_or_path!r}: not a known name, not a folder, not a hub name "
-            f"(OWNER/NAME). {nearest(name_or_path, known_names())}"
+            f"unknown model {name_or_path!r}: not a name of llmcond models, not a folder, not a "
+            f"hub name (OWNER/NAME). {suggest_model(name_or_path)} A model of a hosted "
+            "service needs --model https://HOST/v1 --server-model NAME."
         )
     return None
 
@@ -516,7 +516,7 @@ def _find_recorded_like(tuned: EncoderRecord, folder: Path) -> KnownModel | None
 def _find_like(like: str, what: str) -> KnownModel:
     known = find_model(like)
     if known is None:
-        raise UserError(f"{what}, not a known model. {nearest(like, known_names())}")
+        raise UserError(f"{what}, not a known model. {suggest_model(like)}")
     return known
 
 
@@ -596,7 +596,7 @@ def hub_errors(
     """
     from huggingface_hub import errors as hub
 
-    suggestion = "" if known or not encoder else f" {nearest(repo, known_names())}"
+    suggestion = "" if known or not encoder else f" {suggest_model(repo)}"
     try:
         yield
     except hub.GatedRepoError as error:

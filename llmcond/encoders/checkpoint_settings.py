@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmcond.base.errors import UserError, did_you_mean, shortened_repr
+from llmcond.base.errors import UserError, shortened_repr
 from llmcond.base.output import log
 from llmcond.encoders.checkpoint import (
     TRANSFORMER_SETTINGS,
@@ -19,7 +19,7 @@ from llmcond.encoders.checkpoint import (
     module_class,
     read_settings,
 )
-from llmcond.encoders.settings import MODELS, TOKENIZER_DECIDES, KnownModel, known_names
+from llmcond.encoders.settings import MODELS, TOKENIZER_DECIDES, KnownModel, suggest_model
 from llmcond.encoders.spec import ARCHITECTURES, MAX_LAYERS, POOLINGS, Attention
 
 #: Architectures whose position table starts after the padding index.
@@ -437,15 +437,13 @@ def _check_code(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
         code_references["AutoTokenizer"] = tokenizer
     for key in filter(code_references.get, ("AutoModel", "AutoConfig", "AutoTokenizer")):
         reference = code_references[key]
-        name = checkpoint.name.rstrip("/").rpartition("/")[2]
-        model_names = [known.rpartition("/")[2] for known in known_names()]
         if isinstance(reference, list):
             reference = next(filter(None, reference), "")
         raise UserError(
             f"{checkpoint.name} needs code from its repository ({key}: {reference}), which llmcond "
-            "never runs. It is not one of the models that llmcond supports without such code: "
-            f"{', '.join(known_names())}. {did_you_mean(name, model_names)} If it is a copy of one "
-            "of these, name that with --like NAME."
+            f"never runs. {suggest_model(checkpoint.name)} If it is a copy of one of these, "
+            "name that with --like NAME; otherwise, start a server with it, and name that: "
+            "--model http://HOST:PORT/v1 --server-model NAME."
         )
 
 

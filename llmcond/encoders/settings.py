@@ -13,13 +13,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from string import Formatter
 from typing import Any, Generic, Literal, Never, TypeVar
 
-from llmcond.base.errors import LlmcondError, UserError, list_legal_values, shortened_repr
+from llmcond.base.errors import (
+    LlmcondError,
+    UserError,
+    did_you_mean,
+    list_legal_values,
+    shortened_repr,
+)
 from llmcond.base.files import digest_bytes
 from llmcond.base.options import (
     Length,
@@ -563,3 +569,21 @@ def find_model(name: str) -> KnownModel | None:
 def known_names() -> list[str]:
     """Return every alias and hub name."""
     return [name for model in MODELS for name in (model.alias, model.repo) if name]
+
+
+def suggest_model(
+    name: str, others: Iterable[str] = (), default: str = "llmcond models lists the known ones."
+) -> str:
+    """Return a sentence that suggests the known encoders whose names are nearest to ``name``.
+
+    The owners of hub names are not compared.
+
+    Args:
+        name: the invalid name, or a folder.
+        others: further names that may be suggested.
+        default: the sentence if no name is near.
+    """
+    names = [*others, *known_names()]
+    # Most names contain "embedding", so that half of two names is often the same.
+    question = did_you_mean(name.rstrip("/"), names, lambda name: name.rpartition("/")[2], 0.7)
+    return question or default

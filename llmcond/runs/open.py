@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from llmcond.base.errors import LlmcondError, UserError, did_you_mean, format_list, shortened_repr
+from llmcond.base.errors import LlmcondError, UserError, format_list, shortened_repr
 from llmcond.base.files import is_vacant, path_exists, write_json
 from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import (
@@ -33,7 +33,7 @@ from llmcond.encoders.checkpoint import (
     is_hub_name,
 )
 from llmcond.encoders.resolve import cross_encoder_error, is_server
-from llmcond.encoders.settings import find_model, known_names
+from llmcond.encoders.settings import find_model, suggest_model
 from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.evaluation import CALIBRATION
 from llmcond.features.extract import Extraction, MissingCount, PlanExecutor, extract
@@ -214,10 +214,8 @@ def _default_run() -> Path:
 
 def _no_such_model(name: str) -> str:
     """Return the error message for a name that is neither a run, a model nor an encoder."""
-    encoders = [known.rpartition("/")[2] for known in known_names()]
-    models = did_you_mean(name, [*pretrained_names(), *encoders]) or (
-        f"The bundled models are {', '.join(map(repr, pretrained_names()))}."
-    )
+    bundled = f"The bundled models are {', '.join(map(repr, pretrained_names()))}."
+    models = suggest_model(name, pretrained_names(), default=bundled)
     return (
         f"there is no run or model {name}. {models} A model or encoder on the hub is named "
         "OWNER/NAME, and one on this machine by its folder (`llmcond models` lists known encoders)."

@@ -345,7 +345,7 @@ def test_checkpoint_with_custom_code_requires_like(tmp_path, file, auto_map, mes
     with pytest.raises(UserError, match=rf"needs code from its repository \({message}") as raised:
         resolve_folder(folder)
     # The name is guessed from that of the folder.
-    assert "Did you mean 'gte-Qwen2-1.5B-instruct'" in str(raised.value)
+    assert "Did you mean 'Alibaba-NLP/gte-Qwen2-1.5B-instruct'" in str(raised.value)
     assert "--like NAME" in str(raised.value)
     encoder = load_on_cpu(folder, like=QWEN)
     assert encoder.encode([EncoderInput("find", "a red hat")]).shape == (1, 32)

@@ -500,29 +500,22 @@ def _build_simcse_bert(folder: Path, hidden: int = HIDDEN) -> TinyCheckpoint:
     return TinyCheckpoint(folder, network, tokenizer, weights, [first], [last])
 
 
-def _build_modernbert(folder: Path) -> TinyCheckpoint:
-    """Write a ModernBERT, whose layers alternate between windows and full attention."""
-    from transformers import ModernBertConfig, ModernBertModel
+def _build_stock(folder: Path, family: str, pooling: str = "mean", **shape: Any) -> TinyCheckpoint:
+    """Write a network of any ``model_type`` in transformers, with BERT's tokenizer."""
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
     tokenizer = _bert_tokenizer()
-    marks = {name: tokenizer.token_to_id(f"[{name.upper()}]") for name in ("pad", "cls", "sep")}
-    config = ModernBertConfig(
-        **_config_values(tokenizer),
-        **{f"{name}_token_id": number for name, number in marks.items()},
-        bos_token_id=marks["cls"],
-        eos_token_id=marks["sep"],
-        local_attention=WINDOW,
-        layer_types=["full_attention", "sliding_attention"],
-    )
-    network = _random_network(ModernBertModel, config)
-    _save(folder, config, network.state_dict(), architectures=["ModernBertModel"])
+    first, last = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    ids = {"pad_token_id": 0, "bos_token_id": first, "eos_token_id": last}
+    config = CONFIG_MAPPING[family](**_config_values(tokenizer, **ids, **shape))
+    network = _random_network(MODEL_MAPPING[type(config)], config)
+    weights = network.state_dict()
+    _save(folder, config, weights, architectures=[type(network).__name__])
     _add_specials(tokenizer, _BERT_MARKS, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]")
     settings = {f"{token[1:-1].lower()}_token": token for token in _BERT_MARKS}
     _save_tokenizer(folder, tokenizer, "PreTrainedTokenizerFast", **settings)
-    write_modules(folder, "Normalize", pooling="cls")
-    return TinyCheckpoint(
-        folder, network, tokenizer, network.state_dict(), [marks["cls"]], [marks["sep"]]
-    )
+    write_modules(folder, "Normalize", pooling=pooling)
+    return TinyCheckpoint(folder, network, tokenizer, weights, [first], [last])
 
 
 def _build_mpnet(folder: Path) -> TinyCheckpoint:
@@ -628,7 +621,7 @@ BUILDERS = {
     "gemma": _build_gemma,
     "gemma-2": _build_gemma_2,
     "bidirectional": _build_bidirectional,
-    "modernbert": _build_modernbert,
+    "stock": _build_stock,
     "mpnet": _build_mpnet,
     "xlm-r": _build_xlm_r,
     "simcse-roberta": _build_simcse_roberta,

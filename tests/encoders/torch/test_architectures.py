@@ -41,6 +41,11 @@ TEXTS = [
     "A man plays the guitar in the park while two dogs run over wet grass near the river.",
 ]
 GTE_QWEN2 = "Alibaba-NLP/gte-Qwen2-7B-instruct"
+#: ModernBERT's layers alternate between full attention and windows.
+WINDOWS = {
+    "local_attention": checkpoints.WINDOW,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 
 
 def inputs(instruction="", texts=TEXTS):
@@ -145,7 +150,9 @@ CASES = {
         "gemma-2", "stock", "mean", "task: {instruction} | query: {text}"
     ),
     "sentence-transformers/all-mpnet-base-v2": Case("mpnet", "stock", "mean"),
-    "ibm-granite/granite-embedding-english-r2": Case("modernbert", "stock", "cls"),
+    "ibm-granite/granite-embedding-english-r2": Case(
+        "stock", "stock", "cls", "", {"family": "modernbert", "pooling": "cls", **WINDOWS}
+    ),
 }
 
 
@@ -175,6 +182,27 @@ def test_known_model_matches_transformers(name, cache, tmp_path):
     items = inputs() + (inputs("classification") if case.instruction_format else [])
     cut = load_on_cpu(name, max_length=24)
     assert_close(cut.encode(items), case.vectors(checkpoint, items, max_length=24))
+
+
+OTHERS = {
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "eurobert": {},
+    "gemma2": {"head_dim": 8, "num_key_value_heads": 2},
+    "gte": {},
+    "jina_embeddings_v3": {},
+    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    "nomic_bert": {},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_architecture_of_unknown_encoder_matches_transformers(family, tmp_path):
+    case = Case("stock", "stock", "mean", "", {"family": family, **OTHERS[family]})
+    checkpoint = case.build(tmp_path / "model")
+    encoder = load_on_cpu(checkpoint.folder)
+    # DeBERTa and Gemma 2 change the attention scores, and LFM2 convolves neighbouring tokens.
+    assert encoder.engine.packs == (family not in ("deberta-v2", "gemma2", "lfm2"))
+    assert_close(encoder.encode(inputs()), case.vectors(checkpoint, inputs()))
 
 
 # -- NV-Embed-v2 -------------------------------------------------------------------------------
