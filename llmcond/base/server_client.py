@@ -12,7 +12,7 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import numpy as np
@@ -240,30 +240,40 @@ class ServerClient:
         return _LIKE_A_KEY.sub("***", without_key)
 
 
+class EmbeddingAnswer(NamedTuple):
+    """The answer to a request for embeddings.
+
+    Attributes:
+        vectors: (n, dim) vectors, in the order of the texts.
+        n_tokens: number of tokens of all texts; 0 if the server does not count them.
+        n_truncated: number of texts that the server cut, which ``llmcond serve`` counts.
+    """
+
+    vectors: NDArray[np.float32]
+    n_tokens: int
+    n_truncated: int
+
+
 class EmbeddingClient(ServerClient):
     """A connection to a server that embeds texts."""
 
     flag = "--model"
     question = "text"
     protocol = "embeddings"
-    resumes = "All vectors so far are stored, and the same command resumes."
+    resumes = "Vectors that are stored already are not computed again."
 
     @property
     @override
     def _effort(self) -> str:
         return f"after {self._retries} retries"
 
-    async def embed(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], int]:
+    async def embed(self, texts: Sequence[str]) -> EmbeddingAnswer:
         """Embed texts in one request.
-
-        Returns:
-            (n, dim) vectors, in which missing numbers are NaN, and the number of tokens; 0 if the
-            server does not count them.
 
         Raises:
             RefusedError: the server rejects the request, for example because it is too large.
             UserError: the server rejects the key or the model.
-            LlmcondError: the server fails, or its answer is not one vector for each text.
+            LlmcondError: the server fails, or its answer is not one finite vector for each text.
         """
         try:
             answer: Any = await self._client.embeddings.create(
@@ -277,22 +287,33 @@ class EmbeddingClient(ServerClient):
         try:
             order = [int(entry.index) for entry in answer.data]
             rows = [entry.embedding for entry in answer.data]
-            vectors = np.array(rows, dtype=np.float32)
-        except (AttributeError, LookupError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError):
             raise self.protocol_error(answer) from None
         if sorted(order) != list(range(len(texts))):
             raise LlmcondError(
                 f"{self.endpoint} returned {len(order)} vectors for {len(texts)} texts. "
                 f"{self.resumes}"
             )
+        try:
+            vectors = np.array(rows, dtype=np.float32)  # null becomes NaN
+        except (TypeError, ValueError):
+            vectors = np.empty(0)
         if vectors.ndim != 2 or not vectors.shape[1]:
             raise UserError(
-                f"{self.endpoint} returned the vectors of tokens instead of one vector for each "
-                "text. Start it with a pooling (llama-server --pooling mean)."
+                f"{self.endpoint} did not return one vector for each text, but for example the "
+                "vectors of tokens. Start it with a pooling (llama-server --pooling mean)."
+            )
+        vectors = vectors[np.argsort(order)]
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise LlmcondError(
+                f"{self.endpoint} returned NaN or infinity for {shortened_repr(texts[bad[0]])}. "
+                "Start the server with a number type of a larger range (bfloat16 or float32)."
             )
         usage = getattr(answer, "usage", None)
-        total = getattr(usage, "prompt_tokens", None)
-        return vectors[np.argsort(order)], total if isinstance(total, int) else 0
+        counts = getattr(usage, "prompt_tokens", None), getattr(answer, "truncated", None)
+        n_tokens, n_truncated = (count if isinstance(count, int) else 0 for count in counts)
+        return EmbeddingAnswer(vectors, n_tokens, n_truncated)
 
 
 class RefusedError(UserError):

@@ -63,8 +63,6 @@ from llmcond.encoders.tokenizing import (
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _MAX_THREADS = 8
-#: Requests to a server at a time.
-_REQUESTS = 8
 _worker = threading.local()
 
 
@@ -96,7 +94,7 @@ class Concurrency:
         """Choose the numbers for an encoder."""
         cores = cpu_threads()
         if resolved.runtime == "server":
-            return cls(_REQUESTS, 1)
+            return cls(_MAX_THREADS, 1)  # they wait, and store what is answered
         if resolved.device != "cpu" or resolved.runtime == "openvino":
             # One thread prepares and stores what the other computes. More are not needed: a GPU
             # runs one batch at a time, and OpenVINO shares the cores among all batches.

@@ -272,6 +272,15 @@ def is_server(name: str) -> bool:
     return name.lower().startswith(("http://", "https://"))
 
 
+def _check_no_server(name: str, options: EncoderOptions) -> None:
+    """Check that no server's model is named for an encoder on this machine."""
+    if options.server_model is not None:
+        raise UserError(
+            f"--server-model is {options.server_model!r}, but {name} is no address of a server. "
+            "Name one with --model http://HOST:PORT/v1, or leave out --server-model."
+        )
+
+
 def cross_encoder_error(folder: object) -> UserError:
     """Return the error for a cross-encoder that is used where embeddings are needed."""
     return UserError(
@@ -366,6 +375,7 @@ def resolve(
 
         checkpoint, identity, assumed = resolve_server(name_or_path, options)
         return ResolvedEncoder(checkpoint, identity, "cpu", options, assumed, "server")
+    _check_no_server(name_or_path, options)
     device = device or choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
     if checkpoint.cross and not cross:
@@ -393,11 +403,7 @@ def check_encoder(name_or_path: str, options: EncoderOptions, *, elsewhere: bool
         from llmcond.encoders.server import check_options
 
         return check_options(name_or_path, options)
-    if options.server_model is not None:
-        raise UserError(
-            f"--server-model is {options.server_model!r}, but {name_or_path} is no address of a "
-            "server. Name one with --model http://HOST:PORT/v1, or leave out --server-model."
-        )
+    _check_no_server(name_or_path, options)
     if not elsewhere:
         check_device(options.device)
         if options.quantize not in (None, "none"):

@@ -11,7 +11,8 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -45,17 +46,21 @@ from llmcond.encoders.tokenizing import (
 )
 
 if TYPE_CHECKING:
-    from llmcond.base.server_client import EmbeddingClient
+    from llmcond.base.server_client import EmbeddingAnswer, EmbeddingClient
 
 _T = TypeVar("_T")
-#: Texts of a request. Servers that accept fewer say so, and get half as many from then on.
-BATCH = 32
-#: Seconds until a request is repeated, and the number of repetitions.
-_TIMEOUT, _RETRIES = 120.0, 6
+#: Texts of a request, and requests at a time. Servers that accept fewer texts reject a request, and
+#: get half as many from then on.
+BATCH, REQUESTS = 32, 8
+#: Seconds until a request is repeated, as a large model on a CPU is slow, and the number of
+#: repetitions.
+_TIMEOUT, _RETRIES = 600.0, 6
+#: Seconds between two checks of whether the results of requests are still needed.
+_CHECK_SECONDS = 0.2
 #: Recorded as ``max_length``, because a server shows its limit only by rejecting a text.
 UNKNOWN_LENGTH = 1_000_000
-#: Characters of a token, to estimate numbers of tokens before anything is sent.
-CHARACTERS_PER_TOKEN = 4
+#: Characters of a token, to estimate numbers of tokens.
+_CHARACTERS_PER_TOKEN = 4
 #: Its vector identifies the model behind a name.
 _PROBE = "Two people read a book in the park."
 #: Numbers of a probe's record, and the cosine from which two records are of one model. Servers
@@ -65,6 +70,11 @@ _RECORDED, _SAME = 32, 0.999
 _TOO_LONG = re.compile(r"too (long|large)|token|context|length|limit|exceed", re.IGNORECASE)
 #: Options that a server leaves to the user.
 _OPEN = {"server_model", "like", "instruction_format", "revision", "normalize"}
+
+
+def estimate_tokens(texts: Iterable[str]) -> int:
+    """Estimate the number of tokens of texts, for servers that do not count them."""
+    return sum(map(len, texts)) // _CHARACTERS_PER_TOKEN
 
 
 def split_name(name: str, options: EncoderOptions) -> tuple[str, str]:
@@ -86,7 +96,8 @@ def split_name(name: str, options: EncoderOptions) -> tuple[str, str]:
         names = _run(_connect(address, "").model_names())
         listed = f" It has {format_list(names, 5)}." if names else ""
         raise UserError(
-            f"{address} is a server, whose model is not named. Add --server-model NAME.{listed}"
+            f"{address} is a server, whose model is not named. Name it in --model {address}#NAME."
+            f"{listed}"
         )
     return address, model
 
@@ -195,9 +206,7 @@ def probe(address: str, model: str) -> NDArray[np.float32]:
     """
     client = _connect(address, model)
     _run(client.check_connection())
-    vectors, _ = _run(client.embed([_PROBE]))
-    first: NDArray[np.float32] = vectors[0]
-    return first
+    return _run(client.embed([_PROBE])).vectors[0]
 
 
 def _record(vector: NDArray[np.float32]) -> str:
@@ -231,8 +240,31 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _run(work: Coroutine[Any, Any, _T]) -> _T:
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+@cache
+def _slots() -> asyncio.Semaphore:
+    """Return what limits the requests of this process, all of which are in the same event loop."""
+    return asyncio.Semaphore(REQUESTS)
+
+
+def _run(work: Coroutine[Any, Any, _T], check: Callable[[], None] = lambda: None) -> _T:
+    """Run a coroutine in the event loop of requests, and cancel it if ``check`` raises an error."""
+    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    try:
+        while not wait([future], _CHECK_SECONDS).done:
+            check()
+        return future.result()
+    finally:
+        future.cancel()
+
+
+async def _gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Return the results of coroutines that run at the same time; the first error stops all."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @cache
@@ -249,6 +281,7 @@ def _connect(address: str, model: str) -> EmbeddingClient:
 def _forget_connections() -> None:
     """Forget what a forked process does not have: the thread, and the connections."""
     _loop.cache_clear()
+    _slots.cache_clear()
     _connect.cache_clear()
 
 
@@ -332,7 +365,7 @@ class ServerEngine:
 
     Attributes:
         dim: size of the vectors.
-        budget: estimated tokens of a request.
+        budget: estimated tokens of the texts that are sent at a time.
     """
 
     routes_inside = reads_routers = False
@@ -343,7 +376,7 @@ class ServerEngine:
         self._client, self._batch = _connect(address, model), BATCH
         self.dim = len(probe(address, model))
         self._normalize = identity.normalize
-        self.budget = BATCH * 512
+        self.budget = REQUESTS * BATCH * 512
 
     def run(
         self,
@@ -353,29 +386,24 @@ class ServerEngine:
         *,
         queries: bool = False,
     ) -> Iterator[BatchVectors]:
-        """Yield the vectors of texts, request by request.
+        """Yield the vectors of texts, which are sent in several requests at a time.
 
         Raises:
             UserError: the server rejects a text for another reason than its length.
             LlmcondError: the server fails, or answers with other vectors than expected.
         """
-        start = 0
-        while start < len(rows):
-            before_batch()
-            part = rows[start : start + self._batch]
-            vectors = self._embed(part)
-            if self._normalize:
-                norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-                vectors /= np.where(norms > 0, norms, 1)
-            computed = sum(row.n_tokens for row in part)
-            yield BatchVectors(range(start, start + len(part)), vectors, computed)
-            start += len(part)
+        parts = [rows[start : start + self._batch] for start in range(0, len(rows), self._batch)]
+        vectors = np.concatenate(_run(_gather(map(self._embed, parts)), before_batch))
+        if self._normalize:
+            norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors /= np.where(norms > 0, norms, 1)
+        yield BatchVectors(range(len(rows)), vectors, sum(row.n_tokens for row in rows))
 
     def finish_states(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Raise an error, because a server shows no states of tokens."""
         raise WeightsNeededError("routed pooling", self._name)
 
-    def _embed(self, part: Sequence[ServerInput]) -> NDArray[np.float32]:
+    async def _embed(self, part: Sequence[ServerInput]) -> NDArray[np.float32]:
         """Return the vectors of texts, and record their numbers of tokens.
 
         A request that is rejected as too large is sent again in halves; a single text, with a
@@ -384,21 +412,25 @@ class ServerEngine:
         from llmcond.base.server_client import RefusedError
 
         try:
-            vectors, total = self._request([row.text for row in part])
+            answer = await self._request([row.text for row in part])
         except RefusedError as error:
             if len(part) == 1:
-                return self._embed_beginning(part[0], error)
+                return await self._embed_beginning(part[0], error)
             half = len(part) // 2
-            vectors = np.concatenate([self._embed(part[:half]), self._embed(part[half:])])
+            vectors = np.concatenate(
+                [await self._embed(part[:half]), await self._embed(part[half:])]
+            )
             if not any(row.cut for row in part):  # the server takes fewer texts at a time
                 self._batch = min(self._batch, half)
             return vectors
         size = sum(len(row.text) for row in part)
         for row in part:
-            row.n_tokens = round(total * len(row.text) / size)
-        return vectors
+            row.n_tokens = round(answer.n_tokens * len(row.text) / size)
+        for row in sorted(part, key=lambda row: -len(row.text))[: answer.n_truncated]:
+            row.cut = True
+        return answer.vectors
 
-    def _embed_beginning(self, row: ServerInput, error: UserError) -> NDArray[np.float32]:
+    async def _embed_beginning(self, row: ServerInput, error: UserError) -> NDArray[np.float32]:
         """Return the vector of a text with the longest beginning of its sentence that is accepted.
 
         The length is found by bisection, to one sixteenth.
@@ -406,30 +438,32 @@ class ServerEngine:
         from llmcond.base.server_client import RefusedError
 
         if not _TOO_LONG.search(str(error)):
-            raise UserError(f"{error} The text is {shortened_repr(row.text)}.") from None
+            text = shortened_repr(row.text)
+            raise UserError(f"{str(error).rstrip('.')}. The text is {text}.") from None
         accepted, rejected, vectors = 0, row.longest, None
         while rejected - accepted > max(1, rejected // 16):
             length = (accepted + rejected) // 2
             text = row.shortened(length)
             try:
-                vectors, total = self._request([text])
+                answer = await self._request([text])
             except RefusedError:
                 rejected = length
                 continue
-            accepted, row.cut = length, True
-            row.n_tokens = round(total * len(row.text) / len(text))
+            accepted, row.cut, vectors = length, True, answer.vectors
+            row.n_tokens = round(answer.n_tokens * len(row.text) / len(text))
         if vectors is None:
             raise UserError(
-                f"{error} Of the text {shortened_repr(row.text)}, condition and instruction leave "
-                "no room for the sentence. Shorten them."
+                f"{str(error).rstrip('.')}. Of the text {shortened_repr(row.text)}, condition and "
+                "instruction leave no room for the sentence. Shorten them."
             )
         return vectors
 
-    def _request(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], int]:
-        vectors, total = _run(self._client.embed(texts))
-        if vectors.shape[1] != self.dim:
+    async def _request(self, texts: Sequence[str]) -> EmbeddingAnswer:
+        async with _slots():
+            answer = await self._client.embed(texts)
+        if answer.vectors.shape[1] != self.dim:
             raise LlmcondError(
-                f"{self._name} returned vectors of {vectors.shape[1]:,} numbers, and of "
+                f"{self._name} returned vectors of {answer.vectors.shape[1]:,} numbers, and of "
                 f"{self.dim:,} before: another model answers under this name. Start the former one."
             )
-        return vectors, total or sum(map(len, texts)) // CHARACTERS_PER_TOKEN
+        return answer if answer.n_tokens else answer._replace(n_tokens=estimate_tokens(texts))

@@ -4,16 +4,13 @@ import json
 import os
 import re
 import signal
-import threading
 import time
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 from helpers.commands import read_csv, run_json, run_rejected
 from helpers.flags import change_flags
+from helpers.model_server import JSON_HEADERS, RETRY_AT_ONCE, Fault, ModelServer
 from helpers.processes import Command
 
 from llmcond.cli import run
@@ -28,29 +25,9 @@ ROWS = [
     ("a man rides", "two dogs sleep", "the place", 1),
     ("a man rides", "two dogs sleep", "some nonsense", -1),
 ]
-#: Headers of an error that let the client retry at once.
-RETRY_AT_ONCE = {"Retry-After": "0.01"}
-JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 # -- the server --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault of the server, with a message (``text``) or a body that breaks the protocol.
-
-    Status 0 drops the connection. ``without_end`` is sent every ``pause`` seconds instead of a
-    body.
-    """
-
-    status: int = 500
-    seconds: float = 0
-    text: str = "out of order"
-    body: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    without_end: bytes = b""
-    pause: float = 0
 
 
 def question_texts(body):
@@ -70,79 +47,15 @@ def answer(body):
     return json.dumps({"rating": str(1 + round(4 * len(first & second) / len(first | second)))})
 
 
-class ChatServer(ThreadingHTTPServer):
-    """A server in threads of this process, used as a context manager; it records requests."""
-
-    daemon_threads = True
+class ChatServer(ModelServer):
+    """A server of a chat model."""
 
     def __init__(self, answer=answer, find_fault=lambda body, number: None, models=("rater",)):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-        self.answer, self.find_fault, self.models = answer, find_fault, models
-        self.bodies, self.keys, self.times = [], [], []
-        self.lock, self.ended = threading.Lock(), threading.Event()
+        super().__init__(models, find_fault)
+        self.answer = answer
 
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.ended.set()
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, *_):
-        """Ignore clients that closed the connection."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self._say(200, {"object": "list", "data": [{"id": name} for name in self.server.models]})
-
-    def do_POST(self):
-        body, chat = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server
-        with chat.lock:
-            number = len(chat.bodies)
-            chat.bodies.append(body)
-            chat.keys.append(self.headers["Authorization"])
-            chat.times.append(time.monotonic())
-        fault = chat.find_fault(body, number)
-        if fault is None and body["model"] not in chat.models:
-            fault = Fault(404, text=f"no model {body['model']}")
-        if fault is None:
-            self._say(200, complete(body, chat.answer(body)))
-            return
-        chat.ended.wait(fault.seconds)
-        if not fault.status:
-            self.close_connection = True
-            self.connection.close()
-        elif fault.without_end:
-            self._send_without_end(fault)
-        elif fault.body:
-            self._send(fault.status, fault.body.encode(), fault.headers)
-        else:
-            self._say(fault.status, {"error": {"message": fault.text}}, fault.headers)
-
-    def _say(self, status, value, headers=MappingProxyType({})):
-        self._send(status, json.dumps(value).encode(), {**JSON_HEADERS, **headers})
-
-    def _send(self, status, data, headers):
-        self.send_response(status)
-        for name, text in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name, text)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def _send_without_end(self, fault):
-        self.close_connection = True
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
-        while not self.server.ended.wait(fault.pause):
-            self.wfile.write(fault.without_end)
-
-    def log_message(self, *_):
-        pass
+    def respond(self, body):
+        return complete(body, self.answer(body))
 
 
 def complete(body, text):
