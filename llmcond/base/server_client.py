@@ -297,7 +297,7 @@ class EmbeddingClient(ServerClient):
         try:
             vectors = np.array(rows, dtype=np.float32)  # null becomes NaN
         except (TypeError, ValueError):
-            vectors = np.empty(0)
+            vectors = np.empty(0, dtype=np.float32)
         if vectors.ndim != 2 or not vectors.shape[1]:
             raise UserError(
                 f"{self.endpoint} did not return one vector for each text, but for example the "

@@ -15,7 +15,8 @@ from llmcond.base.system import choose_device
 from llmcond.commands.base import Command
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model
 from llmcond.encoders.checkpoint import find_checkpoint
-from llmcond.encoders.resolve import resolve_checkpoint
+from llmcond.encoders.resolve import ResolvedEncoder, is_server, resolve, resolve_checkpoint
+from llmcond.encoders.server import list_models, probe
 from llmcond.encoders.settings import (
     MODELS,
     PADDING_SIDE,
@@ -23,6 +24,7 @@ from llmcond.encoders.settings import (
     explain_no_float16,
 )
 from llmcond.encoders.spec import Dtype
+from llmcond.encoders.tokenizing import format_text
 from llmcond.options.common import DATA, ColumnOptions, EncoderFlags, Split
 from llmcond.prompts import load_prompt
 
@@ -46,6 +48,8 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     Raises:
         LlmcondError: the model cannot be read and is not a known one.
     """
+    if is_server(name):
+        return _check_server(name, options), None
     known, device = find_model(name), choose_device(options.device)
     try:
         checkpoint = find_checkpoint(name, options.revision, options.like)
@@ -61,6 +65,13 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     from llmcond.encoders.inspect import describe, tokenize_inputs
 
     report = describe(resolved)
+    rendered = [asdict(sample) for sample in tokenize_inputs(resolved, _sample_inputs(resolved))]
+    sampled = {"prompt": resolved.default_prompt, "samples": rendered}
+    return {**report, **sampled, "complete": True}, None
+
+
+def _sample_inputs(resolved: ResolvedEncoder) -> list[tuple[str, EncoderInput]]:
+    """Return inputs that the encoder's default prompt renders, with their labels."""
     prompt = load_prompt(resolved.default_prompt)
     inputs = [
         ("conditional", prompt.conditional.render(_SENTENCE, _CONDITION)),
@@ -68,8 +79,28 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     ]
     if resolved.identity.instruction_format:
         inputs.append(("no instruction", EncoderInput("", _CONDITION)))
-    rendered = [asdict(sample) for sample in tokenize_inputs(resolved, inputs)]
-    return {**report, "prompt": prompt.name, "samples": rendered, "complete": True}, None
+    return inputs
+
+
+def _check_server(name: str, options: EncoderOptions) -> dict[str, Any]:
+    """Describe an encoder behind a server, which computes one short text."""
+    resolved = resolve(name, options)
+    identity, full_name = resolved.identity, resolved.checkpoint.name
+    samples = [
+        {"label": label, "text": str(format_text(item, identity.instruction_format, full_name))}
+        for label, item in _sample_inputs(resolved)
+    ]
+    return {
+        "name": full_name,
+        "dim": len(probe(full_name)),
+        "normalize": identity.normalize,
+        "instruction_format": identity.instruction_format,
+        "assumed": [*resolved.assumed],
+        "server_models": list_models(full_name),
+        "prompt": resolved.default_prompt,
+        "samples": samples,
+        "complete": True,
+    }
 
 
 @dataclass(frozen=True)
@@ -104,7 +135,8 @@ class ListModels(EncoderFlags, Command):
         None,
         metavar="NAME_OR_PATH",
         help="encoder to report on: what it reads and pools, the memory it needs, and whether it "
-        "fits this machine; downloads only its settings and tokenizer",
+        "fits this machine; downloads only its settings and tokenizer; a server (ADDRESS#NAME) is "
+        "sent one short text",
     )
 
     def execute(self) -> Models:

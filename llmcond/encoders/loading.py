@@ -85,7 +85,7 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
     Raises:
         UserError: If transformers does not include the architecture.
     """
-    checkpoint.check_weights("this")
+    checkpoint.check_weights("this command")
     known = checkpoint.known
     values = read_settings(checkpoint.folder / "config.json", {})
     if values.get("model_type") == "nvembed":

@@ -21,7 +21,12 @@ from llmcond.base.system import (
     may_have_gpu,
     require_quantization,
 )
-from llmcond.encoders.checkpoint import Checkpoint, find_checkpoint, find_local_checkpoint
+from llmcond.encoders.checkpoint import (
+    Checkpoint,
+    WeightsNeededError,
+    find_checkpoint,
+    find_local_checkpoint,
+)
 from llmcond.encoders.checkpoint_settings import (
     CheckpointSettings,
     read_adapter_settings,
@@ -383,7 +388,9 @@ def resolve(
     return resolve_checkpoint(checkpoint, options, device, identify=identify)
 
 
-def check_encoder(name_or_path: str, options: EncoderOptions, *, elsewhere: bool = False) -> None:
+def check_encoder(
+    name_or_path: str, options: EncoderOptions, *, elsewhere: bool = False, weights_for: str = ""
+) -> None:
     """Check an encoder before anything heavy is imported, as far as that is possible.
 
     A model on the hub is not looked up, and if this machine may have a GPU, the settings of the
@@ -393,6 +400,7 @@ def check_encoder(name_or_path: str, options: EncoderOptions, *, elsewhere: bool
         name_or_path: alias, hub name or folder.
         options: the user's options.
         elsewhere: whether other machines compute, whose devices and libraries are not known.
+        weights_for: what needs the weights, which a server does not show; empty if nothing does.
 
     Raises:
         UserError: the model is unknown, does not support an option, or this machine lacks the
@@ -402,6 +410,8 @@ def check_encoder(name_or_path: str, options: EncoderOptions, *, elsewhere: bool
     if is_server(name_or_path):
         from llmcond.encoders.server import check_options
 
+        if weights_for:
+            raise WeightsNeededError(weights_for, name_or_path)
         return check_options(name_or_path, options)
     _check_no_server(name_or_path, options)
     if not elsewhere:

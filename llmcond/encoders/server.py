@@ -60,7 +60,7 @@ _CHECK_SECONDS = 0.2
 #: Recorded as ``max_length``, because a server shows its limit only by rejecting a text.
 UNKNOWN_LENGTH = 1_000_000
 #: Characters of a token, to estimate numbers of tokens.
-_CHARACTERS_PER_TOKEN = 4
+CHARACTERS_PER_TOKEN = 4
 #: Its vector identifies the model behind a name.
 _PROBE = "Two people read a book in the park."
 #: Numbers of a probe's record, and the cosine from which two records are of one model. Servers
@@ -74,7 +74,7 @@ _OPEN = {"server_model", "like", "instruction_format", "revision", "normalize"}
 
 def estimate_tokens(texts: Iterable[str]) -> int:
     """Estimate the number of tokens of texts, for servers that do not count them."""
-    return sum(map(len, texts)) // _CHARACTERS_PER_TOKEN
+    return sum(map(len, texts)) // CHARACTERS_PER_TOKEN
 
 
 def split_name(name: str, options: EncoderOptions) -> tuple[str, str]:
@@ -93,7 +93,7 @@ def split_name(name: str, options: EncoderOptions) -> tuple[str, str]:
         )
     model = named or options.server_model or ""
     if not model.strip():
-        names = _run(_connect(address, "").model_names())
+        names = list_models(address)
         listed = f" It has {format_list(names, 5)}." if names else ""
         raise UserError(
             f"{address} is a server, whose model is not named. Name it in --model {address}#NAME."
@@ -131,10 +131,9 @@ def resolve_server(
             the weights.
         LlmcondError: the server fails.
     """
-    address, model = split_name(name, options)
-    vector = probe(address, model)
-    identity, known = _settle(model, options, vector)
-    full_name = f"{address}#{model}"
+    full_name = "#".join(split_name(name, options))
+    vector = probe(full_name)
+    identity, known = _settle(urldefrag(full_name)[1], options, vector)
     record = _record(vector)
     if options.revision is not None:
         if not _is_same(options.revision, record):
@@ -193,20 +192,26 @@ def _settle(
     return identity, known
 
 
+def list_models(name: str) -> list[str]:
+    """Return the names of a server's models; empty if it lists none."""
+    return _run(_connect(name).model_names())
+
+
 # -- the identity of the model behind a name ------------------------------------------------------
 
 
 @cache  # A command resolves the same encoder several times.
-def probe(address: str, model: str) -> NDArray[np.float32]:
-    """Return the vector of a fixed text, which shows that the server works.
+def probe(name: str) -> NDArray[np.float32]:
+    """Return the vector of a fixed text by ``ADDRESS#MODEL``, which shows that the server works.
 
     Raises:
         UserError: there is no server, or it rejects the key or the model.
         LlmcondError: the server fails.
     """
-    client = _connect(address, model)
+    client = _connect(name)
     _run(client.check_connection())
-    return _run(client.embed([_PROBE])).vectors[0]
+    vector: NDArray[np.float32] = _run(client.embed([_PROBE])).vectors[0]
+    return vector
 
 
 def _record(vector: NDArray[np.float32]) -> str:
@@ -268,13 +273,14 @@ async def _gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 @cache
-def _connect(address: str, model: str) -> EmbeddingClient:
+def _connect(name: str) -> EmbeddingClient:
     try:
         from llmcond.base.server_client import EmbeddingClient
     except ImportError as error:
         raise UserError(
             f"an encoder behind a server needs the openai client: {install_command('annotate')}."
         ) from error
+    address, model = urldefrag(name)
     return EmbeddingClient(address, model, timeout=_TIMEOUT, retries=_RETRIES)
 
 
@@ -372,9 +378,8 @@ class ServerEngine:
 
     def __init__(self, name: str, identity: EncoderIdentity) -> None:
         self._name = name
-        address, _, model = self._name.partition("#")
-        self._client, self._batch = _connect(address, model), BATCH
-        self.dim = len(probe(address, model))
+        self._client, self._batch = _connect(name), BATCH
+        self.dim = len(probe(name))
         self._normalize = identity.normalize
         self.budget = REQUESTS * BATCH * 512
 

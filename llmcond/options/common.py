@@ -247,8 +247,8 @@ class EmbedderOptions(HeadOptions):
         None,
         metavar="NAME_OR_PATH",
         help=f"model to use instead of a run: {' or '.join(pretrained_names())} (bundled), a known "
-        "encoder (`llmcond models` lists them), the folder of an encoder, or OWNER/NAME on the "
-        "Hugging Face hub; an encoder embeds zero-shot",
+        "encoder (`llmcond models` lists them), the folder of an encoder, OWNER/NAME on the "
+        "Hugging Face hub, or ADDRESS#NAME of a server's model; an encoder embeds zero-shot",
     )
     revision: str | None = option(
         None,
@@ -439,11 +439,17 @@ class MetricOption(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(TaskOptions, EncoderFlags):
-    """Options of commands that encode a dataset into a run."""
+    """Options of commands that encode a dataset into a run.
+
+    ``weights_for`` is what the command does with the weights of an encoder, if it needs them.
+    """
+
+    weights_for: ClassVar[str] = ""
 
     model: str = option(
         metavar="NAME_OR_PATH",
-        help="alias, hub name or folder of the encoder (`llmcond models` lists the known ones)",
+        help="alias, hub name or folder of the encoder (`llmcond models` lists the known ones), or "
+        "the address of a server (--server-model)",
     )
     run: str | Path = option(
         DEFAULT_RUN,
@@ -455,4 +461,6 @@ class RunOptions(TaskOptions, EncoderFlags):
     def __post_init__(self) -> None:
         """Also check the encoder, before anything heavy is imported."""
         super().__post_init__()
-        check_encoder(self.model, self.encoder_options(), elsewhere=bool(getattr(self, "scale", 0)))
+        is_elsewhere = bool(getattr(self, "scale", 0))
+        options, needed = self.encoder_options(), self.weights_for
+        check_encoder(self.model, options, elsewhere=is_elsewhere, weights_for=needed)

@@ -51,7 +51,8 @@ class ExtractOptions(RunOptions, ScaleOptions):
         None,
         metavar="P",
         needs="--plan",
-        help="with --plan: price of one GPU-hour, or of one CPU-process-hour",
+        help="with --plan: price of one GPU-hour, of one CPU-process-hour, or of a million tokens "
+        "of a server",
     )
     bench: str | Path | None = option(
         None,
@@ -106,4 +107,4 @@ class BenchOptions(DeviceOption):
         if set(self.quantize) - {"none"}:
             require_libraries("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
         for name in self.model:
-            check_encoder(name, EncoderOptions(device=self.device))
+            check_encoder(name, EncoderOptions(device=self.device), weights_for="timing")

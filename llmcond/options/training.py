@@ -175,6 +175,8 @@ else:
 class TrainingOptions(RunOptions, _TuneOptions, LogOption):
     """Options of every command that trains an encoder."""
 
+    weights_for: ClassVar[str] = "training"
+
     merge: bool = option(
         False, help="save the full encoder, with the adapters merged into its weights"
     )

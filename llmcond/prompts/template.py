@@ -208,9 +208,9 @@ class Prompt:
                 r"--instruction-format 'Instruct: {instruction}\nQuery: {text}')"
             )
         has_context = any(part.context is not None for part in parts)
-        if encoder.pooling == SERVER_POOLING:
-            needs_states = has_context or self.has_router
-            return "it reads states of tokens, and a server shows none" if needs_states else ""
+        if encoder.pooling == SERVER_POOLING and (has_context or self.has_router):
+            needed = "pairs of texts" if has_context else "a router, which weights states of tokens"
+            return f"it has {needed}, and a server computes one vector of one text"
         if has_context:
             if encoder.special_tokens != TOKENIZER_DECIDES:
                 return "it has a context, but the encoder reads single texts only, not pairs"

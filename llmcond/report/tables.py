@@ -694,8 +694,11 @@ def show_checkup(report: Mapping[str, Any]) -> None:
     """
     from rich.console import Console
 
-    facts = [{"property": key, "value": value} for key, value in _describe_encoder(report)]
+    describe = _describe_server if "server_models" in report else _describe_encoder
+    facts = [{"property": key, "value": value} for key, value in describe(report)]
     Table.of_rows(facts).print()
+    if "memory" not in report:
+        return
     console = Console(highlight=False, markup=False, width=line_limit() or 120)
     for sample in report["samples"]:
         title = f"sample input, {sample['label']} (prompt {report['prompt']})"
@@ -758,6 +761,18 @@ def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "computed in", f"{report['dtype']} on {report['device']}{weights}"
     if report["no_float16"]:
         yield "no float16", report["no_float16"]
+    for sentence in report["assumed"]:
+        yield "assumed", sentence
+
+
+def _describe_server(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "model", f"{report['name']}, behind a server"
+    yield "models of the server", ", ".join(report["server_models"]) or "not listed"
+    yield "dimensions", f"{report['dim']:,}"
+    yield "norm", "unit L2" if report["normalize"] else "none"
+    yield "instruction", report["instruction_format"].replace("\n", "\\n") or "not supported"
+    for sample in report["samples"]:
+        yield f"sample text, {sample['label']} (prompt {report['prompt']})", repr(sample["text"])
     for sentence in report["assumed"]:
         yield "assumed", sentence
 

@@ -25,8 +25,8 @@ from llmcond.benchmark.shapes import SHAPES
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.encoder import Concurrency, WorkerThreads
-from llmcond.encoders.loading import load_config, load_dense, load_tokenizer, vector_width
 from llmcond.encoders.resolve import is_server
+from llmcond.encoders.server import BATCH, CHARACTERS_PER_TOKEN, probe
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
 from llmcond.features.extract import (
@@ -441,9 +441,11 @@ class ExtractionPlan(Displayed):
         hours: the hours of all processes or actors together, with loading if it was measured. The
             interval is that of the tokens, with the speed as a constant.
         wall_hours: the hours until all processes or actors are finished.
-        cost: the cost of the hours at the given price; None if no price was given.
+        cost: the cost of the hours at the given price, or of a server's tokens; None if no price
+            was given.
         fragments: the number of the store's new fragments, before small ones are merged.
         commits: the number of commits to the store.
+        requests: the number of requests to the server of an encoder; None without a server.
 
     Examples:
         >>> import llmcond
@@ -471,6 +473,7 @@ class ExtractionPlan(Displayed):
     cost: Estimate | None
     fragments: int
     commits: int
+    requests: int | None = None
 
     def rows(self) -> list[dict[str, str]]:
         """Return the plan as the rows of a table.
@@ -484,6 +487,10 @@ class ExtractionPlan(Displayed):
             "tokens": _format_estimate(self.tokens, ",.0f"),
             "stored": f"{self.n_bytes / 2**20:,.1f} MiB, vectors of {self.dim:,} dimensions",
         }
+        if self.requests is not None:
+            rows["tokens"] = f"about {self.tokens.value:,.0f} (characters / {CHARACTERS_PER_TOKEN})"
+            rows["requests"] = f"{self.requests:,}, of up to {BATCH} texts"
+            rows["time"] = self.rate_of
         if self.hours and self.wall_hours and self.tokens_per_second:
             rows["tokens/s"] = f"{self.tokens_per_second:,.0f}, {self.rate_of}"
             # No interval is shown, because the error of the speed is larger than the tokens'.
@@ -548,10 +555,15 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
             for prompt in prepared.prompts
         }
         missing = merge_counts(list(counts.values()))
+        server = resolved.checkpoint.server
+        if options.bench is not None:
+            resolved.checkpoint.check_weights("--bench")
         tokens, dim = _estimate_tokens(resolved, missing), _read_dim(resolved)
         rate: float | None = None
         rate_of, loading = "nothing is missing", None
-        if missing.n_missing and options.bench is not None:
+        if server is not None:
+            rate_of = "not measured, as nothing but one short text was sent to the server"
+        elif missing.n_missing and options.bench is not None:
             length = tokens.value / missing.n_missing
             rate, rate_of = _read_rate(model, resolved, length, Path(options.bench))
         elif missing.n_missing:
@@ -564,6 +576,8 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
     encoding = tokens.times(1 / rate / 3600) if rate else None
     shift = count * (loading or 0) / 3600
     hours = encoding and Estimate(*(hour + shift for hour in astuple(encoding)))
+    # A server's price is that of its tokens.
+    priced = hours if server is None else tokens.times(1e-6)
     if workers is not None:
         seconds = 3600 * encoding.value / count if encoding else 0.0
         commits = estimate_commits(missing.n_missing, seconds, workers, workers.count or count)
@@ -583,14 +597,20 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         workers=count,
         hours=hours,
         wall_hours=hours and hours.times(1 / count),
-        cost=hours.times(price) if hours and price is not None else None,
+        cost=priced.times(price) if priced and price is not None else None,
         fragments=commits,
         commits=commits,
+        requests=None if server is None else math.ceil(missing.n_missing / BATCH),
     )
 
 
 def _estimate_tokens(resolved: ResolvedEncoder, missing: MissingCount) -> Estimate:
     """Estimate how many tokens the encoder computes for the missing inputs."""
+    if resolved.checkpoint.server is not None:
+        value = missing.n_characters / CHARACTERS_PER_TOKEN
+        return Estimate(value, value, value)
+    from llmcond.encoders.loading import load_config, load_tokenizer  # import PyTorch
+
     member = resolved.list_members()[0]
     config = load_config(member.checkpoint, member.identity.attention)
     loaded = load_tokenizer(member.checkpoint, config)
@@ -612,6 +632,10 @@ def _estimate_tokens(resolved: ResolvedEncoder, missing: MissingCount) -> Estima
 
 
 def _read_dim(resolved: ResolvedEncoder) -> int:
+    if resolved.checkpoint.server is not None:
+        return len(probe(resolved.checkpoint.server))
+    from llmcond.encoders.loading import load_config, load_dense, vector_width
+
     members = resolved.list_members()
     config = load_config(members[0].checkpoint, members[0].identity.attention)
     return len(members) * load_dense(members[0], vector_width(config))[1]

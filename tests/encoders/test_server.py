@@ -1,12 +1,18 @@
 """Encoders behind a server: a real server that speaks the embeddings protocol, and its faults."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from helpers.commands import run_json, run_rejected
 from helpers.model_server import JSON_HEADERS, RETRY_AT_ONCE, EmbeddingServer, Fault
 
 from llmcond.base.errors import LlmcondError, UserError
+from llmcond.cli import run
 from llmcond.encoders import EncoderInput, server
 from llmcond.encoders.encoder import load_encoder
+from llmcond.prompts import load_prompt
+from llmcond.runs.open import open_run
 
 E5 = "intfloat/e5-mistral-7b-instruct"
 #: More texts than the server is sent at a time.
@@ -201,6 +207,111 @@ def test_slow_server_is_an_error(monkeypatch):
         encoder = load_encoder(there.name)
         with pytest.raises(LlmcondError, match=r"fails \(after 1 retries\): Request timed out"):
             encoder.encode(["a"])
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def extract(data, in_tmp):
+    """Return a function that makes a command."""
+
+    def command(there, *options, folder="run"):
+        model = ("--model", there.url, "--server-model", "embedder", "--prompt", "concat-sent-cond")
+        return [str(x) for x in ("extract", *model, "--run", folder, "--data", data, *options)]
+
+    return command
+
+
+def stored(folder):
+    opened = open_run(Path(folder))
+    inputs = [*opened.task.inputs(opened.data, load_prompt("concat-sent-cond"))]
+    return opened.store().lookup(inputs).read()
+
+
+def test_features_of_a_server_are_a_run_like_others(extract, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-never-to-be-seen-0123")
+    with EmbeddingServer() as there:
+        done = run_json(capsys, *extract(there))
+        assert done["encoder"] == there.name
+        assert "never" not in Path("run/run.json").read_text()
+        there.bodies.clear()
+        assert run(["fit-head", "--run", "run", "--head", "pca", "--dim", "4"]) == 0
+        assert run(["evaluate", "--run", "run"]) == 0
+        assert run(extract(there)) == 0
+        assert there.texts == []
+        similar = ("similarity", "a dog runs", "a dog sits", "--run", "run", "--head", "none")
+        assert run([*similar, "--condition", "the animal"]) == 0
+        assert "a dog runs the animal" in there.texts
+
+
+def test_plan_sends_nothing_but_a_probe(extract, capsys):
+    with EmbeddingServer() as there:
+        plan = run_json(capsys, *extract(there, "--plan", "--price", "2"))
+        assert len(there.texts) == 1
+        assert not Path("run").exists()
+        assert run(extract(there)) == 0
+        texts = there.texts[1:]
+    assert plan["requests"] == -(-len(texts) // server.BATCH)
+    assert plan["tokens"]["value"] == pytest.approx(sum(map(len, texts)) / 4, rel=0.1)
+    assert plan["cost"]["value"] == pytest.approx(plan["tokens"]["value"] * 2e-6)
+    assert plan["dim"] == there.dim
+
+
+def test_extraction_resumes_after_the_server_has_stopped(extract, capsys, monkeypatch):
+    monkeypatch.setattr("llmcond.features.extract.CHUNK", 32)
+    with EmbeddingServer() as there:
+        assert run(extract(there, folder="whole")) == 0
+    with EmbeddingServer(lambda _, number: Fault(0) if number > 3 else None) as there:
+        assert run(extract(there)) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "Vectors that are stored already are not computed again." in error
+    assert 0 < len(open_run(Path("run")).store()) < len(open_run(Path("whole")).store())
+    server.probe.cache_clear()
+    rest = ("--run", "run", "--condition", "c")
+    assert "no server answers at" in run_rejected(capsys, "similarity", "a", "b", *rest)
+    with EmbeddingServer(port=there.server_address[1]) as again:
+        assert run(extract(again)) == 0
+    np.testing.assert_array_equal(stored("run"), stored("whole"))
+
+
+def test_another_model_under_the_name_is_noticed(extract, capsys):
+    with EmbeddingServer() as there:
+        assert run(extract(there)) == 0
+    server.probe.cache_clear()
+    capsys.readouterr()
+    with EmbeddingServer(seed=1, port=there.server_address[1]) as other:
+        assert "gives other vectors than before" in run_rejected(capsys, *extract(other))
+        rest = ("--run", "run", "--condition", "c")
+        assert "gives other vectors" in run_rejected(capsys, "similarity", "a", "b", *rest)
+
+
+def test_check_sends_a_probe_and_lists_models(capsys):
+    with EmbeddingServer(models=("embedder", "other")) as there:
+        report = run_json(capsys, "models", "--check", there.name)
+        assert (report["dim"], report["server_models"]) == (16, ["embedder", "other"])
+        assert run(["models", "--check", there.name]) == 0
+        assert len(there.texts) == 1
+    assert "the number of people" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["train-lora", "--head", "none"], "training needs the weights"),
+        (["train-cross"], "training needs the weights"),
+        (["bench"], "timing needs the weights"),
+        (["extract", "--prompt", "routed"], "it has a router, which weights states of tokens"),
+        (["extract", "--prompt", "pair-cond"], "it has pairs of texts"),
+        (["extract", "--pooling", "cls"], "pooling is 'cls', which needs the weights"),
+        (["extract", "--plan", "--bench", "x.json"], "--bench needs the weights"),
+    ],
+)
+def test_what_needs_the_weights_is_rejected(command, message, data, capsys, in_tmp):
+    with EmbeddingServer() as there:
+        source = () if command[0] == "bench" else ("--data", data)
+        assert message in run_rejected(capsys, *command, "--model", there.name, *source)
+    assert not Path("runs").exists()
 
 
 # -- names and options -------------------------------------------------------------------------
