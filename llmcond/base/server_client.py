@@ -9,6 +9,7 @@ messages and answers.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ from llmcond.base.errors import (
     LlmcondError,
     UserError,
     did_you_mean,
-    first_line,
     format_list,
     shortened_repr,
 )
@@ -276,19 +276,20 @@ class EmbeddingClient(ServerClient):
             LlmcondError: the server fails, or its answer is not one finite vector for each text.
         """
         try:
-            answer: Any = await self._client.embeddings.create(
+            # The client would create an object for each number, so the answer is parsed by json.
+            response = await self._client.embeddings.with_raw_response.create(
                 model=self.model, input=list(texts), encoding_format="float"
             )
         except openai.OpenAIError as error:
             # The client's error contains the request.
             raise await self.translate(error) from None
-        except (ValueError, RecursionError) as error:
-            raise self.protocol_error(first_line(error)) from None
         try:
-            order = [int(entry.index) for entry in answer.data]
-            rows = [entry.embedding for entry in answer.data]
-        except (AttributeError, TypeError, ValueError):
-            raise self.protocol_error(answer) from None
+            answer = json.loads(response.content)
+            order = [int(entry["index"]) for entry in answer["data"]]
+            rows = [entry["embedding"] for entry in answer["data"]]
+            counts = (answer.get("usage") or {}).get("prompt_tokens"), answer.get("truncated")
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            raise self.protocol_error(response.text) from None
         if sorted(order) != list(range(len(texts))):
             raise LlmcondError(
                 f"{self.endpoint} returned {len(order)} vectors for {len(texts)} texts. "
@@ -310,8 +311,6 @@ class EmbeddingClient(ServerClient):
                 f"{self.endpoint} returned NaN or infinity for {shortened_repr(texts[bad[0]])}. "
                 "Start the server with a number type of a larger range (bfloat16 or float32)."
             )
-        usage = getattr(answer, "usage", None)
-        counts = getattr(usage, "prompt_tokens", None), getattr(answer, "truncated", None)
         n_tokens, n_truncated = (count if isinstance(count, int) else 0 for count in counts)
         return EmbeddingAnswer(vectors, n_tokens, n_truncated)
 

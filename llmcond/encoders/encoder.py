@@ -971,7 +971,8 @@ def _make_loader(
 _LOADER_DOC = """Load an encoder by alias (``minilm``), hub name or folder.
 
 Args:
-    model: alias, ``OWNER/NAME`` on the Hugging Face hub, or folder of a checkpoint.
+    model: alias, ``OWNER/NAME`` on the Hugging Face hub, folder of a checkpoint, or address of a
+        server.
 {options}
 
 Returns:

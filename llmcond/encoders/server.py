@@ -263,7 +263,7 @@ def _run(work: Coroutine[Any, Any, _T], check: Callable[[], None] = lambda: None
 
 
 async def _gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return the results of coroutines that run at the same time; the first error stops all."""
+    """Return the results of coroutines that run concurrently; the first error stops all."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

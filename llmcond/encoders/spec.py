@@ -142,17 +142,18 @@ class EncoderInput:
         return bytes(key)
 
 
-def truncation_note(count: int, limit: str) -> str:
+def truncation_note(count: int, limit: str, *, windows: bool = True) -> str:
     """Return what to say about the inputs that were cut.
 
     Args:
         count: the number of inputs.
         limit: what they exceed, such as ``256 tokens``.
+        windows: whether the encoder could read them in windows.
     """
     are, note = ("is", "") if count == 1 else ("are", " (a text counts once for each condition)")
+    advice = ", or use a run that was extracted with --long-texts windows" if windows else ""
     return (
-        f"{format_count(count, 'input')}{note} {are} longer than {limit}: {TRUNCATION_NOTE}, or "
-        "use a run that was extracted with --long-texts windows"
+        f"{format_count(count, 'input')}{note} {are} longer than {limit}: {TRUNCATION_NOTE}{advice}"
     )
 
 

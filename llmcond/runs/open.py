@@ -372,7 +372,9 @@ def extract_inputs(
         )
     log.info(f"{name}: {summary}")
     if extraction.n_truncated and not encoder.reported_truncation:
-        log.info(truncation_note(extraction.n_truncated, resolved.identity.limit))
+        windows = resolved.checkpoint.server is None
+        limit = resolved.identity.limit
+        log.info(truncation_note(extraction.n_truncated, limit, windows=windows))
         encoder.reported_truncation = True
     return extraction
 

@@ -1,5 +1,6 @@
 """Encoders behind a server: a real server that speaks the embeddings protocol, and its faults."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +66,16 @@ def test_instruction_is_part_of_the_text():
             load_encoder(f"{there.url}#other").encode([item])
 
 
-@pytest.mark.parametrize("n", [8, 300])
-def test_several_requests_are_in_flight(n):
-    with EmbeddingServer(seconds=0.02) as there:
-        encoder = load_encoder(there.name)
-        encoder.encode(TEXTS * 4 if n > 8 else TEXTS[:n])
-    assert there.most_active == (server.REQUESTS if n > 8 else 1)
+def test_several_requests_are_in_flight():
+    together = threading.Barrier(server.REQUESTS, timeout=30)
+
+    def wait_for_others(_, number):
+        if number:  # all but the probe
+            together.wait()
+
+    with EmbeddingServer(wait_for_others) as there:
+        load_encoder(there.name).encode(TEXTS[: server.REQUESTS * server.BATCH])
+    assert not together.broken
 
 
 def test_key_is_sent_and_not_shown(monkeypatch):
@@ -268,7 +273,7 @@ def test_extraction_resumes_after_the_server_has_stopped(extract, capsys, monkey
     assert "Vectors that are stored already are not computed again." in error
     assert 0 < len(open_run(Path("run")).store()) < len(open_run(Path("whole")).store())
     server.probe.cache_clear()
-    rest = ("--run", "run", "--condition", "c")
+    rest = ("--run", "whole", "--condition", "c")
     assert "no server answers at" in run_rejected(capsys, "similarity", "a", "b", *rest)
     with EmbeddingServer(port=there.server_address[1]) as again:
         assert run(extract(again)) == 0

@@ -1,9 +1,11 @@
 """Real servers that speak protocols of OpenAI, in threads of this process, and their faults."""
 
 import json
+import socket
 import threading
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,6 +47,7 @@ class ModelServer(ThreadingHTTPServer):
         self.find_fault, self.models = find_fault, models
         self.bodies, self.keys, self.times = [], [], []
         self.lock, self.ended = threading.Lock(), threading.Event()
+        self.connections = []
 
     def respond(self, body):
         """Return the answer to a request."""
@@ -58,6 +61,15 @@ class ModelServer(ThreadingHTTPServer):
         self.ended.set()
         self.shutdown()
         self.server_close()
+        for connection in self.connections:  # clients keep them open
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def get_request(self):
+        """Accept a connection."""
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
 
     def handle_error(self, *_):
         """Ignore clients that closed the connection."""
@@ -76,10 +88,6 @@ class EmbeddingServer(ModelServer):
         seed: seed of the words' vectors; another seed is another model.
         dim: size of the vectors.
         change: changes the answer before it is sent.
-        seconds: time that each request takes.
-
-    Attributes:
-        most_active: the largest number of requests that were answered at the same time.
     """
 
     def __init__(
@@ -89,13 +97,11 @@ class EmbeddingServer(ModelServer):
         seed=0,
         dim=16,
         change=lambda answer: answer,
-        seconds=0,
         models=("embedder",),
         port=0,
     ):
         super().__init__(models, find_fault, port)
-        self.seed, self.dim, self.change, self.seconds = seed, dim, change, seconds
-        self.active = self.most_active = 0
+        self.seed, self.dim, self.change = seed, dim, change
 
     @property
     def name(self):
@@ -113,12 +119,6 @@ class EmbeddingServer(ModelServer):
         return vector / np.linalg.norm(vector)
 
     def respond(self, body):
-        with self.lock:
-            self.active += 1
-            self.most_active = max(self.most_active, self.active)
-        time.sleep(self.seconds)
-        with self.lock:
-            self.active -= 1
         data = [
             {"object": "embedding", "index": index, "embedding": self.embed(text).tolist()}
             for index, text in enumerate(body["input"])
