@@ -171,7 +171,8 @@ def _settle_attention(sources: _Sources) -> Attention:
         return known
     kind = str(sources.files.config.get("model_type"))
     # Common architectures do not import transformers.
-    if recorded != "causal" and (kind in ARCHITECTURES or kind in encoder_types()):
+    is_common = kind in ARCHITECTURES and not ARCHITECTURES[kind].rotary
+    if recorded != "causal" and (is_common or kind in encoder_types()):
         if requested == "causal":
             raise UserError(
                 f"attention is 'causal', but {sources.name} is an encoder ({kind}), which is "

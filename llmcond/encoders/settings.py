@@ -216,7 +216,7 @@ class EncoderSettings(Generic[Auto, Open]):
         "torch",
         open_as="auto",
         help="library that runs the encoder; auto: OpenVINO on a CPU if it is installed and "
-        "supports the architecture (encoders like BERT), otherwise PyTorch",
+        "supports the architecture (encoders like BERT, EmbeddingGemma), otherwise PyTorch",
     )
 
 

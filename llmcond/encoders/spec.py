@@ -361,6 +361,9 @@ def import_openvino() -> Any:
 class Architecture:
     """The differences between the networks of a ``model_type`` and BERT.
 
+    An architecture that is ``rotary`` differs from BERT in more: it is a bidirectional Gemma 3, and
+    ``tensor_shapes`` and OpenVINO's graph have a part of their own for it.
+
     Attributes:
         prefix: Prefix of the names of tensors in checkpoints for other tasks.
         attention: Name of a layer's attention.
@@ -372,6 +375,8 @@ class Architecture:
             token itself has the position ``padding``. None means that positions start at 0.
         relative: Whether attention has a bias by the distance of two tokens, the same for all
             layers.
+        words: Name of the table of token embeddings.
+        rotary: Whether positions rotate queries and keys, as in Gemma 3.
     """
 
     prefix: str
@@ -382,6 +387,8 @@ class Architecture:
     typed: bool = True
     padding: int | None = None
     relative: bool = False
+    words: str = "embeddings.word_embeddings.weight"
+    rotary: bool = False
 
 
 ARCHITECTURES = {
@@ -398,6 +405,7 @@ ARCHITECTURES = {
         padding=1,
         relative=True,
     ),
+    "gemma3_text": Architecture("model.", words="embed_tokens.weight", typed=False, rotary=True),
 }
 #: GELU activations by their names in config.json, with OpenVINO's names of their approximations.
 GELU = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
@@ -420,11 +428,13 @@ def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
     architecture = ARCHITECTURES[config["model_type"]]
     width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     heads = int(config["num_attention_heads"])
-    if heads < 1 or width % heads:
-        raise ValueError(f"{width} dimensions and {heads} heads")
     n_layers = int(config["num_hidden_layers"])
     if n_layers > MAX_LAYERS:
         raise ValueError(f"{n_layers:,} layers")
+    if architecture.rotary:
+        return _rotary_shapes(config, width, inner, n_layers, heads)
+    if heads < 1 or width % heads:
+        raise ValueError(f"{width} dimensions and {heads} heads")
     linear = {
         **dict.fromkeys(
             (f"{architecture.attention}.{name}" for name in architecture.projections),
@@ -435,7 +445,7 @@ def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
         "output.dense": (width, inner),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (int(config["vocab_size"]), width),
+        architecture.words: (int(config["vocab_size"]), width),
         "embeddings.position_embeddings.weight": (int(config["max_position_embeddings"]), width),
     }
     if architecture.typed:
@@ -458,13 +468,41 @@ def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
     return shapes
 
 
+def _rotary_shapes(
+    config: Mapping[str, Any], width: int, inner: int, n_layers: int, heads: int
+) -> dict[str, tuple[int, ...]]:
+    """Return what ``tensor_shapes`` does for an architecture that is ``rotary``."""
+    head, key_heads = int(config["head_dim"]), int(config["num_key_value_heads"])
+    for key in ("query_pre_attn_scalar", "rms_norm_eps", "sliding_window"):
+        float(config[key])  # raises an error if the graph would lack it
+    if len(config["layer_types"]) != n_layers:
+        raise ValueError(f"{n_layers} layers and {len(config['layer_types'])} types of them")
+    layer = {
+        **{f"self_attn.{name}_proj": (key_heads * head, width) for name in "kv"},
+        "self_attn.q_proj": (heads * head, width),
+        "self_attn.o_proj": (width, heads * head),
+        **{f"self_attn.{name}_norm": (head,) for name in "qk"},
+        **{f"mlp.{name}_proj": (inner, width) for name in ("gate", "up")},
+        "mlp.down_proj": (width, inner),
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+        "pre_feedforward_layernorm": (width,),
+        "post_feedforward_layernorm": (width,),
+    }
+    return {
+        ARCHITECTURES[config["model_type"]].words: (int(config["vocab_size"]), width),
+        "norm.weight": (width,),
+        **{f"layers.{i}.{k}.weight": shape for i in range(n_layers) for k, shape in layer.items()},
+    }
+
+
 def linear_layers(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:
     """Return the shape of the weight of each linear layer, by the layer's name."""
     shapes = tensor_shapes(config, pooler=pooler)
     return {
-        name: shapes[f"{name}.weight"]
-        for name in (key.removesuffix(".bias") for key in shapes if key.endswith(".bias"))
-        if len(shapes[f"{name}.weight"]) == 2
+        key.removesuffix(".weight"): shape
+        for key, shape in shapes.items()
+        if len(shape) == 2 and "embed" not in key and key.endswith("weight") and "bias" not in key
     }
 
 

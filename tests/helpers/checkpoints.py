@@ -264,7 +264,7 @@ def _xlm_r_tokenizer() -> Tokenizer:
 def _gemma_tokenizer() -> Tokenizer:
     normalizer = normalizers.Replace(" ", "▁")
     words = pre_tokenizers.Split("▁", "merged_with_next")
-    specials = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     tokenizer = Tokenizer(_train_bpe([*specials, *_BYTES], normalizer, words, []))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")

@@ -22,7 +22,13 @@ from llmcond.base.errors import UserError, first_line
 from llmcond.base.files import format_bytes
 from llmcond.base.system import cpu_threads, free_memory
 from llmcond.encoders.checkpoint import fetch_weights, read_settings
-from llmcond.encoders.openvino.support import CannotRunError, open_tensors, read_dense
+from llmcond.encoders.openvino.support import (
+    WINDOWS,
+    CannotRunError,
+    open_tensors,
+    read_dense,
+    rotary_frequencies,
+)
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import ARCHITECTURES, GELU, bytes_needed, get_pooling, import_openvino
 from llmcond.encoders.tokenizing import (
@@ -52,6 +58,8 @@ def make_graph(tensors: Tensors, config: Mapping[str, Any]) -> Any:
     rows of a rectangle, (b, t). The graph has the inputs of ``pack_inputs``, in their order. Its
     output is (n, width) float32.
     """
+    if ARCHITECTURES[config["model_type"]].rotary:
+        return make_rotary_graph(tensors, config)
     layers = _LayerBuilder(tensors, config)
     architecture, op = layers.architecture, layers.op
 
@@ -74,6 +82,69 @@ def make_graph(tensors: Tensors, config: Mapping[str, Any]) -> Any:
         x = layers.layer(f"encoder.layer.{number}", x, rectangle, packed, bias)
     inputs = [ids, positions, *[types] * architecture.typed, rectangle, packed, mask]
     return import_openvino().Model([x], [*inputs, *[buckets] * architecture.relative], "encoder")
+
+
+def make_rotary_graph(tensors: Tensors, config: Mapping[str, Any]) -> Any:
+    """Build what ``make_graph`` does for a bidirectional Gemma 3."""
+    op = import_openvino().opset13
+    heads, head, width = (
+        int(config[key]) for key in ("num_attention_heads", "head_dim", "hidden_size")
+    )
+    scale = np.float32(float(config["query_pre_attn_scalar"]) ** -0.5)
+
+    def linear(name: str, x: Any) -> Any:
+        weight = op.constant(tensors[f"{name}_proj.weight"], shared_memory=True)
+        return op.matmul(x, weight, False, True)
+
+    def norm(name: str, x: Any) -> Any:
+        mean = op.reduce_mean(op.power(x, np.float32(2)), np.array([-1]), True)
+        size = op.sqrt(op.add(mean, np.float32(config["rms_norm_eps"])))
+        unit = op.multiply(x, op.divide(np.float32(1), size))
+        return op.multiply(unit, op.constant(1 + tensors[f"{name}.weight"]))
+
+    def rotate(x: Any, angles: Any) -> Any:
+        first, second = op.split(x, np.int64(2), 2).outputs()
+        cos, sin = op.split(angles, np.int64(0), 2).outputs()
+        cos, sin = (op.reshape(part, np.array([-1, 1, head // 2]), False) for part in (cos, sin))
+        turned_first = op.subtract(op.multiply(first, cos), op.multiply(second, sin))
+        turned_second = op.add(op.multiply(second, cos), op.multiply(first, sin))
+        return op.concat([turned_first, turned_second], 2)
+
+    def parameter(name: str, rank: int, kind: Any = np.int64) -> Any:
+        return op.parameter([-1] * rank, kind, name=name)
+
+    ids, rectangle, packed = parameter("ids", 1), parameter("rectangle", 2), parameter("packed", 1)
+    mask, band = parameter("mask", 2, np.float32), parameter("band", 2, np.float32)
+    turns = {kind: parameter(kind, 3, np.float32) for kind in WINDOWS}
+    everywhere = op.unsqueeze(mask, np.array([1, 2]))
+    in_window = op.add(everywhere, op.unsqueeze(band, np.array([0, 1])))
+    bias = dict(zip(WINDOWS, (everywhere, in_window), strict=True))
+    table = op.constant(tensors["embed_tokens.weight"], shared_memory=True)
+    x = op.multiply(op.gather(table, ids, np.int64(0)), np.float32(width**0.5))
+
+    def attend(layer: str, kind: str, x: Any) -> Any:
+        rows = {}
+        for part, count in (("q", heads), ("k", 1), ("v", 1)):
+            values = op.reshape(linear(f"{layer}.{part}", x), np.array([0, count, head]), True)
+            if part != "v":
+                values = rotate(norm(f"{layer}.{part}_norm", values), turns[kind])
+            gathered = op.gather(values, rectangle, np.int64(0))
+            rows[part] = op.transpose(gathered, np.array([0, 2, 1, 3]))
+        attended = op.scaled_dot_product_attention(*rows.values(), bias[kind], op.constant(scale))
+        tokens = op.transpose(attended, np.array([0, 2, 1, 3]))
+        tokens = op.reshape(tokens, np.array([-1, heads * head]), False)
+        return linear(f"{layer}.o", op.gather(tokens, packed, np.int64(0)))
+
+    for number, kind in enumerate(config["layer_types"]):
+        layer = f"layers.{number}"
+        attended = attend(f"{layer}.self_attn", kind, norm(f"{layer}.input_layernorm", x))
+        x = op.add(x, norm(f"{layer}.post_attention_layernorm", attended))
+        inner = norm(f"{layer}.pre_feedforward_layernorm", x)
+        gate = op.gelu(linear(f"{layer}.mlp.gate", inner), GELU[config["hidden_activation"]])
+        outer = linear(f"{layer}.mlp.down", op.multiply(gate, linear(f"{layer}.mlp.up", inner)))
+        x = op.add(x, norm(f"{layer}.post_feedforward_layernorm", outer))
+    inputs = [ids, rectangle, packed, mask, band, *turns.values()]
+    return import_openvino().Model([norm("norm", x)], inputs, "encoder")
 
 
 class _LayerBuilder:
@@ -146,6 +217,10 @@ def pack_inputs(rows: Sequence[Tokens], config: Mapping[str, Any]) -> list[NDArr
         - Index of each token in the flattened rectangle, (n,) int64.
         - 0 for tokens and a large negative number for padding, (b, t) float32.
         - ``relative_buckets``, (t, t) int64, if the architecture has such a bias.
+
+        A ``rotary`` architecture has no input for positions. Behind the mask, it has a mask of the
+        tokens outside of each token's window, (t, t) float32, and the cosines and sines of the
+        angles for each of ``WINDOWS``, (2, n, head_dim / 2) float32.
     """
     architecture = ARCHITECTURES[config["model_type"]]
     lengths = np.array([len(row.ids) for row in rows])
@@ -153,12 +228,20 @@ def pack_inputs(rows: Sequence[Tokens], config: Mapping[str, Any]) -> list[NDArr
     real, starts = offsets < lengths[:, None], np.cumsum(lengths) - lengths
     ids = np.concatenate([row.ids for row in rows]).astype(np.int64)
     positions = np.broadcast_to(offsets, real.shape)[real]
+    rectangle, packed = np.where(real, starts[:, None] + offsets, 0), np.flatnonzero(real)
+    mask = np.where(real, 0, _MASKED).astype(np.float32)
+    if architecture.rotary:
+        # The window includes half of its tokens on each side.
+        far = np.abs(offsets - offsets[:, None]) > int(config["sliding_window"]) // 2
+        band = np.where(far, _MASKED, 0).astype(np.float32)
+        frequencies = rotary_frequencies(config)
+        angles = (positions[:, None] * frequencies[kind] for kind in WINDOWS)
+        turns = (np.stack([np.cos(a), np.sin(a)]).astype(np.float32) for a in angles)
+        return [ids, rectangle, packed, mask, band, *turns]
     if architecture.padding is not None:
         counted = np.zeros(real.shape, dtype=np.int64)
         counted[real] = ids != architecture.padding
         positions = (counted.cumsum(axis=1) * counted)[real] + architecture.padding
-    rectangle, packed = np.where(real, starts[:, None] + offsets, 0), np.flatnonzero(real)
-    mask = np.where(real, 0, _MASKED).astype(np.float32)
     inputs = [ids, positions, rectangle, packed, mask]
     if architecture.typed:
         typed = int(config.get("type_vocab_size", 2)) > 1
@@ -269,7 +352,7 @@ class OpenVinoEngine:
         self._pooler = [tensors[f"pooler.dense.{name}"] for name in ("weight", "bias") if pooler]
         width = int(config["hidden_size"])
         self._dense = read_dense(resolved.checkpoint, width)
-        self._n_ids = len(tensors["embeddings.word_embeddings.weight"])
+        self._n_ids = len(tensors[ARCHITECTURES[config["model_type"]].words])
         self._config = config
         cores = cpu_threads()
         self.streams = min(cores, _MAX_STREAMS)
@@ -471,8 +554,9 @@ _CONFIG = "tokenizer_config.json"
 #: Classes of transformers that use tokenizer.json unchanged.
 _UNCHANGED = ("PreTrainedTokenizerFast", "TokenizersBackend")
 #: Classes, without the end of their names, that rebuild its parts; see ``_expected_pipeline``.
-_REBUILT = ("Bert", "MPNet", "XLMRoberta", "Roberta")
-#: Special tokens. The classes that rebuild a tokenizer have defaults for the first three.
+_REBUILT = ("Bert", "MPNet", "XLMRoberta", "Roberta", "Gemma")
+#: Special tokens. The classes that rebuild a tokenizer have defaults for the first three, but that
+#: of Gemma has no separator.
 _SPECIAL = ("unk_token", "sep_token", "pad_token", "eos_token")
 
 
@@ -492,7 +576,8 @@ def read_tokenizer(folder: Path, name: str) -> JsonTokenizer | None:
     settings = {**read_settings(folder / "special_tokens_map.json", {}), **config}
     kind = str(config.get("tokenizer_class"))
     family = kind.removesuffix("Fast").removesuffix("Tokenizer")
-    is_rebuilt = family in _REBUILT and all(settings.get(key) for key in _SPECIAL[:3])
+    defaults = _SPECIAL[::2] if family == "Gemma" else _SPECIAL[:3]
+    is_rebuilt = family in _REBUILT and all(settings.get(key) for key in defaults)
     if not (folder / _FILE).is_file() or not (is_rebuilt or kind in _UNCHANGED):
         return None
     try:
@@ -501,6 +586,8 @@ def read_tokenizer(folder: Path, name: str) -> JsonTokenizer | None:
             parts = [tokenizer.normalizer, tokenizer.pre_tokenizer, type(tokenizer.model).__name__]
             expected = _expected_pipeline(family, config, tokenizer.normalizer)
             if _describe_parts(parts) != _describe_parts(expected):
+                return None
+            if family == "Gemma" and not _is_gemma(tokenizer, settings):
                 return None
         return JsonTokenizer(tokenizer, settings)
     except Exception as error:  # the only type that tokenizers raises
@@ -521,6 +608,9 @@ def _expected_pipeline(family: str, config: Mapping[str, Any], normalizer: Any) 
             lowercase=config.get("do_lower_case", True),
         )
         return [created, pre_tokenizers.BertPreTokenizer(), "WordPiece"]
+    if family == "Gemma":
+        split = pre_tokenizers.Split(" ", "merged_with_previous")
+        return [normalizers.Replace(" ", "▁"), split, "BPE"]
     if family == "XLMRoberta":
         prefix = config.get("add_prefix_space", True) is True
         metaspace = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
@@ -529,6 +619,18 @@ def _expected_pipeline(family: str, config: Mapping[str, Any], normalizer: Any) 
         return [normalizer if has_map else None, splitters, "Unigram"]
     prefix = config.get("add_prefix_space", False)  # the default of RoBERTa
     return [None, pre_tokenizers.ByteLevel(add_prefix_space=prefix), "BPE"]
+
+
+def _is_gemma(tokenizer: Any, settings: Mapping[str, Any]) -> bool:
+    """Return whether a file has the model, and the first and last token, of transformers' class."""
+    names = [name for name in ("bos", "eos") if settings.get(f"add_{name}_token")]
+    stated = "add_bos_token" in settings or "add_eos_token" in settings
+    added = tokenizer.encode("").tokens
+    texts = [settings.get(f"{name}_token") for name in names]
+    if tokenizer.token_to_id(settings.get("mask_token") or "<mask>") is None:
+        return False  # transformers would add it
+    model = tokenizer.model
+    return model.fuse_unk and model.byte_fallback and (not stated or added == texts)
 
 
 def _describe_parts(parts: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import (
     ACTIVATIONS,
     ARCHITECTURES,
+    GELU,
     IGNORED_WEIGHTS,
     get_pooling,
     import_openvino,
@@ -146,6 +147,8 @@ def open_tensors(
     """
     try:
         shapes = tensor_shapes(config, pooler=pooler)
+        if ARCHITECTURES[config["model_type"]].rotary:
+            rotary_frequencies(config)
     except (KeyError, TypeError, ValueError) as error:
         raise CannotRunError(f"its config.json lacks a size ({error})") from error
     prefix, folder = ARCHITECTURES[config["model_type"]].prefix, checkpoint.folder
@@ -210,6 +213,39 @@ _SETTINGS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+#: The same for an architecture that is ``rotary``.
+_ROTARY_SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": tuple(GELU),
+    "use_bidirectional_attention": (True,),
+    "num_key_value_heads": (1,),
+    "attention_bias": (None, False),
+    "attn_logit_softcapping": (None,),
+    "quantization_config": (None,),
+}
+#: Types of layers of a rotary architecture, whose tokens attend to all tokens or to near ones.
+WINDOWS = ("full_attention", "sliding_attention")
+
+
+def rotary_frequencies(config: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
+    """Return the angles by which a position turns the pairs of dimensions of a head, by layer type.
+
+    Raises:
+        KeyError: If the config does not state them.
+        ValueError: If they are scaled, or for layers of other types.
+    """
+    if not set(config["layer_types"]) <= {*WINDOWS}:
+        raise ValueError(f"the layers {sorted(set(config['layer_types']))}")
+    settings = config.get("rope_parameters")
+    if settings is None:
+        names = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+        settings = {kind: {"rope_theta": config[name]} for kind, name in names.items()}
+        settings["full_attention"] |= config.get("rope_scaling") or {}
+    if any(settings[kind].get("rope_type", "default") != "default" for kind in WINDOWS):
+        raise ValueError("scaled rotary positions")
+    exponents = np.arange(0, int(config["head_dim"]), 2) / int(config["head_dim"])
+    return {kind: float(settings[kind]["rope_theta"]) ** -exponents for kind in WINDOWS}
+
+
 def find_reason_against(
     checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any]
 ) -> str | None:
@@ -239,7 +275,8 @@ def _find_reasons(
         "OpenVINO does not compute float16 on a CPU": identity.dtype == "float16",
     }
     yield from (reason for reason, applies in unsupported.items() if applies)
-    for key, supported in _SETTINGS.items():
+    rotary = ARCHITECTURES[kind].rotary
+    for key, supported in (_ROTARY_SETTINGS if rotary else _SETTINGS).items():
         if config.get(key) not in supported:
             yield f"its config.json has {key} = {config.get(key)!r}"
     if identity.dtype == "bfloat16" and not computes_bfloat16():

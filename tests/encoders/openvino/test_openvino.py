@@ -71,6 +71,7 @@ def bert(tiny_checkpoint):
         ("simcse-roberta", "cls", False),
         ("simcse-bert", "pooler", True),
         ("mpnet", "mean", True),
+        ("gemma", "mean", True),
     ],
 )
 def test_vectors_match_pytorch(tmp_path, kind, pooling, normalize):
@@ -175,7 +176,7 @@ def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
 # -- tokenizers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["minilm", "xlm-r"])
+@pytest.mark.parametrize("kind", ["minilm", "xlm-r", "gemma"])
 def test_tokenizer_matches_transformers(tmp_path, minilm, kind):
     folder = minilm.resolved.checkpoint.folder
     if kind != "minilm":
@@ -197,6 +198,9 @@ def test_tokenizer_rebuilt_by_transformers_is_left_to_transformers(minilm, tmp_p
     checkpoints.change_json(folder / "tokenizer_config.json", do_lower_case=False)
     assert read_tokenizer(folder, "minilm") is None
     check_runtimes(folder)  # OpenVINO still runs the network
+    folder = checkpoints.build_checkpoint("gemma", tmp_path / "gemma").folder
+    checkpoints.change_json(folder / "tokenizer_config.json", add_eos_token=False)
+    assert read_tokenizer(folder, "gemma") is None
 
 
 # -- what is left to PyTorch -------------------------------------------------------------------
@@ -244,6 +248,25 @@ def test_unsupported_settings_and_checkpoints_use_pytorch(bert, monkeypatch):
     (bert / "model.safetensors").unlink()
     assert find_reason() is None
     assert "lacks a size" in find_reason(hidden_size=None)
+
+
+def test_gemma_with_other_settings_uses_pytorch(tmp_path):
+    folder = checkpoints.build_checkpoint("gemma", tmp_path / "model").folder
+    resolved = resolve(str(folder), EncoderOptions(**FLOAT32))
+    assert resolved.runtime == "openvino"
+    config = json.loads((folder / "config.json").read_text())
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    for changes, reason in (
+        ({"rope_parameters": {**config["rope_parameters"], "full_attention": scaled}}, "scaled"),
+        ({"rope_parameters": None, "rope_theta": 1e6}, "rope_local_base_freq"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"layer_types": ["full_attention"]}, "1 types"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked"),
+    ):
+        obstacle = support.find_reason_against(
+            resolved.checkpoint, resolved.identity, {**config, **changes}
+        )
+        assert reason in obstacle
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
