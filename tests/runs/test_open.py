@@ -75,7 +75,7 @@ def test_hub_errors_name_repository_and_reason(hub, tmp_path):
 
 def test_unknown_name_suggests_known_names(in_tmp, tiny_run):
     for name, expected in (
-        ("minlm-csts", "Did you mean 'minilm-csts' or 'minilm"),
+        ("minlm-csts", "Did you mean 'minilm-csts'"),
         ("NV-Embd-v2", "Did you mean 'nvidia/NV-Embed-v2'"),
         ("x" * 300, "The bundled models are 'minilm-conditions', 'minilm-csts'"),
     ):
