@@ -234,13 +234,13 @@ def find_local_checkpoint(
         raise UserError(
             f"{name_or_path} is a GGUF file, which llmcond does not compute. Start a server with "
             f"it (llama-server -m {name_or_path} --embeddings --pooling mean --port 8080), and "
-            "name that: --model http://127.0.0.1:8080/v1 --server-model NAME."
+            "name its address (http://127.0.0.1:8080/v1) and --server-model NAME."
         )
     if known is None and not is_hub_name(name_or_path):
         raise UserError(
             f"unknown model {name_or_path!r}: not a name of llmcond models, not a folder, not a "
-            f"hub name (OWNER/NAME). {suggest_model(name_or_path)} A model of a hosted "
-            "service needs --model https://HOST/v1 --server-model NAME."
+            f"hub name (OWNER/NAME). {suggest_model(name_or_path)} For a model of a hosted "
+            "service, name its address (https://HOST/v1) and --server-model NAME."
         )
     return None
 

@@ -442,8 +442,8 @@ def _check_code(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
         raise UserError(
             f"{checkpoint.name} needs code from its repository ({key}: {reference}), which llmcond "
             f"never runs. {suggest_model(checkpoint.name)} If it is a copy of one of these, "
-            "name that with --like NAME; otherwise, start a server with it, and name that: "
-            "--model http://HOST:PORT/v1 --server-model NAME."
+            "name that with --like NAME; otherwise, start a server with it, and name its address "
+            "(http://HOST:PORT/v1) and --server-model NAME."
         )
 
 
