@@ -40,6 +40,8 @@ CALL_ERRORS = (openai.OpenAIError, ValueError, RecursionError)
 #: Reasons of a status 5xx that a retry would not change: llama.cpp answers so to a long text.
 _PERMANENT = re.compile(rb"too large to process|larger than the max context|input is too l")
 _CONTENT_TOO_LARGE = 413
+#: Seconds for the first connection to a server.
+_CONNECT = 5.0
 
 
 class BoundedTransport(httpx2.AsyncBaseTransport):
@@ -168,16 +170,18 @@ class ServerClient:
         try:
             await self._list_models()
         except openai.APIConnectionError as error:
-            if isinstance(error.__cause__, httpx2.ConnectError):
+            if isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout):
+                reason = self.redact(str(error.__cause__)) or f"no connection in {_CONNECT:g} s"
                 raise UserError(
-                    f"no server answers at {self.endpoint}: "
-                    f"{self.redact(str(error.__cause__))}. Start it, or correct {self.flag}."
+                    f"no server answers at {self.endpoint}: {reason.rstrip('.')}. Start it, or "
+                    f"correct {self.flag}."
                 ) from None
         except CALL_ERRORS:
             return  # A server that does not list its models may answer anything.
 
     async def _list_models(self) -> Any:
-        return await self._client.with_options(max_retries=0, timeout=10).models.list()
+        timeout = httpx2.Timeout(10, connect=_CONNECT)
+        return await self._client.with_options(max_retries=0, timeout=timeout).models.list()
 
     async def model_names(self) -> list[str]:
         """Return the names of the server's models; empty if it lists none."""
@@ -229,9 +233,10 @@ class ServerClient:
 
     def protocol_error(self, answer: object) -> LlmcondError:
         """Return the error for an answer that may be a web page, a list or an error."""
+        hint = "" if self.endpoint.endswith("/v1") else "Its address may have to end in /v1. "
         return LlmcondError(
             f"{self.endpoint} does not answer in the {self.protocol} protocol: "
-            f"{self.redact(shortened_repr(str(answer), 200))}. {self.resumes}"
+            f"{self.redact(shortened_repr(str(answer), 200))}. {hint}{self.resumes}"
         )
 
     def redact(self, text: str) -> str:

@@ -428,7 +428,7 @@ class ServerEngine:
             if not any(row.cut for row in part):  # the server takes fewer texts at a time
                 self._batch = min(self._batch, half)
             return vectors
-        size = sum(len(row.text) for row in part)
+        size = max(1, sum(len(row.text) for row in part))
         for row in part:
             row.n_tokens = round(answer.n_tokens * len(row.text) / size)
         for row in sorted(part, key=lambda row: -len(row.text))[: answer.n_truncated]:

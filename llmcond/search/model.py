@@ -234,6 +234,8 @@ class SearchModel(EmbeddingModel):
 
 
 def short_name(encoder: Encoder) -> str:
-    """Return an encoder's name on the Hugging Face Hub, or the last part of its local path."""
+    """Return an encoder's name on the Hugging Face Hub or a server, or the end of its path."""
     name = encoder.name
+    if encoder.resolved.checkpoint.server is not None:
+        return name.partition("#")[2]
     return name if name == encoder.resolved.checkpoint.repo else PurePath(name).name

@@ -53,6 +53,12 @@ def test_vectors_are_those_of_the_server_in_order():
     assert not encoded.truncated.any()
 
 
+def test_empty_text_has_a_vector():
+    with EmbeddingServer() as there:
+        there.embed = lambda _: np.ones(1)
+        assert load_encoder(there.name).encode([""]).shape == (1, 1)
+
+
 def test_instruction_is_part_of_the_text():
     with EmbeddingServer(models=(E5, "other")) as there:
         item = EncoderInput("Find the animal", "a dog")
@@ -328,6 +334,7 @@ def test_what_needs_the_weights_is_rejected(command, message, data, capsys, in_t
         ("{url}", {}, "model is not named.*It has 'embedder'"),
         ("{url}#embedder", {"server_model": "other"}, "Give only one of them"),
         ("http://127.0.0.1:1/v1#a", {}, "no server answers at http://127.0.0.1:1/v1"),
+        ("https://127.0.0.1:{port}/v1#a", {}, "no server answers at https://127.0.0.1"),
         ("http://user:word@host/v1#a", {}, "contains a user name"),
         ("{url}#embeder", {}, "has no model 'embeder'.*Did you mean 'embedder'"),
         ("{url}#embedder", {"pooling": "cls"}, "pooling is 'cls', which needs the weights"),
@@ -342,7 +349,7 @@ def test_what_needs_the_weights_is_rejected(command, message, data, capsys, in_t
 )
 def test_invalid_option_is_rejected(name, options, message):
     with EmbeddingServer() as there, pytest.raises(UserError, match=message):
-        load_encoder(name.format(url=there.url), **options)
+        load_encoder(name.format(url=there.url, port=there.server_address[1]), **options)
 
 
 def test_gguf_file_names_the_way_of_a_server(tmp_path):
