@@ -735,21 +735,27 @@ def _finish_export(
 
 
 @contextmanager
-def _ignore_cut_warnings() -> Iterator[None]:
-    """Ignore warnings about cut texts: one of the test texts is too long on purpose."""
+def _ignore_expected_warnings() -> Iterator[None]:
+    """Ignore warnings about the long text of the test, and about a default prompt."""
+    logger = logging.getLogger("sentence_transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\d+ of \d+ inputs are longer", UserWarning)
-        yield
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def _test_texts(embedder: Embedder) -> list[str]:
     """Return the texts on which an export is tested; the last one is long."""
     n_words = min(embedder.encoder.identity.max_length, _MOST_WORDS)
-    return [*TEXTS, "the end " * (n_words // 2)]
+    return [*TEXTS, " ".join(["the end"] * (n_words // 2))]
 
 
 def _encode_texts(embedder: Embedder, condition: str) -> Vectors:
-    with _ignore_cut_warnings():
+    with _ignore_expected_warnings():
         return embedder.encode(_test_texts(embedder), condition)
 
 
@@ -761,7 +767,7 @@ def _load_and_encode(
     calls = [{} if selector == "fixed" else {argument: condition} for condition in conditions]
     # peft, if installed, imports bitsandbytes, which warns about faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    with silence_transformers(), _ignore_cut_warnings():
+    with silence_transformers(), _ignore_expected_warnings():
         if selector == "any":
             from llmcond.integrations.sentence_transformers import load_sentence_transformer
 

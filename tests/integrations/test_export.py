@@ -154,6 +154,14 @@ def test_decoder_with_instruction_is_exported(tmp_path, write_rows, small_rows):
     assert len({config["prompts"][name] for name in ("query", "document", "default")}) == 1
 
 
+@pytest.mark.weights
+def test_condition_after_the_text_is_exported(real_checkpoint, tmp_path):
+    # The tokenizer has tokens of several spaces, and the encoder cuts the longest of the texts.
+    model = str(real_checkpoint("embeddinggemma-300m"))
+    result = llmcond.export(out=tmp_path / "out", model=model, condition=["the place"])
+    assert result.difference < 1e-5
+
+
 def test_export_accepts_any_condition(one_thread, fitted, tmp_path):
     from sentence_transformers import SentenceTransformer
 
