@@ -487,6 +487,13 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
     return run_training(job)
 
 
+#: Mean length of vectors from which on a cross-encoder's layer, whose steps are proportional to it,
+#: does not converge: MiniLM's vectors have 6, EmbeddingGemma's 800.
+_LONG_VECTORS = 30
+#: Number of rows whose vectors are measured.
+_SAMPLED_ROWS = 8
+
+
 class _CrossJob(TrainingJob):
     """Training of an encoder that reads both sentences and the condition, with a linear layer."""
 
@@ -506,7 +513,14 @@ class _CrossJob(TrainingJob):
             float(rows.rating.mean()),
             self.task.main_metric,
         )
-        return CrossModel(trainable.engine, settings, self.seed, mean, metric), rows, dev_inputs
+        model = CrossModel(trainable.engine, settings, self.seed, mean, metric)
+        length = np.linalg.norm(model.vectors(rows.orders[0][:_SAMPLED_ROWS]), axis=1).mean()
+        if length > _LONG_VECTORS:
+            log.warning(
+                f"the encoder's vectors have a mean length of {length:,.0f}, with which the steps "
+                "of the layer are too large: add --normalize"
+            )
+        return model, rows, dev_inputs
 
     @override
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> CrossInputs:

@@ -10,6 +10,7 @@ import pytest
 from helpers.commands import run_json, run_rejected
 from helpers.flags import change_flags
 from helpers.serving import serve
+from safetensors.torch import load_file, save_file
 
 import llmcond
 from llmcond.base.errors import UserError
@@ -75,6 +76,17 @@ def test_loss_is_squared_error_of_randomly_ordered_pairs(tiny_bert, data):
     assert loss == pytest.approx(np.where(order, errors[1], errors[0]).mean(), abs=1e-6)
     mean = model.predict(inputs, lambda n, compute: compute(np.arange(n)))
     np.testing.assert_allclose(mean[rows], (predict(0) + predict(1)) / 2, atol=1e-6)
+
+
+def test_vectors_that_are_too_long_are_reported(train, tiny_bert, tmp_path, caplog):
+    model = shutil.copytree(tiny_bert, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    (name,) = (key for key in weights if key.endswith("layer.1.output.LayerNorm.weight"))
+    save_file(weights | {name: 50 * weights[name]}, model / "model.safetensors")
+    for normalized in (False, True):
+        caplog.clear()
+        train(f"run-{normalized}", "--model", model, *["--normalize"] * normalized)
+        assert ("add --normalize" in caplog.text) is not normalized
 
 
 def test_weights_follow_seed_and_finished_training_is_not_repeated(train, tmp_path):
