@@ -336,7 +336,7 @@ class ServedModel:
                 why = f"the other sizes that it supports are: {listed}."
             else:
                 why = (
-                    "no other sizes are known to suit it. Omit dimensions, or start the server with "
+                    "no other size is known to suit it. Omit dimensions, or start the server with "
                     "--truncate-dim."
                 )
             problem = f"dimensions is {dimensions}, but this model's embeddings have {dim}, and"
