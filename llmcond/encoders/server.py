@@ -145,7 +145,7 @@ def resolve_server(
     identity = replace(identity, weights=f"server:{full_name} {record}")
     checkpoint = Checkpoint(full_name, _NO_FOLDER, known, server=full_name, probe=record)
     assumed: tuple[str, ...] = ()
-    if known is not None and options.instruction_format is None and options.like is None:
+    if known and identity.instruction_format and not (options.instruction_format or options.like):
         assumed = (f"the instruction format of {known.repo}, as the server's model has its name",)
     return checkpoint, identity, assumed
 
@@ -431,8 +431,6 @@ class ServerEngine:
         size = max(1, sum(len(row.text) for row in part))
         for row in part:
             row.n_tokens = round(answer.n_tokens * len(row.text) / size)
-        for row in sorted(part, key=lambda row: -len(row.text))[: answer.n_truncated]:
-            row.cut = True
         return answer.vectors
 
     async def _embed_beginning(self, row: ServerInput, error: UserError) -> NDArray[np.float32]:
@@ -464,8 +462,12 @@ class ServerEngine:
         return vectors
 
     async def _request(self, texts: Sequence[str]) -> EmbeddingAnswer:
+        from llmcond.base.server_client import RefusedError
+
         async with _slots():
             answer = await self._client.embed(texts)
+        if answer.n_truncated:  # it may have cut the condition instead of the sentence
+            raise RefusedError(f"{self._name} cuts texts that are too long for it.")
         if answer.vectors.shape[1] != self.dim:
             raise LlmcondError(
                 f"{self._name} returned vectors of {answer.vectors.shape[1]:,} numbers, and of "

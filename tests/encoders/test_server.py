@@ -142,12 +142,23 @@ def test_rejected_text_is_named():
         load_encoder(there.name).encode(["cat", "dog"])
 
 
-def test_texts_that_the_server_cut_are_counted():
-    with (
-        EmbeddingServer(change=lambda answer: {**answer, "truncated": 1}) as there,
-        pytest.warns(UserWarning, match="1 of 2 inputs are longer"),
-    ):
-        load_encoder(there.name).encode(["a", "a longer text"])
+def test_text_that_the_server_would_cut_is_cut_in_the_sentence():
+    long = "word " * 100
+    item = EncoderInput("", f"{long}the condition", sentence=(("text", 0, len(long)),))
+    with EmbeddingServer() as there:
+        answer = there.respond
+
+        def cut(body):  # as llmcond serve does
+            shorter = [text[:200] for text in body["input"]]
+            truncated = sum(len(text) > 200 for text in body["input"])
+            return {**answer({**body, "input": shorter}), "truncated": truncated}
+
+        there.respond = cut
+        with pytest.warns(UserWarning, match="1 of 2 inputs are longer"):
+            vectors = load_encoder(there.name).encode([item, "short"])
+        sent = max(there.texts, key=lambda text: len(text) if len(text) <= 200 else 0)
+        np.testing.assert_allclose(vectors, expected(there, [sent, "short"]), atol=1e-6)
+    assert sent.endswith("the condition")
 
 
 # -- faults ------------------------------------------------------------------------------------
