@@ -2,7 +2,6 @@
 
 import gc
 import json
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +25,18 @@ IN_OPENVINO = (MPNET, "embeddinggemma-300m")
 LOWEST_COSINE = 0.99
 
 
-@lru_cache(maxsize=1)
-def _load(folder, settings):
-    gc.collect()
-    return load_encoder(folder, device="cpu", **dict(settings))
+#: The encoder that was loaded last, by its folder and settings.
+_LOADED = {}
 
 
 def load(folder, **settings):
     """Load an encoder, unless it was loaded last. Two at a time would need much memory."""
-    return _load(folder, tuple(settings.items()))
+    key = (folder, *settings.items())
+    if key not in _LOADED:
+        _LOADED.clear()
+        gc.collect()
+        _LOADED[key] = load_encoder(folder, device="cpu", **settings)
+    return _LOADED[key]
 
 
 def make_input(values):

@@ -59,7 +59,7 @@ CASES = {
     "gte-qwen2": Case("gte-qwen2", "Alibaba-NLP/gte-Qwen2-7B-instruct"),
     "qwen3": Case("qwen", "Qwen/Qwen3-Embedding-0.6B", shares_prefixes=True),
     # Its window of 8 tokens is too narrow for packing.
-    "gemma": Case("gemma", "google/embeddinggemma-300m", window=0),
+    "gemma": Case("gemma", "google/embeddinggemma-300m", config={"sliding_window": 8}, window=0),
     "gemma-wider": Case(
         "gemma", "google/embeddinggemma-300m", config={"sliding_window": 40}, window=10
     ),

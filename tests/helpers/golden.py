@@ -60,7 +60,7 @@ CASES = {
         "routed": ({"pooling": "mean"}, ROUTED),
     },
     "qwen2.5-coder-1.5b": {
-        "plain": ({"pooling": "last"}, [*PLAIN, *JOINT]),
+        "plain": ({"pooling": "last", "instruction_format": FORMAT}, [*PLAIN, *JOINT]),
         "instructed": ({"pooling": "last", "instruction_format": FORMAT}, INSTRUCTED),
         "pairs": ({"pooling": "mean"}, PAIRS),
         "routed": ({"pooling": "mean"}, ROUTED),
