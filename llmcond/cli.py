@@ -128,14 +128,22 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
         # The reader of the pipe has closed it (`| head`), so the rest of the output is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (MemoryError, OSError) as error:
+    except BaseException as error:
+        # Libraries in Rust, such as safetensors, panic when memory runs out.
+        if not (isinstance(error, MemoryError | OSError) or _is_panic(error)):
+            raise
         return _print_error(*_describe_system_error(error))
     return 0
 
 
-def _describe_system_error(error: MemoryError | OSError) -> tuple[str, int]:
+def _is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust stopped, whose class of errors cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def _describe_system_error(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code for a lack of memory, disk space or permissions."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _is_panic(error):
         reason = f" ({first_line(error)})" if str(error) else ""
         message = f"there is not enough memory{reason}. Free some, or split the input"
         code = LlmcondError.exit_code

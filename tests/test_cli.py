@@ -20,6 +20,7 @@ from helpers.checkpoints import change_json
 from helpers.commands import run_json, run_rejected
 from helpers.paths import ROOT
 from helpers.processes import Command
+from safetensors import safe_open
 
 import llmcond
 from llmcond.cli import run
@@ -327,6 +328,25 @@ def test_out_of_memory_reports_one_line(capsys, monkeypatch, allocate, expected)
     assert run(["heads"]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"llmcond: error: there is not enough memory{expected}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_panic_of_library_in_rust_reports_one_line(capsys, monkeypatch, tmp_path):
+    """safetensors panics if it cannot allocate a tensor, here of a sparse file of 4 TiB."""
+    size, path = 2**42, tmp_path / "large.safetensors"
+    tensor = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    header = json.dumps({"large": tensor}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+
+    def read(*_):
+        with safe_open(path, "numpy") as opened:
+            opened.get_tensor("large")
+
+    monkeypatch.setattr("llmcond.cli.run_command", read)
+    assert run(["heads"]) == 1
+    assert "llmcond: error: there is not enough memory (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,8 @@ def load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
     try:
         # Because the config is passed, transformers does not look for one that needs code.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, **_NO_REMOTE_CODE)
+    except MemoryError:
+        raise
     except Exception as error:
         raise UserError(
             f"the tokenizer of {checkpoint.name} cannot be loaded: "
