@@ -21,8 +21,8 @@ RECORDED = json.loads(Path(__file__).with_name("encoders.json").read_text("utf-8
 MPNET = "all-mpnet-base-v2"
 #: Encoders that OpenVINO computes as well.
 IN_OPENVINO = (MPNET, "embeddinggemma-300m")
-#: The lowest cosine with the recorded vectors of what is computed in bfloat16.
-LOWEST_COSINE = 0.99
+#: Smallest cosine with the recorded vectors in bfloat16; 0.9994 was measured.
+LOWEST_COSINE = 0.998
 
 
 #: The encoder that was loaded last, by its folder and settings.
