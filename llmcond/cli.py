@@ -129,21 +129,24 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except BaseException as error:
-        # Libraries in Rust, such as safetensors, panic when memory runs out.
-        if not (isinstance(error, MemoryError | OSError) or _is_panic(error)):
+        if not (isinstance(error, OSError) or _lacks_memory(error)):
             raise
         return _print_error(*_describe_system_error(error))
     return 0
 
 
-def _is_panic(error: BaseException) -> bool:
-    """Return whether a library in Rust stopped, whose class of errors cannot be imported."""
-    return type(error).__name__ == "PanicException"
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, in Python or in a library in Rust, such as safetensors.
+
+    The class of a panic in Rust cannot be imported. Other panics are faults of a library.
+    """
+    is_panic = type(error).__name__ == "PanicException"
+    return isinstance(error, MemoryError) or (is_panic and "pointer is null" in str(error))
 
 
 def _describe_system_error(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code for a lack of memory, disk space or permissions."""
-    if isinstance(error, MemoryError) or _is_panic(error):
+    if _lacks_memory(error):
         reason = f" ({first_line(error)})" if str(error) else ""
         message = f"there is not enough memory{reason}. Free some, or split the input"
         code = LlmcondError.exit_code

@@ -210,7 +210,7 @@ def find_local_checkpoint(
     if not name_or_path.strip():
         raise UserError("the model's name is empty. llmcond models lists the known ones.")
     known = find_model(name_or_path)
-    entry = known if like is None else _find_like(like, f"like is {like!r}")
+    entry = known if like is None else find_like(like, f"like is {like!r}")
     if known not in (None, entry):
         raise UserError(
             f"{name_or_path} is a known model with settings of its own, so like cannot be {like}. "
@@ -510,10 +510,11 @@ def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoi
 def _find_recorded_like(tuned: EncoderRecord, folder: Path) -> KnownModel | None:
     """Return the known model whose settings a checkpoint was trained with, if any."""
     what = f"{folder / ENCODER_RECORD} says like {tuned.like!r}"
-    return None if tuned.like is None else _find_like(tuned.like, what)
+    return None if tuned.like is None else find_like(tuned.like, what)
 
 
-def _find_like(like: str, what: str) -> KnownModel:
+def find_like(like: str, what: str) -> KnownModel:
+    """Return a known model; the ``UserError`` for an unknown name begins with ``what``."""
     known = find_model(like)
     if known is None:
         raise UserError(f"{what}, not a known model. {suggest_model(like)}")

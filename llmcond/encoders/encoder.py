@@ -560,9 +560,8 @@ class Encoder:
         check_finite(into.vectors, rows)
         if n_cut := int(into.cut.sum()):
             warnings.warn(
-                f"{n_cut} of {len(rows)} rows are longer than the {self.identity.max_length} "
-                f"tokens that {self.name} accepts; their sentences were cut, their conditions were "
-                "not.",
+                f"{n_cut} of {len(rows)} rows are longer than {self.identity.limit}; their "
+                "sentences were cut, their conditions were not.",
                 stacklevel=2,
             )
         return into.vectors
@@ -798,9 +797,7 @@ class Encoder:
                 routes += new_routes
                 rows += [window] * (len(new_routes) or 1)
         results, computed = self._run(rows, routes)
-        vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
-        n_tokens = np.empty(len(inputs), dtype=np.int32)
-        cut = np.zeros(len(inputs), dtype=np.bool_)
+        into = _Results(len(inputs), self.dim)
         digests = [b""] * len(inputs)
         row_vectors = iter(np.concatenate(results))
         for group, item_windows in zip(groups, windows, strict=True):
@@ -809,10 +806,10 @@ class Encoder:
                 computed_from = repr((token_ids, inputs[position].router)).encode()
                 digests[position] = digest_bytes(computed_from, size=_DIGEST_BYTES)
             by_window = [[next(row_vectors) for _ in group] for _ in item_windows]
-            vectors[group] = self._average_windows([np.stack(part) for part in by_window])
-            n_tokens[group] = item_windows[0].n_tokens
-            cut[group] = item_windows[0].cut and self.identity.long_texts == "cut"
-        return _UnitResult(vectors, n_tokens, cut, computed, digests)
+            into.vectors[group] = self._average_windows([np.stack(part) for part in by_window])
+            into.n_tokens[group] = item_windows[0].n_tokens
+            into.cut[group] = item_windows[0].cut and self.identity.long_texts == "cut"
+        return _UnitResult(into.vectors, into.n_tokens, into.cut, computed, digests)
 
     def _compute_queries(self, inputs: Sequence[EncoderInput]) -> list[RouterQuery]:
         """Compute the queries of plain inputs, each the mean over the windows of its text."""

@@ -30,7 +30,7 @@ from llmcond.base.errors import (
     shortened_repr,
 )
 from llmcond.base.system import check_server_address
-from llmcond.encoders.checkpoint import Checkpoint, WeightsNeededError
+from llmcond.encoders.checkpoint import Checkpoint, WeightsNeededError, find_like
 from llmcond.encoders.settings import (
     SETTINGS,
     EncoderIdentity,
@@ -158,9 +158,8 @@ def _settle(
     model: str, options: EncoderOptions, vector: NDArray[np.float32]
 ) -> tuple[EncoderIdentity, KnownModel | None]:
     """Return the identity of an encoder with such a vector, and its known model, if any."""
-    known = find_model(options.like or model)
-    if options.like is not None and known is None:
-        raise UserError(f"like is {options.like!r}, which is not a known model.")
+    like = options.like
+    known = find_model(model) if like is None else find_like(like, f"like is {like!r}")
     formats = (options.instruction_format, known and known.settings.get("instruction_format"), "")
     is_unit = bool(abs(np.linalg.norm(vector) - 1) < 1e-3)
     if is_unit and options.normalize is False and len(vector) > 1:

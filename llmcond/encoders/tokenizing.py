@@ -252,10 +252,7 @@ class InputTokenizer:
         """
         if item.context is not None or not self._tokenizer.is_fast:
             return []
-        formatted, special = (
-            format_text(item, self._identity.instruction_format, self._name),
-            self._single,
-        )
+        formatted, special = self._format_text(item), self._single
         string, sentence = str(formatted), sentence_spans(item, formatted)
         offsets = self._call_tokenizer([string], offsets=True)["offset_mapping"][0]
         room = self._identity.max_length - special.size
@@ -272,15 +269,16 @@ class InputTokenizer:
 
     def format(self, item: EncoderInput) -> str:
         """Return the string of a plain input; see ``Encoder.format``."""
-        return str(format_text(item, self._identity.instruction_format, self._name))
+        return str(self._format_text(item))
 
     # -- plain inputs --------------------------------------------------------------------------
 
+    def _format_text(self, item: EncoderInput) -> FormattedText:
+        return format_text(item, self._identity.instruction_format, self._name)
+
     def _tokenize_plain(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
         """Yield the windows of each input without a context."""
-        texts = [
-            format_text(item, self._identity.instruction_format, self._name) for item in inputs
-        ]
+        texts = [self._format_text(item) for item in inputs]
         over, special = self._identity.pool_over, self._single
         if over == "text" and not self._tokenizer.is_fast:
             raise UserError(

@@ -226,14 +226,11 @@ class Prompt:
                 "(--prompt routed)"
             )
         is_read = encoder.routes_inside or encoder.pooling in ROUTED_POOLINGS or not self.has_router
-        return (
-            ""
-            if is_read
-            else (
-                "its router weights token states, which the encoder's pooling "
-                f"{encoder.pooling} does not support (--pooling {' or '.join(ROUTED_POOLINGS)})"
-            )
+        obstacle = (
+            "its router weights token states, which the encoder's pooling "
+            f"{encoder.pooling} does not support (--pooling {' or '.join(ROUTED_POOLINGS)})"
         )
+        return "" if is_read else obstacle
 
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""
