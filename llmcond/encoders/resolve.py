@@ -451,7 +451,7 @@ def resolve_checkpoint(
             "pooling that includes the instruction, although the checkpoint's files exclude "
             "prompts (--pool-over text to exclude it)"
         )
-    if identity.quantize == "8bit" and sources.no_float16:
+    if identity.quantize == "8bit" and device != "cpu" and sources.no_float16:
         assumed.append(
             f"8 bit multiplies in float16, which {checkpoint.name} does not support: "
             f"{sources.no_float16}; prefer --quantize 4bit"
