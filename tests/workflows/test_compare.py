@@ -318,6 +318,13 @@ def test_other_kinds_of_models_are_compared(capsys, seeded, dialogue_run, model,
     assert (report["baseline"], report["results"][0]["n"]) == ("cross", 12)
     message = run_rejected(capsys, "compare", "cross:mlp", f"{seeded}:linear", "--split", "dev")
     assert "holds a cross-encoder, which has no head 'mlp'" in message
+    # The head of an encoder that was trained alone has the name of zero-shot, and a seed.
+    tuned = [f"tuned-{seed}" for seed in (0, 1)]
+    for seed, folder in enumerate(tuned):
+        options = {"head": "none", "prompt": [SENT_COND], "epochs": 1, "device": "cpu"}
+        llmcond.train_lora(model=model, data=data, run=folder, seed=seed, **options)
+    report = run_json(capsys, "compare", ",".join(tuned), f"{seeded}:linear", "--split", "dev")
+    assert {tuple(sorted(row["seeds"])) for row in report["results"]} == {(0, 1), (0, 1, 2)}
 
 
 def test_references_are_parsed_from_the_right():
