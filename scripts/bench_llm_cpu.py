@@ -96,6 +96,7 @@ def load_sentence_transformers(task: dict[str, Any]) -> Callable[[], Any]:
         peer = SentenceTransformer(folder, device="cpu", model_kwargs=settings)
     else:
         network = Transformer(folder, model_kwargs=settings)
+        network.modality_config.pop("message", None)  # otherwise a chat template surrounds texts
         pooling = Pooling(network.get_embedding_dimension(), "lasttoken")
         peer = SentenceTransformer(modules=[network, pooling], device="cpu")
     return lambda: peer.encode(task["texts"])
