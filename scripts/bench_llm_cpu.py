@@ -8,10 +8,10 @@
 Each way of encoding runs in a separate process, and all take turns on the same texts: short
 sentences of C-STS and texts of 512 tokens, each with its condition in the same prompt, and 1 or 8
 conditions per sentence. Texts with the same sentence share a prefix, which decoders compute once.
-Processor seconds cover all threads. Cosines are those with llmcond in float32, and show that all
-ways do the same work. A library that is not installed, and a GGUF file that does not exist, are
-named and left out. llama.cpp gets llmcond's token ids. EmbeddingGemma's GGUF files need
-``--sentence-transformers-dense-modules``.
+Processor seconds cover all threads. Cosines are those with the first of the ways, by default
+llmcond in float32, and show that all ways do the same work. A library that is not installed, and a
+GGUF file that does not exist, are named and left out. llama.cpp gets llmcond's token ids.
+EmbeddingGemma's GGUF files need ``--sentence-transformers-dense-modules``.
 """
 
 from __future__ import annotations

@@ -340,11 +340,16 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
         return digest_bytes(json.dumps(self.to_json(), sort_keys=True).encode(), size=8).hex()
 
     @property
+    def known_length(self) -> int | None:
+        """The maximal number of tokens of an input; None if a server has the limit."""
+        return None if self.pooling == SERVER_POOLING else self.max_length
+
+    @property
     def limit(self) -> str:
         """How long an input may be, in words."""
-        if self.pooling == SERVER_POOLING:
+        if self.known_length is None:
             return "the server's limit"
-        return f"the {self.max_length:,} tokens that the encoder reads"
+        return f"the {self.known_length:,} tokens that the encoder reads"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""

@@ -145,7 +145,7 @@ def _describe_model(
         n_parameters=size.n_parameters * copies + head_size,
         n_embedding_parameters=token_embeddings(network).numel() * copies,
         memory_usage_mb=round(n_bytes / 2**20),
-        max_tokens=identity.max_length,
+        max_tokens=identity.known_length,
         embed_dim=embedder.dim,
         license=_check_licence(card.get("license")),
         open_weights=is_bundled or None,

@@ -393,7 +393,7 @@ class Endpoints:
             "created": self._start_time,
             "owned_by": "llmcond",
             **self._model.describe(),  # type: ignore[typeddict-item]
-            "max_length": self._model.encoder.identity.max_length,
+            "max_length": self._model.encoder.identity.known_length,
         }
         index = self._model.index
         if index is not None and index.encodes_pairs:
@@ -608,9 +608,8 @@ class Endpoints:
             raise ClientDisconnect from None
         except InputError:
             message = (
-                "condition, with its values, is too long: this model reads at most "
-                f"{self._model.encoder.identity.max_length:,} tokens, and condition and values "
-                "leave no room for the text. Shorten them."
+                "condition, with its values, is too long: within "
+                f"{self._model.encoder.identity.limit}, it leaves no room for the text. Shorten it."
             )
             raise invalid_value_error("condition", message) from None
         except UnpreparedConditionError as error:

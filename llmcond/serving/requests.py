@@ -66,7 +66,7 @@ class ModelEntry(TypedDict):
     fingerprint: str
     head: str
     fitted_on: str
-    max_length: int
+    max_length: int | None
     model: NotRequired[str]
     revision: NotRequired[str]
     dim: NotRequired[int]

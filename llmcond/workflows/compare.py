@@ -662,7 +662,7 @@ def _load_predictors(run: Run, name: str | None, split: str, device: str) -> Seq
         name = default[0] if default else "none"
         log.info(f"{run.folder}: {f'{name} ({default[1]})' if default else 'zero-shot'}")
     if name.startswith("none@") and name in run.head_names():
-        return run.find_heads([name])  # trained without a head: has a seed, unlike zero-shot
+        return run.find_heads([name])  # An encoder trained without a head has a seed.
     if name == "none" or name.startswith("none@"):
         named = [z.name for p in run.prompts().values() for z in zero_shot_heads(run, p)]
         if name == "none" and len(run.prompts()) > 1:

@@ -51,6 +51,8 @@ def test_vectors_are_those_of_the_server_in_order():
     assert all(len(body["input"]) <= server.BATCH for body in there.bodies)
     assert encoded.n_tokens.min() >= 4  # estimated, as the server counts none
     assert not encoded.truncated.any()
+    identity = encoder.identity
+    assert (identity.known_length, identity.limit) == (None, "the server's limit")
 
 
 def test_empty_text_has_a_vector():
