@@ -23,7 +23,11 @@ from llmcond.base.text import (
     condition_json,
     condition_key,
     condition_text,
+    ignored_by,
+    ignoring,
     shorten,
+    without_ignored,
+    wordings,
 )
 from llmcond.data.datasets import read_rows
 from llmcond.data.guides import read_guide
@@ -137,6 +141,32 @@ def test_invalid_conditions_are_refused_in_one_line():
             as_condition(condition)
         with pytest.raises(UserError):
             combine_values([condition], [])
+
+
+def test_wordings_and_ignored_conditions_are_part_of_a_condition():
+    condition = Condition(
+        " the fault|what  is wrong | ", ["a", "b"], ["the product", "the product "]
+    )
+    assert condition == "the fault|what is wrong |, such as a, b, ignoring the product"
+    assert wordings(condition) == (
+        Condition("the fault", "a, b"),
+        Condition("what is wrong", "a, b"),
+    )
+    assert ignored_by(condition) == ("the product",)
+    assert without_ignored(condition) == Condition("the fault|what is wrong |", "a, b")
+    assert without_ignored(Condition("the fault", ignore="the product")) == "the fault"
+    assert copy.deepcopy(condition).ignore == pickle.loads(pickle.dumps(condition)).ignore
+    assert wordings(as_condition("a | b")) == ("a", "b")
+    assert wordings("a | b") == ("a | b",)  # a condition of a dataset is read as it is
+    assert wordings(None) == (None,)
+    assert "--values 'a,b' --ignore 'the product'" in condition_flags(condition)
+    assert condition_json(condition)["ignore"] == ["the product"]
+    for text in (" | ", "|"):
+        with pytest.raises(UserError, match="names no condition"):
+            as_condition(text)
+    for other in ("the  FAULT", ""):
+        with pytest.raises(UserError, match=r"cannot ignore itself|is empty"):
+            ignoring("the fault", [other])
 
 
 def test_flags_tables_and_json_separate_text_and_values():

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any, NoReturn, Self, TypeVar, cast
 
 from llmcond.base.errors import UserError, format_list, shortened_repr
 from llmcond.base.output import log
@@ -163,26 +163,31 @@ MAX_VALUES = 64
 
 
 class Condition(str):
-    """A condition with example values, which can be used like any condition that is a string.
+    """A condition with example values, several wordings, or conditions to ignore.
 
-    As a string it is the text that the encoder reads, such as ``the cuisine, such as Italian,
-    Thai``. Two conditions with the same text are equal, so that they share stored vectors. Text
-    and values are in a normal form: composed characters (NFC), single spaces, and none around the
-    text. Tables and reports show ``text`` only. A condition cannot be changed.
+    It can be used like any condition that is a string. As a string it is what it is known by, such
+    as ``the cuisine, such as Italian, Thai`` or ``the fault | what is wrong, ignoring the
+    product``. Two conditions with the same text are equal, so that they share stored vectors. All
+    parts are in a normal form: composed characters (NFC), single spaces, and none around a text.
+    Tables and reports show ``text`` only. A condition cannot be changed.
 
     Args:
-        text: the condition, such as ``the cuisine``.
+        text: the condition, such as ``the cuisine``. Several wordings are separated by ``|``: the
+            embedding is the mean of the embeddings under each.
         values: at most 64 example values: a list, or a text such as ``Italian, Thai``, in which
             double quotes surround a value that contains a comma, as in CSV. Spaces around a value,
             empty values and repetitions, which may differ in case, are removed.
+        ignore: the conditions to ignore, for example ``["the product"]``. What they are is found
+            from a collection of texts, see ``llmcond.Embedder.ignoring``.
 
     Raises:
-        UserError: the text is not a string or has values already, the text of values is empty, or a
+        UserError: the text is not a string or is a ``Condition``, the text of values is empty, a
             value is not a string, or there are too many values.
 
     Attributes:
         text: the condition without its values.
         values: the example values; empty if there are none.
+        ignore: the conditions to ignore; empty if there are none.
 
     Examples:
         >>> import llmcond
@@ -191,14 +196,19 @@ class Condition(str):
         the cuisine, such as Italian, Thai
         >>> condition.values
         ('Italian', 'Thai')
+        >>> print(llmcond.Condition("the fault | what is wrong", ignore=["the product"]))
+        the fault | what is wrong, ignoring the product
     """
 
-    __slots__ = ("text", "values")
+    __slots__ = ("ignore", "text", "values")
 
     text: str
     values: tuple[str, ...]
+    ignore: tuple[str, ...]
 
-    def __new__(cls, text: str, values: str | Iterable[str] = ()) -> Self:
+    def __new__(
+        cls, text: str, values: str | Iterable[str] = (), ignore: str | Iterable[str] = ()
+    ) -> Self:
         """Create a condition; see the class."""
         if not isinstance(text, str) or isinstance(text, Condition):
             expected = "its text and all values" if isinstance(text, str) else "a string"
@@ -208,14 +218,21 @@ class Condition(str):
             )
         text = normalise_condition(check_string(text, "the condition"))
         cleaned = example_values(values)
+        if "|" in text and not text.replace("|", "").strip():
+            raise UserError(f"{text!r} names no condition. Separate its wordings by |: a | b.")
         if cleaned and not text:
             raise UserError(
                 f"the values {', '.join(cleaned)} belong to an empty condition. Name the condition."
             )
+        others = [ignore] if isinstance(ignore, str) else ignore
+        ignored = distinct_conditions(as_condition(one, "a condition to ignore") for one in others)
         rendered = f"{text}, such as {', '.join(cleaned)}" if cleaned else text
+        if ignored:
+            rendered += f", ignoring {', '.join(ignored)}"
         condition = super().__new__(cls, rendered)
         str.__setattr__(condition, "text", text)
         str.__setattr__(condition, "values", cleaned)
+        str.__setattr__(condition, "ignore", tuple(ignored))
         return condition
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -223,9 +240,48 @@ class Condition(str):
             f"a Condition cannot be changed; create a new Condition with another {name}"
         )
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[str, ...]]]:
-        """Copy and pickle a condition by its text and values."""
-        return type(self), (self.text, self.values)
+    def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        """Copy and pickle a condition by its parts."""
+        return type(self), (self.text, self.values, self.ignore)
+
+
+#: A condition, or None where there is none.
+_C = TypeVar("_C", bound="str | None")
+
+
+def ignored_by(condition: str | None) -> tuple[str, ...]:
+    """Return the conditions that a condition ignores."""
+    return condition.ignore if isinstance(condition, Condition) else ()
+
+
+def ignoring(condition: str, others: Iterable[str]) -> str:
+    """Return a condition that ignores others; itself if there are none.
+
+    Raises:
+        UserError: as ``Condition``, or the condition is among the others.
+    """
+    others = list(others)
+    text = condition_text(condition)
+    if condition_key(text) in map(condition_key, others):
+        raise UserError(f"{shortened_repr(text)} cannot ignore itself. Ignore something else.")
+    return Condition(text, getattr(condition, "values", ()), others) if others else condition
+
+
+def without_ignored(condition: _C) -> _C:
+    """Return a condition that ignores nothing, and is otherwise the same."""
+    if isinstance(condition, Condition) and condition.ignore:
+        text, values = condition.text, condition.values
+        return cast("_C", Condition(text, values) if values else as_condition(text))
+    return condition
+
+
+def wordings(condition: _C) -> tuple[_C, ...]:
+    """Return the conditions that the encoder reads for a condition, one for each wording."""
+    if not isinstance(condition, Condition):
+        return (condition,)
+    texts = dict.fromkeys(filter(None, map(normalise_condition, condition.text.split("|"))))
+    values: Any = condition.values
+    return tuple(Condition(text, values) if values else text for text in texts) or ("",)  # type: ignore[misc, return-value]
 
 
 def example_values(values: str | Iterable[object]) -> tuple[str, ...]:
@@ -282,14 +338,17 @@ def as_condition(condition: object, name: str = "the condition") -> str:
     form or with other white space become equal texts.
 
     Args:
-        condition: a text, or a ``Condition``, which is returned unchanged.
+        condition: a text, or a ``Condition``, which is returned unchanged. A text with several
+            wordings, ``the fault | what is wrong``, becomes a ``Condition``.
         name: name of the condition in messages.
 
     Raises:
         UserError: it is empty or not a text, or contains an invalid character.
     """
     text = check_text(condition, name, "Give a text, such as 'the topic'.")
-    return condition if isinstance(condition, Condition) else normalise_condition(text)
+    if isinstance(condition, Condition):
+        return condition
+    return Condition(text) if "|" in text else normalise_condition(text)
 
 
 def distinct_conditions(conditions: Iterable[str]) -> list[str]:
@@ -304,9 +363,12 @@ def condition_flags(condition: str) -> str:
     """Return the command-line options that stand for a condition."""
     if not isinstance(condition, Condition):
         return f"--condition {shortened_repr(condition)}"
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(condition.values)
-    return f"--condition {shortened_repr(condition.text)} --values {line.getvalue()!r}"
+    flags = [f"--condition {shortened_repr(condition.text)}"]
+    if condition.values:
+        line = io.StringIO()
+        csv.writer(line, lineterminator="").writerow(condition.values)
+        flags.append(f"--values {line.getvalue()!r}")
+    return " ".join([*flags, *(f"--ignore {shortened_repr(one)}" for one in condition.ignore)])
 
 
 def combine_values(conditions: Sequence[str], values: Sequence[str]) -> list[str]:
@@ -355,11 +417,11 @@ def condition_titles(conditions: Sequence[str]) -> list[str]:
 
 
 def condition_json(condition: str | None) -> dict[str, Any]:
-    """Return a condition as JSON: its text, and its values if it has any."""
+    """Return a condition as JSON: its text, and its values and what it ignores, if anything."""
     if not isinstance(condition, Condition):
         return {"condition": condition}
-    values = {"values": list(condition.values)} if condition.values else {}
-    return {"condition": condition.text, **values}
+    parts = {name: list(getattr(condition, name)) for name in ("values", "ignore")}
+    return {"condition": condition.text} | {name: part for name, part in parts.items() if part}
 
 
 def add_values(conditions: Sequence[str], values: str | Sequence[str] | None) -> list[str]:

@@ -7,19 +7,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcond.base.errors import UserError
+from llmcond.base.errors import UserError, format_list
 from llmcond.base.options import Positive, check_source, option
 from llmcond.base.output import log
-from llmcond.base.text import Condition, condition_text, condition_titles
+from llmcond.base.text import (
+    Condition,
+    as_condition,
+    condition_text,
+    condition_titles,
+    ignored_by,
+    ignoring,
+)
 from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.data.readers import FILES
 from llmcond.options.common import (
     CHECK_HELP,
     VALUES_HELP,
-    ConditionOptions,
     DeviceOption,
     EmbedderOptions,
     GuideOption,
+    IgnoreOption,
     RangesOption,
     TruncateOption,
     condition_option,
@@ -64,7 +71,7 @@ class IndexTexts(IndexOptions, Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(ConditionOptions, DeviceOption, Command):
+class Search(IgnoreOption, DeviceOption, Command):
     """Find the texts of an index that are nearest to a query under a condition."""
 
     example = "llmcond search texts.index 'Children swim in the sea.' --condition 'the place' -k 5"
@@ -136,18 +143,7 @@ class Search(ConditionOptions, DeviceOption, Command):
             explain=self.explain,
         )
         report_foreign_texts([self.query], index.embedder.encoder.resolved.checkpoint)
-        for condition in hits.conditions:
-            if isinstance(condition, Condition) and condition not in conditions:
-                log.info(
-                    f"{condition.text!r} has the values that the index records: "
-                    f"{', '.join(condition.values)} (--values '' for none)"
-                )
-        for guided, guide in hits.guides.items():
-            log.info(
-                f"{condition_text(guided)!r} is guided by labelled texts: "
-                f"{', '.join([*guide.labels][:20])}{', …' * (len(guide.labels) > 20)} "
-                f"({guide.source})"
-            )
+        _report_conditions(hits, conditions)
         if self.explain and hits.rows:
             _report_unconditional_scores(hits)
         if self.check and self.rerank is None:
@@ -180,6 +176,26 @@ class Search(ConditionOptions, DeviceOption, Command):
             rows.append(row | columns | text_id)
         if rows:
             Table.of_rows(rows).print(form)
+
+
+def _report_conditions(hits: Hits, asked: Sequence[str]) -> None:
+    """Log what the index adds to the conditions that were asked for."""
+    for condition in hits.conditions:
+        if isinstance(condition, Condition) and condition.values and condition not in asked:
+            log.info(
+                f"{condition.text!r} has the values that the index records: "
+                f"{', '.join(condition.values)} (--values '' for none)"
+            )
+    for guided, guide in hits.guides.items():
+        if guide.labels:
+            log.info(
+                f"{condition_text(guided)!r} is guided by labelled texts: "
+                f"{', '.join([*guide.labels][:20])}{', …' * (len(guide.labels) > 20)} "
+                f"({guide.source})"
+            )
+        columns = [name for name in guide.all_ignored if name not in ignored_by(guided)]
+        if columns:
+            log.info(f"{condition_text(guided)!r} ignores the column {format_list(columns)}")
 
 
 def _report_unconditional_scores(hits: Hits) -> None:
@@ -218,6 +234,13 @@ class Serve(GuideOption, EmbedderOptions, TruncateOption, RangesOption, ServerSe
         help="condition of requests that do not name one (default: reject such requests)",
     )
     values: str | None = option(None, metavar="VALUES", needs="--condition", help=VALUES_HELP)
+    ignore: Sequence[str] = option(
+        (),
+        metavar="TEXT",
+        repeat=True,
+        needs="--index",
+        help="condition that --condition ignores, in the texts of the index; may be repeated",
+    )
 
     def execute(self) -> ServeResult:
         """Serve until the process gets SIGTERM or Ctrl-C.
@@ -236,8 +259,13 @@ class Serve(GuideOption, EmbedderOptions, TruncateOption, RangesOption, ServerSe
             >>> llmcond.serve(port=8000, condition="the activity")  # doctest: +SKIP
         """
         condition = self.condition
-        if condition is not None and self.values is not None:
-            condition = Condition(condition, self.values)
+        if condition is None and self.ignore:
+            raise UserError("--ignore needs --condition: name what requests ask for by default.")
+        if condition is not None and condition.strip():
+            condition = as_condition(condition)
+            if self.values is not None:
+                condition = Condition(str(condition), self.values)
+            condition = ignoring(condition, (as_condition(one, "--ignore") for one in self.ignore))
         from llmcond.serving.server import serve
 
         return serve(replace(self.select(ServedSource), condition=condition), self)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.base.arrays import ConcatenatedMatrix, Difference, Matrix
+from llmcond.base.arrays import ConcatenatedMatrix, Difference, Matrix, scale_to_unit_norm
 from llmcond.base.errors import UserError
+from llmcond.base.text import wordings
 from llmcond.encoders.spec import EncoderInput
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
@@ -299,6 +300,41 @@ class ViewInputs:
 
     def __len__(self) -> int:
         return len(self._rows) * len(self._parts)
+
+
+@dataclass(frozen=True, eq=False)
+class AskedRows:
+    """The rows that are encoded for (sentence, condition) rows: one for each wording.
+
+    Attributes:
+        rows: The m (sentence, wording) rows.
+        owners: (m,) The position of the row that each belongs to.
+        n: The number of rows that were asked for.
+    """
+
+    rows: Sequence[tuple[str, str]]
+    owners: NDArray[np.int64]
+    n: int
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, str]]) -> Self:
+        """Return each row once for each wording of its condition."""
+        asked = [(number, (row[0], c)) for number, row in enumerate(rows) for c in wordings(row[1])]
+        return cls([row for _, row in asked], np.array([i for i, _ in asked], np.int64), len(rows))
+
+    def mean(self, vectors: NDArray[Any], *, normalize: bool) -> NDArray[Any]:
+        """Return (n, k) means over wordings of (m, k) vectors, which may be scaled before."""
+        if len(self.rows) == self.n:
+            return vectors
+        scaled = scale_to_unit_norm(vectors) if normalize else vectors
+        sums = self.sum(scaled)
+        return sums / np.bincount(self.owners, minlength=self.n).astype(np.float32)[:, None]
+
+    def sum(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the sums over the wordings of each row, (n, ...), of (m, ...) values."""
+        sums = np.zeros((self.n, *values.shape[1:]), values.dtype)
+        np.add.at(sums, self.owners, values)
+        return sums
 
 
 def recipe_view(recipe: Recipe, prompts: Sequence[Prompt], subtract: bool) -> FeatureView:

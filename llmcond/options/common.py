@@ -15,7 +15,14 @@ from llmcond.base.options import Amount, Options, Positive, option
 from llmcond.base.package import DEFAULT_MODEL, DEFAULT_RUN, pretrained_names
 from llmcond.base.run_log import Tracker, check_trackers
 from llmcond.base.system import check_device
-from llmcond.base.text import MAX_VALUES, check_encoding, combine_values
+from llmcond.base.text import (
+    MAX_VALUES,
+    as_condition,
+    check_encoding,
+    combine_values,
+    condition_text,
+    ignoring,
+)
 from llmcond.data.formats import TEXT_COLUMNS, ReadOptions
 from llmcond.data.readers import FILES, OBJECTS, SOURCE
 from llmcond.encoders import EncoderOptions, check_encoder
@@ -319,6 +326,72 @@ class ConditionOptions(Options):
     def conditions(self) -> list[str]:
         """Combine each condition with its example values."""
         return combine_values(self.condition, self.values)
+
+
+#: The value of ``--ignore`` by which each condition ignores the other ones.
+OTHERS = "others"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoreOption(ConditionOptions):
+    """The option of commands whose conditions can ignore others."""
+
+    ignore: Sequence[str] = option(
+        (),
+        metavar="TEXT",
+        repeat=True,
+        needs="--condition",
+        help="condition to ignore, such as 'the product': what the texts differ in under it is "
+        f"removed from their embeddings; may be repeated. {OTHERS}: each --condition ignores the "
+        "other ones",
+    )
+
+    @override
+    def conditions(self) -> list[str]:
+        """Combine each condition with its example values, and with what it ignores.
+
+        Raises:
+            UserError: as ``combine_values`` and ``add_ignored``.
+        """
+        return self.add_ignored(super().conditions())
+
+    def add_ignored(self, conditions: Sequence[str]) -> list[str]:
+        """Return conditions that ignore what the option names.
+
+        Raises:
+            UserError: a condition ignores itself, or there are no other ones to ignore.
+        """
+        named = [as_condition(text, "--ignore") for text in self.ignore if text != OTHERS]
+        if OTHERS not in self.ignore:
+            return [ignoring(condition, named) for condition in conditions]
+        if len(conditions) < 2:
+            raise UserError(
+                f"--ignore {OTHERS} needs several --condition. Name what to ignore: --ignore TEXT."
+            )
+        texts = list(map(condition_text, conditions))
+        return [
+            ignoring(one, [*(text for text in texts if text != condition_text(one)), *named])
+            for one in conditions
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoreOptions(IgnoreOption):
+    """Options of commands that find in a collection of texts what conditions ignore."""
+
+    ignore_column: Sequence[str] = option(
+        (),
+        metavar="COL",
+        needs="--condition",
+        help="columns of known labels to ignore, such as the product of each text",
+    )
+    ignore_directions: Positive | None = option(
+        None,
+        metavar="N",
+        needs="--ignore",
+        help="number of directions to remove for each --ignore (default: those whose variance is "
+        "at least a tenth of that of the first one, at most 32)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

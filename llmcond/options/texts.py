@@ -29,9 +29,9 @@ from llmcond.options.common import (
     TEXT_HELP,
     VALUES_HELP,
     ColumnOptions,
-    ConditionOptions,
     EmbedderOptions,
     GuideOption,
+    IgnoreOptions,
     RangesOption,
     ScaleOptions,
     Split,
@@ -66,7 +66,13 @@ def ranges_path(out: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(
-    GuideOption, EmbedderOptions, TruncateOption, RangesOption, TextInputOptions, ScaleOptions
+    IgnoreOptions,
+    GuideOption,
+    EmbedderOptions,
+    TruncateOption,
+    RangesOption,
+    TextInputOptions,
+    ScaleOptions,
 ):
     """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
 
@@ -150,7 +156,7 @@ class EmbedOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextsOptions(ConditionOptions, EmbedderOptions, TextInputOptions):
+class TextsOptions(IgnoreOptions, EmbedderOptions, TextInputOptions):
     """Options of commands that embed a table of texts under conditions."""
 
     texts: Any = option(
@@ -229,7 +235,7 @@ class CheckConditionOptions(TextsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption, TextInputOptions):
+class IndexOptions(IgnoreOptions, EmbedderOptions, TruncateOption, TextInputOptions):
     """Options of ``llmcond index``: the texts to add to an index, and those to delete."""
 
     texts: Any = option(

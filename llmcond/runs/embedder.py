@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,18 +22,19 @@ from llmcond.base.arrays import (
     convert_embeddings,
     scale_to_unit_norm,
 )
-from llmcond.base.errors import UserError, format_count, nearest
+from llmcond.base.errors import UserError, format_count, format_list, nearest
 from llmcond.base.files import read_json
 from llmcond.base.options import Precision, check_argument, check_run
 from llmcond.base.output import log
-from llmcond.base.text import as_condition
+from llmcond.base.text import as_condition, ignored_by, without_ignored
+from llmcond.data.datasets import Collection
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
 from llmcond.encoders import EncoderInput, resolve_base
 from llmcond.encoders.checkpoint import find_hub_source
 from llmcond.encoders.spec import InputError, check_finite
-from llmcond.features.view import FeaturePart, FeatureView
-from llmcond.heads.guide import Guide, Guides, apply_guides, fit_guide
+from llmcond.features.view import AskedRows, FeaturePart, FeatureView
+from llmcond.heads.guide import Guide, Guides, apply_guides, fit_guide, fit_ignoring
 from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
 from llmcond.heads.storage import EmbeddingHead
 from llmcond.prompts import Prompt
@@ -455,9 +456,60 @@ class Embedder(SimilarityModel):
             UserError: The head does not compare embeddings by cosine.
         """
         condition = labelled.condition or ""
-        vectors = replace(self, guides={}).encode(labelled.texts, condition)
-        guide = fit_checked_guide(labelled, vectors, self.head)
+        before = Guides(self.guides).without_labels(condition)
+        guides: Mapping[str | None, Guide] = {} if before is None else {condition: before}
+        vectors = replace(self, guides=guides).encode(labelled.texts, condition)
+        guide = fit_checked_guide(labelled, vectors, self.head, before)
         return replace(self, guides={**self.guides, condition: guide})
+
+    def ignoring(
+        self,
+        texts: Iterable[str],
+        condition: str,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        directions: int | None = None,
+    ) -> Embedder:
+        """Return an embedder that ignores what a condition is to ignore.
+
+        From a collection of texts, it finds the directions in which their embeddings vary more
+        under an ignored condition than under the one that is asked for, and removes them from all
+        embeddings under the condition. No labels are needed.
+
+        Args:
+            texts: at least 50 texts that differ in what is to be ignored. At most 4,000 of them,
+                evenly spaced, are used.
+            condition: a ``Condition`` with ``ignore``, or any condition with ``columns``.
+            columns: known labels of the texts, by a name for each kind, that are to be ignored too
+                (LEACE). A text without a label has None or ``""``.
+            directions: the number of directions to remove for each ignored condition. None: those
+                whose variance is at least a tenth of that of the first one.
+
+        Returns:
+            A new embedder; this one does not change. A guide that is fitted for the condition
+            afterwards sees the embeddings without these directions.
+
+        Raises:
+            UserError: There are fewer than 50 distinct texts, the condition and ``columns`` name
+                nothing to ignore, a column has another length or fewer than two labels, or the
+                head does not compare embeddings by cosine.
+
+        Examples:
+            >>> import llmcond
+            >>> texts = [f"The {a} {b}." for a in ("cat", "dog", "cow", "pig", "hen", "fox", "owl")
+            ...          for b in ("sleeps", "eats", "runs", "sings", "hides", "swims", "plays")]
+            >>> condition = llmcond.Condition("the activity", ignore=["the animal"])
+            >>> embedder = llmcond.load_embedder().ignoring(texts + ["A cat."], condition)
+            >>> embedder.encode("A dog sleeps.", condition).shape
+            (384,)
+        """
+        condition = as_condition(condition)
+        guides: dict[str | None, Guide] = {**self.guides}
+        guides.pop(condition, None)
+        plain = replace(self, guides={**guides})
+        guides[condition] = fit_ignoring_map(
+            plain.encode, texts, condition, columns, directions, self.head
+        )
+        return replace(self, guides=guides)
 
     def _encode(
         self,
@@ -466,7 +518,7 @@ class Embedder(SimilarityModel):
         batch_size: int | None = None,
     ) -> Vectors:
         # All inputs are encoded in one call, so that each distinct input is encoded once.
-        distinct = list(dict.fromkeys(self.view.inputs(texts)))
+        distinct = list(dict.fromkeys(self.view.inputs(AskedRows.of(texts).rows)))
         vectors = self.encoder.encode(distinct, show_progress=show_progress, batch_size=batch_size)
         return self.embed_vectors(texts, distinct, vectors)
 
@@ -486,15 +538,16 @@ class Embedder(SimilarityModel):
             UserError: The encoder cannot encode an input, or returned NaN for it.
             LlmcondError: The encoder ran out of memory.
         """
-        inputs = list(self.view.inputs(rows))
+        asked = AskedRows.of(rows)
+        inputs = list(self.view.inputs(asked.rows))
         position = {item: index for index, item in enumerate(dict.fromkeys(inputs))}
         encoded = self.encoder.encode_with_counts(distinct := list(position))
-        positions = np.array([position[item] for item in inputs]).reshape(len(rows), -1)
+        positions = np.array([position[item] for item in inputs]).reshape(len(asked.rows), -1)
         return replace(
             encoded,
             vectors=self.embed_vectors(rows, distinct, encoded.vectors),
-            n_tokens=encoded.n_tokens[positions].sum(axis=1),
-            truncated=encoded.truncated[positions].any(axis=1),
+            n_tokens=asked.sum(encoded.n_tokens[positions].sum(axis=1)),
+            truncated=asked.sum(encoded.truncated[positions].sum(axis=1)) > 0,
         )
 
     def embed_vectors(
@@ -514,9 +567,10 @@ class Embedder(SimilarityModel):
             InputError: A vector, or an embedding, contains NaN or infinity.
         """
         position = {item: index for index, item in enumerate(distinct)}
+        asked = AskedRows.of(texts)
 
         def read(prompt: Prompt, part: FeaturePart) -> Matrix:
-            positions = [position[getattr(prompt, part).render(*row)] for row in texts]
+            positions = [position[getattr(prompt, part).render(*row)] for row in asked.rows]
             return SharedRows(vectors, np.array(positions, dtype=np.int64))
 
         features, condition = self.view.sentence_features(read), self.view.condition_features(read)
@@ -524,8 +578,9 @@ class Embedder(SimilarityModel):
             embeddings = self.cache.transform(features, condition)
         else:
             embeddings = self.head.transform(features, condition)
-        conditions = [condition_text for _, condition_text in texts]
-        embeddings = apply_guides(embeddings[:, : self.truncate_dim], conditions, self.guides)
+        embeddings = embeddings[:, : self.truncate_dim]
+        embeddings = asked.mean(embeddings, normalize=self.head.compares_by_cosine)
+        embeddings = apply_guides(embeddings, [condition for _, condition in texts], self.guides)
         check_finite(embeddings, texts, f"the head {self.name}", "Fit the head again.")
         return embeddings
 
@@ -573,19 +628,119 @@ class Embedder(SimilarityModel):
 
 
 def fit_checked_guide(
-    labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead = ZERO_SHOT
+    labelled: LabelledTexts,
+    vectors: Vectors,
+    head: EmbeddingHead = ZERO_SHOT,
+    before: Guide | None = None,
 ) -> Guide:
-    """Fit a guide to the embeddings, (m, k), of labelled texts.
+    """Fit a guide to the embeddings, (m, k), of labelled texts, which ``before`` mapped already.
 
     Raises:
         UserError: The head does not compare embeddings by cosine.
     """
+    _check_mappable(head)
+    source, digest = labelled.source, labelled.digest
+    return fit_guide(vectors, labelled.labels, source=source, digest=digest, before=before)
+
+
+def _check_mappable(head: EmbeddingHead) -> None:
     if not head.compares_by_cosine:
         raise UserError(
-            "a guide needs embeddings that are compared by cosine, and this head compares them in "
-            "another way. Choose another --head."
+            "guides and ignored conditions need embeddings that are compared by cosine, and this "
+            "head compares them in another way. Choose another --head."
         )
-    return fit_guide(vectors, labelled.labels, source=labelled.source, digest=labelled.digest)
+
+
+#: The fewest distinct texts that show what to ignore, and the most that are used.
+MIN_COLLECTION, MAX_COLLECTION = 50, 4_000
+
+
+def fit_ignoring_map(
+    encode: Callable[[Sequence[str], str], Vectors],
+    texts: Iterable[str],
+    condition: str,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    directions: int | None = None,
+    head: EmbeddingHead = ZERO_SHOT,
+) -> Guide:
+    """Fit the map of a condition that ignores others; ``Embedder.ignoring`` has the arguments.
+
+    Args:
+        encode: returns the embeddings, (n, k), of texts under one condition.
+        texts: the collection.
+        condition: the condition with those that it ignores.
+        columns: known labels to ignore.
+        directions: the number of directions for each ignored condition.
+        head: the head of the embeddings.
+
+    Raises:
+        UserError: as ``Embedder.ignoring``.
+    """
+    _check_mappable(head)
+    texts, columns = list(texts), columns or {}
+    ignored = ignored_by(condition)
+    if not (ignored or columns):
+        raise UserError(
+            f"{condition!r} ignores nothing. Give Condition(..., ignore=[...]) or columns=."
+        )
+    for name, labels in columns.items():
+        if len(labels) != len(texts):
+            raise UserError(
+                f"the column {name!r} has {format_count(len(labels), 'label')} for "
+                f"{format_count(len(texts), 'text')}. Give one label for each text."
+            )
+    first = {text: row for row, text in reversed(list(enumerate(texts)))}
+    if len(first) < MIN_COLLECTION:
+        raise UserError(
+            f"there are {format_count(len(first), 'distinct text')}, and at least "
+            f"{MIN_COLLECTION} are needed to find what to ignore. Give more texts of the kind that "
+            "will be embedded."
+        )
+    rows = sorted(first.values())
+    rows = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, MAX_COLLECTION).astype(int))]
+    sample = [texts[row] for row in rows]
+    known = {
+        name: ["" if labels[row] is None else str(labels[row]) for row in rows]
+        for name, labels in columns.items()
+    }
+    for name, labels in known.items():
+        if len(set(labels) - {""}) < 2:
+            raise UserError(f"the column {name!r} has fewer than 2 labels, so nothing is ignored.")
+    asked = without_ignored(condition)
+    vectors, others = encode(sample, asked), {c: encode(sample, c) for c in ignored}
+    guide = fit_ignoring(vectors, others, known, directions)
+    for other, under_other in others.items():
+        shared = share_of_neighbours(vectors, under_other)
+        if shared > _ALIKE:
+            log.warning(
+                f"under {other!r}, {shared:.0%} of the texts' nearest neighbours are the same as "
+                f"under {str(asked)!r}: ignoring it may remove what you ask for"
+            )
+    centred = vectors - vectors.mean(axis=0)
+    lost = np.linalg.qr(guide.removed())[0]
+    share = ((centred @ lost) ** 2).sum() / max((centred**2).sum(), 1e-12)
+    directions_text = format_count(lost.shape[1], "direction")
+    log.info(
+        f"{asked}: {directions_text} with {share:.0%} of the variance removed, to ignore "
+        f"{format_list([*ignored, *columns], 3)}"
+    )
+    return guide
+
+
+#: The share of common neighbours above which two conditions are alike.
+_ALIKE = 0.5
+
+
+def share_of_neighbours(first: Vectors, second: Vectors, k: int = 10) -> float:
+    """Return the mean share of the k nearest texts that are the same by two (n, d) vectors."""
+    rows = np.unique(np.linspace(0, len(first) - 1, 1_000).astype(int))
+    nearest_rows = []
+    for vectors in (first[rows], second[rows]):
+        similarities = scale_to_unit_norm(vectors) @ scale_to_unit_norm(vectors).T
+        np.fill_diagonal(similarities, -np.inf)
+        nearest_rows.append(np.argpartition(-similarities, k, axis=1)[:, :k])
+    common = [len(np.intersect1d(*pair)) for pair in zip(*nearest_rows, strict=True)]
+    return float(np.mean(common)) / k
 
 
 def check_truncatable(truncate_dim: int | None, head: EmbeddingHead) -> None:
@@ -839,14 +994,47 @@ class EmbeddingModel:
             UserError: As ``extract``, or the head does not compare by cosine.
         """
         texts, condition = labelled.texts, labelled.condition
+        before = self.guides.without_labels(condition)
         self.guides.pop(condition, None)
+        if before is not None:
+            self.guides[condition] = before
         if condition is None:
             guide = fit_checked_guide(labelled, self.embed_plain(texts))
         else:
             vectors = self.embed([(text, condition) for text in texts], labelled.source)
-            guide = fit_checked_guide(labelled, vectors, self.head.head)
+            guide = fit_checked_guide(labelled, vectors, self.head.head, before)
         self.guides[condition] = guide
         return guide
+
+    def fit_ignored(
+        self,
+        collection: Collection,
+        conditions: Sequence[str],
+        columns: Sequence[str] = (),
+        directions: int | None = None,
+    ) -> None:
+        """Find what conditions ignore in texts, and remove it from all later embeddings.
+
+        Args:
+            collection: The texts, with the columns.
+            conditions: The conditions; those that ignore nothing are left out without columns.
+            columns: The names of columns that every condition ignores.
+            directions: The number of directions for each ignored condition; None: chosen.
+
+        Raises:
+            UserError: As ``Embedder.ignoring`` and ``extract``.
+        """
+
+        def encode(texts: Sequence[str], condition: str) -> Vectors:
+            return self.embed([(text, condition) for text in texts], collection.file)
+
+        known, head = {name: collection.columns[name] for name in columns}, self.head.head
+        for condition in conditions:
+            if known or ignored_by(condition):
+                self.guides.pop(condition, None)
+                self.guides[condition] = fit_ignoring_map(
+                    encode, collection.texts, condition, known, directions, head
+                )
 
     def extract(
         self, rows: Sequence[tuple[str, str]], file: str, n_texts: int | None = None
@@ -861,12 +1049,13 @@ class EmbeddingModel:
         Raises:
             UserError: The encoder returned NaN or infinity; the message names the row.
         """
-        inputs = self.view.inputs(rows)
+        asked = AskedRows.of(rows)
+        inputs = self.view.inputs(asked.rows)
         try:
             extract_inputs(self.store, self.encoder, self.view.name, inputs)
         except InputError as error:
             row = list(inputs).index(error.item) // len(self.view.required_parts())
-            number = row % (n_texts or len(rows)) + 1
+            number = int(asked.owners[row]) % (n_texts or len(rows)) + 1
             raise UserError(f"row {number} of {file}: {error}") from error
 
     def read_blocks(
@@ -875,15 +1064,17 @@ class EmbeddingModel:
         """Yield the (n, k) embeddings of extracted rows, in batches."""
         for start in range(0, len(rows), _BLOCK):
             batch = rows[start : start + _BLOCK]
+            asked = AskedRows.of(batch)
 
-            def read(prompt: Prompt, side: FeaturePart, batch: Sequence[Any] = batch) -> Matrix:
-                return self.store.lookup([getattr(prompt, side).render(*row) for row in batch])
+            def read(prompt: Prompt, side: FeaturePart, asked: AskedRows = asked) -> Matrix:
+                return self.store.lookup([getattr(prompt, side).render(*row) for row in asked.rows])
 
             head = self.head.head
             vectors = head.transform(
                 self.view.sentence_features(read), self.view.condition_features(read)
             )
             vectors = vectors[:, : check_truncate_dim(self.truncate_dim, vectors.shape[1])]
+            vectors = asked.mean(vectors, normalize=head.compares_by_cosine)
             vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
             yield normalise_vectors(vectors, head) if normalize else vectors
 

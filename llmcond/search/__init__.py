@@ -19,16 +19,16 @@ class FilterError(UserError):
 
 
 class UnpreparedConditionError(UserError):
-    """Texts would have to be encoded under a condition before a search under it.
+    """An index lacks what a search under a condition needs.
 
     Attributes:
         condition: the condition.
         problem: what is missing, as a sentence.
-        command: the command that encodes the texts.
+        command: the command that adds what is missing.
     """
 
     def __init__(self, condition: str, problem: str, command: str) -> None:
-        super().__init__(f"{problem} Encode them: {command}")
+        super().__init__(f"{problem} Run: {command}")
         self.condition, self.problem, self.command = condition, problem, command
 
 

@@ -27,12 +27,13 @@ from typing import Any, Literal, Self, TypedDict, Unpack, get_args, overload
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llmcond.base.arrays import CALIBRATED, MIN_CALIBRATION, as_list, check_truncate_dim
+from llmcond.base.arrays import CALIBRATED, MIN_CALIBRATION, Array, as_list, check_truncate_dim
 from llmcond.base.errors import (
     UserError,
     format_count,
     format_list,
     list_legal_values,
+    nearest,
     shortened_repr,
 )
 from llmcond.base.files import is_vacant
@@ -45,7 +46,12 @@ from llmcond.base.text import (
     as_condition,
     check_text,
     condition_key,
+    condition_text,
     distinct_conditions,
+    ignored_by,
+    ignoring,
+    without_ignored,
+    wordings,
 )
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.evaluation.analyses import MOST_TEXTS, ConditionCheck, find_calibration, sample_texts
@@ -54,18 +60,27 @@ from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
 from llmcond.heads.guide import Guides, guide_file, load_guides, save_guide
 from llmcond.prompts.template import InputTemplate
-from llmcond.runs.embedder import Embedder
+from llmcond.runs.embedder import Embedder, fit_ignoring_map
 from llmcond.runs.open import extract_inputs
 from llmcond.runs.similarity import report_foreign_texts
 from llmcond.search.model import SearchModel
 from llmcond.search.query import Hits, IndexVersion, PreparedSearch
-from llmcond.search.table import IndexRows, TextTable, WriteCounts, check_ids
+from llmcond.search.table import (
+    VECTOR,
+    IndexRows,
+    TextTable,
+    WriteCounts,
+    check_ids,
+    vectors_of,
+)
 from llmcond.search.views import ConditionViews
 
 #: Version of the format of an index.
 FORMAT = 2
 #: Arguments of ``SearchModel.find`` that an index records.
 _FindArgument = Literal["run", "model", "revision", "head", "prompt"]
+#: Texts of an index that are read to find what to ignore.
+_MAX_READ = 20_000
 #: Largest weight of a condition. Sums of scores with larger weights could overflow.
 MAX_WEIGHT = 1_000_000
 
@@ -427,11 +442,15 @@ class Index:
         values. A text that differs from a recorded condition in case, Unicode form or spacing only
         means the recorded one.
 
+        What a ``Condition`` ignores is found in the texts of the index, unless that has been done:
+        see ``ignore``.
+
         Args:
             conditions: the conditions, each a text or a ``Condition``.
 
         Raises:
-            UserError: if a condition is empty, or the folder cannot be written.
+            UserError: if a condition is empty, the folder cannot be written, or for the reasons of
+                ``ignore``.
             DiskFullError: if there is not enough space. What has been encoded is stored for the
                 next attempt.
         """
@@ -440,8 +459,117 @@ class Index:
             with self._writing():
                 self._update_record(to_prepare)
                 self._complete(to_prepare)
+        self._fit_missing(to_prepare)
         for condition in to_prepare:
             self._version.view(condition, save=True)
+
+    def ignore(
+        self, condition: str, columns: Sequence[str] = (), directions: int | None = None
+    ) -> None:
+        """Find in the texts of the index what a condition ignores, and store it with the index.
+
+        From then on, searches under the condition ignore it. The texts are not encoded again under
+        the condition itself; at most 4,000 of them are encoded under the conditions to ignore, if
+        the model encodes each text together with the condition. Texts that are added later do not
+        change it; another call does. A guide of the condition is removed.
+
+        Args:
+            condition: a ``Condition`` with ``ignore``, or any condition with ``columns``.
+            columns: names of columns of the index whose known values are ignored too.
+            directions: as in ``llmcond.Embedder.ignoring``.
+
+        Raises:
+            UserError: if the index has fewer than 50 distinct texts or vectors of 1 bit, if nothing
+                is to be ignored, a column does not exist or has fewer than two values, or the
+                folder cannot be written.
+            DiskFullError: if there is not enough space.
+
+        Examples:
+            >>> import llmcond
+            >>> texts = [f"The {part} of the {product} {problem}."
+            ...          for part in ("lid", "cable", "handle") for product in ("kettle", "lamp")
+            ...          for problem in ("broke", "is missing", "rattles", "is dirty", "fell off",
+            ...                          "arrived late", "smells", "got hot", "is dented")]
+            >>> index = llmcond.Index.build("returns", texts)
+            >>> condition = llmcond.Condition("the problem", ignore=["the product"])
+            >>> index.ignore(condition)
+            >>> len(index.search("The kettle is dented.", condition, k=3))
+            3
+        """
+        self._check_mappable()
+        (condition,) = self._resolve_conditions(condition)
+        with self._writing():
+            self._update_record([condition])
+            self._complete([condition])
+            self._fit_ignored(condition, columns, directions)
+        self._version.view(condition, save=True)
+
+    def _check_mappable(self) -> None:
+        if self._views.is_binary:
+            raise UserError(
+                "guides and ignored conditions need vectors of more than 1 bit for each number, "
+                f"and {self.folder} is in {self.precision}. Build an index in float16 or int8."
+            )
+
+    def _fit_missing(self, conditions: Sequence[str]) -> None:
+        """Find what conditions ignore, where neither this nor another process has done so."""
+        missing = self._read_maps(conditions)
+        if missing:
+            self._check_mappable()
+            with self._writing():
+                for condition in self._read_maps(missing):
+                    self._fit_ignored(condition)
+
+    def _read_maps(self, conditions: Sequence[str]) -> list[str]:
+        """Read the maps that other processes fitted, and return the conditions that lack one."""
+
+        def missing() -> list[str]:
+            known = self._model.guides
+            return [c for c in conditions if ignored_by(c) and c not in known]
+
+        if missing():
+            stored = load_guides(self.folder / "guides")
+            for condition in [c for c in missing() if c in stored]:
+                self._model.guides[condition] = stored[condition]
+                self._set_version(self._version.table)
+        return missing()
+
+    def _fit_ignored(
+        self, condition: str, columns: Sequence[str] = (), directions: int | None = None
+    ) -> None:
+        table, model = self._version.table, self._model
+        unknown = [name for name in columns if name not in self.columns]
+        if unknown:
+            raise UserError(
+                f"the index has no column {unknown[0]!r}. {nearest(unknown[0], self.columns)} "
+                "Store it with the texts first: llmcond index TEXTS --keep COLUMN"
+            )
+        taken = np.unique(np.linspace(0, len(table) - 1, min(len(table), _MAX_READ)).astype(int))
+        rows = table.take(taken, ["text", *columns])
+        texts = rows["text"].to_pylist()
+        positions = dict(zip(texts, taken.tolist(), strict=True))
+        asked = without_ignored(condition)
+        model.guides.pop(condition, None)
+        version = IndexVersion(table, self._views, model)
+
+        def encode(sample: Sequence[str], under: str) -> Array:
+            numbers = np.array([positions[text] for text in sample], dtype=np.int64)
+            view = version.view(under) if under == asked else None
+            if view is not None:
+                return view.rows(numbers)
+            self._encode(sample, model.joint, wordings(under))
+            lookup = self._open_store().lookup if model.joint else model.encode_inputs
+            stored = vectors_of(table.take(numbers, [VECTOR] if model.text_only else ["id"]))
+            return model.rebase(model.vectors(sample, stored, under, lookup), under, asked)
+
+        known = {name: rows[name].to_pylist() for name in columns}
+        guide = fit_ignoring_map(encode, texts, condition, known, directions, model.head.head)
+        save_guide(guide, condition, self.folder / "guides")
+        model.guides[condition] = guide
+        self._set_version(table)
+
+    def _set_version(self, table: TextTable) -> None:
+        self._version = IndexVersion(table, self._views, self._model)
 
     def guide(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> None:
         """Fit a guide: from now on, searches under a condition follow a few labelled texts.
@@ -473,21 +601,18 @@ class Index:
             UserError: for the reasons of ``guide``.
             DiskFullError: if there is not enough space.
         """
-        if self._views.is_binary:
-            raise UserError(
-                f"a guide needs vectors of more than 1 bit for each number, and {self.folder} is "
-                f"in {self.precision}. Build an index in float16 or int8."
-            )
+        self._check_mappable()
         (condition,) = self._resolve_conditions(labelled.condition or "")
+        self._fit_missing([condition])
         guide = self._model.fit_guide(replace(labelled, condition=condition))
         with self._writing():
             self._update_record([condition], prepare=False)
             save_guide(guide, condition, self.folder / "guides")
             self._model.guides[condition] = guide
-            self._version = IndexVersion(self._version.table, self._views, self._model)
+            self._set_version(self._version.table)
 
     def unguide(self, condition: str) -> None:
-        """Remove the guide of a condition, if it has one.
+        """Remove the guide of a condition, if it has one, or a column that it ignores.
 
         Args:
             condition: the condition. A text alone has the values that the index records for it.
@@ -497,9 +622,13 @@ class Index:
         """
         (condition,) = self._resolve_conditions(condition)
         with self._writing():
-            self._model.guides.pop(condition, None)
-            guide_file(self.folder / "guides", condition).unlink(missing_ok=True)
-            self._version = IndexVersion(self._version.table, self._views, self._model)
+            guide = self._model.guides.pop(condition, None)
+            if guide is not None and guide.labels and guide.before is not None:
+                save_guide(guide.before, condition, self.folder / "guides")
+                self._model.guides[condition] = guide.before
+            else:
+                guide_file(self.folder / "guides", condition).unlink(missing_ok=True)
+            self._set_version(self._version.table)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -524,7 +653,7 @@ class Index:
         """Switch to the newest version."""
         newest = TextTable(self.folder)
         if newest.version != self._version.table.version:
-            self._version = IndexVersion(newest, self._views, self._model)
+            self._set_version(newest)
 
     def refresh(self) -> None:
         """Switch to the newest version that other processes have written.
@@ -553,7 +682,8 @@ class Index:
 
         Args:
             conditions: the conditions. The values of each ``Condition`` are recorded; one without
-                values removes recorded values.
+                values removes recorded values. For conditions with several wordings, these are
+                recorded.
             prepare: whether added texts are encoded under these conditions, if the model encodes
                 each text together with the condition.
         """
@@ -564,7 +694,7 @@ class Index:
         values |= {text: v for text, v in new_values.items() if v}
         prepared = list(record.conditions)
         if prepare and self.encodes_pairs:
-            prepared = list(dict.fromkeys([*prepared, *conditions]))
+            prepared = list(dict.fromkeys([*prepared, *_wordings_of(conditions)]))
         updated = replace(record, conditions=prepared, values=values)
         if updated != record:
             updated.write(self.folder)
@@ -582,10 +712,15 @@ class Index:
         known = {condition_key(text): text for text in known_texts}
 
         def resolve(condition: str) -> str:
-            key = condition_key(condition)
-            if isinstance(condition, Condition):
+            if isinstance(condition, Condition) and not (condition.ignore or "|" in condition):
                 return condition
-            return Condition(*values[key]) if key in values else known.get(key, condition)
+            key, asked = condition_key(condition_text(condition)), without_ignored(condition)
+            if getattr(condition, "values", ()) or key not in values:
+                asked = known.get(condition_key(asked), asked)
+            else:
+                asked = Condition(*values[key])
+            complete = ignoring(asked, ignored_by(condition))
+            return known.get(condition_key(complete), complete)
 
         return distinct_conditions(map(resolve, _check_conditions(conditions)))
 
@@ -611,7 +746,7 @@ class Index:
         version = self._version
         # Conditions by the positions of the texts that lack vectors under them, as bytes.
         alike: dict[bytes, list[str]] = {}
-        for condition in conditions if self.encodes_pairs else ():
+        for condition in _wordings_of(conditions) if self.encodes_pairs else ():
             missing = version.find_missing(condition)
             if len(missing):
                 alike.setdefault(missing.tobytes(), []).append(condition)
@@ -762,7 +897,8 @@ class Index:
         check_argument("where", where, (str, None), "a filter as a text")
         check_argument("rerank", rerank, (Integral, None), "a whole number")
         if prepare and rerank is None and self.encodes_pairs:
-            self._encode_missing(conditions)
+            self._encode_missing(_wordings_of(conditions))
+        (self._fit_missing if prepare else self._read_maps)(conditions)
         version = self._version
         return partial(
             PreparedSearch.prepare(version, weights, k, where, explain, rerank, seconds), queries
@@ -817,6 +953,10 @@ class _Pairs(Sequence[tuple[str, str]]):
     def __getitem__(self, index: Any) -> Any:
         text, condition = divmod(index, len(self._conditions))
         return self._texts[text], self._conditions[condition]
+
+
+def _wordings_of(conditions: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(text for condition in conditions for text in wordings(condition)))
 
 
 def _without_none(**settings: Any) -> dict[str, Any]:

@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.base.arrays import Array, DenseMatrix, Matrix, SharedRows, check_truncate_dim
+from llmcond.base.arrays import (
+    Array,
+    DenseMatrix,
+    Matrix,
+    SharedRows,
+    check_truncate_dim,
+    scale_to_unit_norm,
+)
 from llmcond.base.errors import UserError
+from llmcond.base.text import wordings
 from llmcond.data.guides import LabelledTexts
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.view import FeaturePart
@@ -185,6 +193,39 @@ class SearchModel(EmbeddingModel):
 
         return create
 
+    def vectors(
+        self, texts: Sequence[str], stored: NDArray[Any], condition: str | None, encode: Encode
+    ) -> Array:
+        """Return unit vectors, (n, k), under a condition, before any guide maps them.
+
+        The arguments are those of a projection. Of several wordings, it is the mean.
+        """
+        parts = wordings(condition)
+        return self.mean(parts, [self.projection(part)(texts, stored, encode) for part in parts])
+
+    def mean(self, parts: Sequence[str | None], vectors: Sequence[Array]) -> Array:
+        """Return the unit mean of the unit vectors, (n, k), that each wording gives."""
+        if len(parts) == 1:
+            return vectors[0]
+        lifted = [self.rebase(v, part) for v, part in zip(vectors, parts, strict=True)]
+        return scale_to_unit_norm(np.asarray(np.sum(lifted, axis=0, dtype=np.float32)))
+
+    def _basis(self, condition: str | None) -> Array | None:
+        """The basis of the vectors under a condition, if they are of low rank."""
+        parts = wordings(condition)
+        return self.projection(parts[0]).basis if len(parts) == 1 else None
+
+    def rebase(self, vectors: Array, condition: str | None, target: str | None = None) -> Array:
+        """Return vectors under a condition in the basis of those under another one.
+
+        Vectors of low rank have another basis under each condition. Without a target, the result
+        are the embeddings themselves.
+        """
+        before = self._basis(condition)
+        after = None if target is None else self._basis(target)
+        lifted = vectors if before is None else vectors @ before.T
+        return np.asarray(lifted if after is None else lifted @ after, dtype=np.float32)
+
     def encode_texts(self, texts: Sequence[str]) -> Array:
         """Encode queries in the form in which texts are stored, (q, parts * dim)."""
         return self.encode_inputs(self.text_inputs(texts))[:].reshape(len(texts), -1)
@@ -215,9 +256,12 @@ class SearchModel(EmbeddingModel):
         Raises:
             UserError: if the encoder returns NaN.
         """
-        project, texts = self.projection(labelled.condition), labelled.texts
-        vectors = project(texts, self.encode_texts(texts), self.encode_inputs)
-        return fit_checked_guide(labelled, vectors, self.head.head)
+        texts, condition = labelled.texts, labelled.condition
+        vectors = self.vectors(texts, self.encode_texts(texts), condition, self.encode_inputs)
+        before = self.guides.without_labels(condition)
+        if before is not None:
+            vectors = before.transform(vectors)
+        return fit_checked_guide(labelled, vectors, self.head.head, before)
 
     @cached_property
     def _unguided(self) -> Embedder:
@@ -228,7 +272,7 @@ class SearchModel(EmbeddingModel):
         """An embedder with the same run, head and guides. Access loads the encoder."""
         guides = Guides()
         for condition, guide in self.guides.items():
-            basis = self.projection(condition).basis
+            basis = self._basis(condition)
             guides[condition] = guide if basis is None else guide.change_basis(basis)
         return replace(self._unguided, guides=guides)
 

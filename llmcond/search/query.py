@@ -18,7 +18,7 @@ from typing_extensions import override
 from llmcond.base.arrays import Array, clip_cosines
 from llmcond.base.errors import UserError, format_count, shortened_repr
 from llmcond.base.output import Displayed, log, make_frame
-from llmcond.base.text import condition_flags
+from llmcond.base.text import condition_flags, ignored_by, without_ignored, wordings
 from llmcond.encoders.spec import EncoderInput
 from llmcond.heads.guide import Guide, Guides
 from llmcond.runs.embedder import guides_json, normalise_vectors
@@ -84,10 +84,8 @@ class IndexVersion:
             view = self._find_open(condition)
             if view is not None and not save:
                 return view
-            save = save or encode is not None
-            compute = partial(self._compute_vectors, condition, encode)
-            segments = self._complete(condition, compute, save)
-            guide = self.guides.get(condition)
+            save, guide = save or encode is not None, self.guide(condition)
+            segments = self._unmapped(without_ignored(condition), encode, save)
             if segments is not None and guide is not None:
                 map_vectors = partial(self._map_vectors, guide, segments)
                 segments = self._complete(condition, map_vectors, save, guide.digest)
@@ -96,6 +94,44 @@ class IndexVersion:
             view = self._open[condition] = make_view(segments, self.table)[0]
             self._close_oldest()
             return view
+
+    def guide(self, condition: str | None) -> Guide | None:
+        """Return the map of the vectors under a condition; None if there is none.
+
+        Raises:
+            UnpreparedConditionError: if no map was fitted for what the condition ignores.
+        """
+        guide = self.guides.get(condition)
+        if guide is None and ignored_by(condition):
+            raise UnpreparedConditionError(
+                condition or "",
+                "what to ignore has not been found in the texts of the index yet: "
+                f"{shortened_repr(condition)}.",
+                f"llmcond index --out {self.table.folder} {condition_flags(condition or '')}",
+            )
+        return guide
+
+    def _unmapped(
+        self, condition: str | None, encode: Encode | None, save: bool
+    ) -> Sequence[VectorSegment] | None:
+        """Return the vectors under a condition before any guide maps them; None if some lack."""
+        parts = wordings(condition)
+        if len(parts) == 1:
+            compute = partial(self._compute_vectors, condition, encode)
+            return self._complete(condition, compute, save)
+        found = [self._unmapped(part, encode, save) for part in parts]
+
+        def mean(missing: Positions) -> NDArray[np.float16] | None:
+            views = [make_view(one, self.table)[0] for one in found if one is not None]
+            if len(views) < len(parts):
+                return None
+            means = []
+            for start in range(0, len(missing), _BLOCK_ROWS):
+                rows = missing[start : start + _BLOCK_ROWS]
+                means.append(self.model.mean(parts, [view.rows(rows) for view in views]))
+            return convert_dtype(np.concatenate(means), "float16", len(missing) * means[0].shape[1])
+
+        return self._complete(condition, mean, save)
 
     def _find_open(self, condition: str | None) -> ConditionView | None:
         """Return a view that is open, and mark it as used."""
@@ -132,7 +168,7 @@ class IndexVersion:
         if vectors is None:
             return None
         segment = VectorSegment(self.table.numbers[missing], vectors)
-        joint = not guide and self.model.is_joint(condition)
+        joint = not guide and len(wordings(condition)) == 1 and self.model.is_joint(condition)
         try:
             if save:
                 return self._views.add(condition, segment, self.table, lasting=joint, guide=guide)
@@ -381,15 +417,16 @@ class PreparedSearch:
     def _project(self, encoded: _TextsWithVectors, condition: str | None) -> Array:
         """Return the unit vectors of encoded texts under a condition, (n, k)."""
         model = self.version.model
-        vectors = model.projection(condition)(encoded.texts, encoded.stored, model.encode_inputs)
-        guide = self.version.guides.get(condition)
+        vectors = model.vectors(*encoded, condition, model.encode_inputs)
+        guide = self.version.guide(condition)
         return vectors if guide is None else guide.transform(vectors)
 
     def _score_all(self, queries: _TextsWithVectors, condition: str | None) -> Scores:
         """Return the cosines of queries with all texts under a condition, (q, n)."""
         view = self.version.view(condition)
         if view is None:
-            n_missing, n_texts = len(self.version.find_missing(condition)), len(self.version.table)
+            n_missing = max(len(self.version.find_missing(part)) for part in wordings(condition))
+            n_texts = len(self.version.table)
             raise UnpreparedConditionError(
                 condition or "",
                 "this model encodes each text together with the condition, but "

@@ -30,7 +30,9 @@ from starlette.types import Receive, Scope, Send
 
 from llmcond.base.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
 from llmcond.base.package import __version__
+from llmcond.base.text import ignoring
 from llmcond.encoders.spec import Encoded, InputError
+from llmcond.heads.guide import check_ignored
 from llmcond.report import page as report
 from llmcond.report.page import csp_source, page_templates
 from llmcond.runs.embedder import Embedder
@@ -533,7 +535,10 @@ class Endpoints:
                 "(--condition).",
                 param="condition",
             )
-        return condition
+        try:
+            return _add_ignored(condition, body.ignore or ())
+        except UserError as error:
+            raise invalid_value_error("ignore", f"ignore: {error}") from None
 
     def _make_rows(self, name: str, texts: list[str], conditions: TextOrTexts) -> list[Row]:
         """Pair texts with their conditions; raise a RequestError if they are invalid."""
@@ -554,9 +559,15 @@ class Endpoints:
                 f"{len(conditions)}. Give one condition for all texts, or one for each.",
             )
         try:
-            return list(pair_with_conditions(texts, conditions))
+            rows = pair_with_conditions(texts, conditions)
         except UserError as error:
             raise invalid_value_error(name, f"{name}: {error}") from None
+        try:
+            for condition in {row[-1] for row in rows}:
+                check_ignored(condition, getattr(self._model.model, "guides", {}))
+        except UserError as error:
+            raise invalid_value_error("ignore", str(error)) from None
+        return list(rows)
 
     async def _compare(
         self, request: Request, first: Sequence[Row], second: Sequence[Row]
@@ -637,6 +648,15 @@ class Endpoints:
             sentences.append(f"Prepared conditions: {listed or 'none'}{others}.")
         sentences.append(f"Whoever runs the server can prepare it: {error.command}")
         return " ".join(filter(None, sentences))
+
+
+def _add_ignored(condition: Any, ignore: Sequence[str]) -> Any:
+    """Return a condition, or each of several with or without weights, that ignores others."""
+    if not ignore or isinstance(condition, str):
+        return ignoring(condition, ignore) if ignore else condition
+    if isinstance(condition, Mapping):
+        return {ignoring(one, ignore): weight for one, weight in condition.items()}
+    return [ignoring(one, ignore) for one in condition]
 
 
 async def _describe_methods(headers: Mapping[str, str], _: Request) -> Response:

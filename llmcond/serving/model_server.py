@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llmcond.base.arrays import Array, read_ranges
 from llmcond.base.errors import UserError, shortened_repr
+from llmcond.base.text import ignored_by
 from llmcond.data.guides import read_guide
 from llmcond.runs.cross import load_similarity_model
 from llmcond.runs.embedder import Embedder
@@ -325,6 +326,8 @@ def load_model(served: ServedSource) -> ServedModel:
     index, condition, guide = served.index, served.condition, served.guide
     if index is not None:
         opened_index = _open_index(served, index)
+        if ignored_by(condition):
+            opened_index.prepare([condition])  # type: ignore[list-item]  # it is not None
         embedder = opened_index.embedder
         return ServedModel(embedder, condition, opened_index, _load_ranges(served, embedder))
     loaded = load_similarity_model(

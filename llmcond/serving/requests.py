@@ -345,6 +345,8 @@ class _ConditionedRequest(_RequestBody):
 
     condition: _Condition | Annotated[list[_Condition], _NOT_EMPTY] | None = None
     values: _Values | Annotated[list[_Values], Field(fail_fast=True)] | None = None
+    #: The conditions that every condition ignores.
+    ignore: list[_Condition] | None = None
 
     def conditions(self) -> TextOrTexts | None:
         """Return the conditions with their values; None if there are none.
@@ -437,6 +439,7 @@ class SearchRequest(_RequestBody):
     query: _Text
     condition: _Condition | _Weights | None = None
     values: _Values | _ValuesByCondition | None = None
+    ignore: list[_Condition] | None = None
     k: int = Field(10, ge=1, le=10_000)
     where: _String | None = None
     explain: bool = False

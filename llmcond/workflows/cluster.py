@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -71,7 +72,8 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     source = open_collection(texts, options.read_options(), text)
     column = text_column(source, text)
     columns = _name_columns(conditions, options.keep, column)
-    collection = read_collection(source, column, list(dict.fromkeys([*options.keep, *labels])))
+    others = [*options.keep, *labels, *options.ignore_column]
+    collection = read_collection(source, column, list(dict.fromkeys(others)))
     distinct = finder.check_texts(collection)
     guides = (
         {} if guide is None else _read_guides(guide, text, conditions, collection, source.options)
@@ -89,6 +91,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     drawing = ClusterMap(collection.texts, seed) if report or map_file else None
     clusterings: list[Clustering] = []
     samples: list[Vectors] = []
+    embeddings.fit_ignored(collection, conditions, options.ignore_column, options.ignore_directions)
     for condition in conditions or (None,):
         if condition in guides:
             embeddings.fit_guide(guides[condition])
@@ -120,9 +123,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
             for one, base, column in zip(clusterings, base_labels, scored_columns, strict=True)
         ]
         if drawing is not None and conditions:
-            described = describe_clusters(collection.texts, base_vectors, base_labels[0])
-            separation = silhouette(base_vectors, base_labels[0], seed)
-            base = Clustering(name, None, base_labels[0], described, separation)
+            base = finder.describe(name, None, base_vectors, collection.texts, base_labels[0])
             drawing.add(base, base_vectors)
     result = ClusterResult(
         out=out,
@@ -301,14 +302,21 @@ class _ClusterFinder:
         """
         named = "" if condition is None else f"under {shortened_repr(condition_text(condition))}, "
         labels, silhouettes = self(vectors, f"{named}the texts have")
-        return Clustering(
-            encoder,
-            condition,
-            labels,
-            describe_clusters(texts, vectors, labels),
-            silhouette(vectors, labels, self.seed),
-            silhouettes,
-        )
+        return self.describe(encoder, condition, vectors, texts, labels, silhouettes)
+
+    def describe(
+        self,
+        encoder: str,
+        condition: str | None,
+        vectors: Vectors,
+        texts: Sequence[str],
+        labels: Labels,
+        silhouettes: Mapping[int, float] = MappingProxyType({}),
+    ) -> Clustering:
+        """Describe clusters; the arguments are those of ``make_clustering``, and the labels."""
+        described = describe_clusters(texts, vectors, labels)
+        separation = silhouette(vectors, labels, self.seed)
+        return Clustering(encoder, condition, labels, described, separation, silhouettes)
 
 
 # -- reports -----------------------------------------------------------------------------------

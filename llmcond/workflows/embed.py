@@ -27,6 +27,8 @@ from llmcond.base.text import (
     condition_key,
     condition_titles,
     example_values,
+    ignored_by,
+    ignoring,
     read_values,
 )
 from llmcond.data.datasets import HasColumns, open_collection, read_collection, resolve_conditions
@@ -104,21 +106,25 @@ class VectorColumn:
             of every row.
         text: the condition of every row, without example values.
         values: the example values that every condition gets; None: none.
+        ignore: the conditions that ``text`` ignores.
     """
 
     name: str
     source: str | None
     text: str | None
     values: Sequence[str] | None
+    ignore: Sequence[str] = ()
 
     @property
     def condition(self) -> str:
         """The condition of every row with its values, or the name of the column of conditions."""
-        return self.source or add_values([self.text or ""], self.values)[0]
+        return self.source or self.conditions(None, 1)[0]
 
     def conditions(self, cells: Sequence[str] | None, n: int) -> list[str]:
         """Return the conditions of n rows; ``cells`` are those of the column of conditions."""
-        return add_values([self.text or ""] * n if cells is None else cells, self.values)
+        if cells is not None:
+            return add_values(cells, self.values)
+        return [ignoring(add_values([self.text or ""], self.values)[0], self.ignore)] * n
 
 
 def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[VectorColumn]:
@@ -143,6 +149,18 @@ def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[Vector
         columns.setdefault((source, condition_key(column.condition)), column)
     if len(columns) < len(named):
         log.info("conditions that differ in case or spacing only count once")
+    if options.ignore or options.ignore_column:
+        sources = [column.source for column in columns.values() if column.source]
+        if sources:
+            raise UserError(
+                f"--ignore needs conditions as texts, and {sources[0]!r} is a column of them. Name "
+                "the condition of every row: --condition-text TEXT."
+            )
+        ignoring_conditions = options.add_ignored([one.condition for one in columns.values()])
+        columns = {
+            key: replace(column, ignore=[*ignored_by(condition)])
+            for (key, column), condition in zip(columns.items(), ignoring_conditions, strict=True)
+        }
     if len(columns) == 1:
         return list(columns.values())
     titles = condition_titles([column.condition for column in columns.values()])
@@ -175,12 +193,14 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
     embeddings = EmbeddingModel.find(**arguments, truncate_dim=options.truncate_dim)
     sources = list(dict.fromkeys(column.source for column in columns if column.source))
-    texts = read_collection(source, options.text, keep, conditions=sources)
+    others = dict.fromkeys([*keep, *options.ignore_column])
+    texts = read_collection(source, options.text, list(others), conditions=sources)
     report_foreign_texts(texts.texts, embeddings.encoder.resolved.checkpoint)
     n = len(texts.texts)
     conditions = [column.conditions(texts.conditions.get(column.source), n) for column in columns]
+    distinct = list(dict.fromkeys(chain.from_iterable(conditions)))
+    embeddings.fit_ignored(texts, distinct, options.ignore_column, options.ignore_directions)
     if options.guide is not None:
-        distinct = list(dict.fromkeys(chain.from_iterable(conditions)))
         for labelled in read_guide(options.guide, options.text, distinct, read=read):
             embeddings.fit_guide(labelled)
     rows = [list(zip(texts.texts, column, strict=True)) for column in conditions]
@@ -218,7 +238,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         "ranges": None if quantizer.ranges is None else quantizer.ranges.tolist(),
         "conditions": [asdict(column) for column in columns],
     }
-    table = {**texts.columns, "sentence": texts.texts}
+    table = {**{name: texts.columns[name] for name in keep}, "sentence": texts.texts}
     if len(columns) == 1:
         condition = [columns[0].text or ""] * n
         table["condition"] = texts.conditions.get(columns[0].source, condition)

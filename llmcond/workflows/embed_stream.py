@@ -23,9 +23,9 @@ from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import __version__
 from llmcond.base.records import as_json, check_record
 from llmcond.base.stores import check_lance_column_names
-from llmcond.data.datasets import text_column
+from llmcond.data.datasets import Collection, text_column
 from llmcond.data.formats import ReadOptions
-from llmcond.data.guides import LabelledTexts, read_guide
+from llmcond.data.guides import read_guide
 from llmcond.data.streams import (
     LanceRows,
     SourcePart,
@@ -38,12 +38,13 @@ from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.features.extract import check_storable
 from llmcond.features.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit, open_output
 from llmcond.features.pool import Workers, assign_devices, worker_pool
-from llmcond.heads.guide import Guide, Guides, apply_guides
+from llmcond.features.view import AskedRows
+from llmcond.heads.guide import Guides
 from llmcond.options.texts import EmbedOptions
 from llmcond.runs.embedder import (
+    MAX_COLLECTION,
     Embedder,
     EmbeddingModel,
-    fit_checked_guide,
     guides_json,
     normalise_vectors,
 )
@@ -89,11 +90,8 @@ class StreamModel(EmbeddingModel):
         return _restore_model, (arguments, self.truncate_dim, self.guides, self.normalize)
 
     @override
-    def fit_guide(self, labelled: LabelledTexts) -> Guide:
-        rows = [(text, labelled.condition or "") for text in labelled.texts]
-        guide = fit_checked_guide(labelled, self.vectors(rows)[0], self.head.head)
-        self.guides[labelled.condition] = guide
-        return guide
+    def embed(self, rows: Sequence[tuple[str, str]], file: str) -> Any:
+        return self.vectors(rows)[0]
 
     @property
     @override
@@ -125,13 +123,13 @@ class StreamModel(EmbeddingModel):
         Raises:
             InputError: the encoder cannot take an input, or gave NaN or infinity for it.
         """
-        distinct = list(dict.fromkeys(self.view.inputs(rows)))
+        distinct = list(dict.fromkeys(self.view.inputs(AskedRows.of(rows).rows)))
         encoded = self.embedder.encoder.encode_with_counts(distinct, threads=True)
         with np.errstate(over="ignore"):
             features = encoded.vectors.astype(self.run.manifest["store_dtype"])
         check_storable(features, distinct)
-        vectors = self.embedder.embed_vectors(rows, distinct, features)
-        vectors = apply_guides(vectors, [condition for _, condition in rows], self.guides)
+        embedder = replace(self.embedder, guides=self.guides)
+        vectors = embedder.embed_vectors(rows, distinct, features)
         return normalise_vectors(vectors, self.head.head) if self.normalize else vectors, encoded
 
 
@@ -300,6 +298,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         others = [name for name in texts.columns() if name not in (sentence_column, *sources)]
         check_lance_column_names([*(keep or others), "sentence", *names])
     texts = texts.with_texts(sentence_column, sources)
+    previous_record = output.read_record()
+    _fit_ignored(model, options, columns, texts, sentence_column, previous_record)
     if options.guide is not None:
         _fit_guides(model, options.guide, text, columns, reading)
     config = {
@@ -313,7 +313,6 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         "keep": list(keep),
         "precision": None if options.precision == "float32" else options.precision,
     }
-    previous_record = output.read_record()
     record = _extend_record(texts, out, config, [sentence_column, *sources], previous_record)
     with output.writing():
         if output.read_record() != previous_record:
@@ -367,6 +366,37 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         options.precision,
         columns=names,
     )
+
+
+def _fit_ignored(
+    model: StreamModel,
+    options: EmbedOptions,
+    vectors: Sequence[VectorColumn],
+    texts: TextSource,
+    text: str,
+    record: Mapping[str, Any] | None,
+) -> None:
+    """Find what conditions ignore in the first texts of a source.
+
+    Those of a started output are read again, so that new parts do not change what is ignored.
+    """
+    others = options.ignore_column
+    if not (options.ignore or others):
+        return
+    sentences: list[str] = []
+    columns: dict[str, list[Any]] = {name: [] for name in others}
+    for name in [part[0] for part in record["parts"]] if record else texts.states():
+        (part,), schema = survey(texts, [name], [text], others or [text])
+        stop = min(part.rows, MAX_COLLECTION - len(sentences))
+        table = texts.read(name, 0, stop, StreamColumns(text, [], schema))
+        sentences += table[text].to_pylist()
+        for column in others:
+            columns[column] += table[column].to_pylist()
+        if len(sentences) == MAX_COLLECTION:
+            break
+    collection = Collection(sentences, texts.name, columns, {}, True)
+    conditions = [column.condition for column in vectors]
+    model.fit_ignored(collection, conditions, others, options.ignore_directions)
 
 
 def _fit_guides(

@@ -631,11 +631,13 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
             f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which gives the "
             "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
         )
-    collection = read_collection(options.texts, options.text, read=options.read_options())
+    kept, read = list(options.ignore_column), options.read_options()
+    collection = read_collection(options.texts, options.text, kept, read=read)
     embeddings = EmbeddingModel.find(
         run_folder, options.head, options.prompt, device=options.device
     )
     report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
+    embeddings.fit_ignored(collection, conditions, kept, options.ignore_directions)
     sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]
     vectors = embeddings.embed(
         [(text, condition) for condition in conditions for text in sample], collection.file

@@ -13,7 +13,7 @@ from llmcond.base.errors import UserError
 from llmcond.base.files import is_folder, path_exists
 from llmcond.base.options import IndexPrecision
 from llmcond.base.output import Displayed
-from llmcond.base.text import distinct_conditions
+from llmcond.base.text import distinct_conditions, without_ignored
 from llmcond.data.datasets import read_collection, read_text_file
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.heads.guide import Guide, Guides
@@ -84,9 +84,11 @@ def index_texts(options: IndexOptions) -> IndexResult:
         ids = read_text_file(Path(ids[0]), "ids", "id", read)
     if ids:
         deleted = Index.build(out, **model_options).delete(ids)
+    asked = [without_ignored(condition) for condition in conditions]
     if texts is None:
-        index = Index.build(out, conditions=conditions, **model_options)
+        index = Index.build(out, conditions=asked, **model_options)
     else:
+        keep = list(dict.fromkeys([*keep, *options.ignore_column]))
         other_columns = [*keep, *([id_column] if id_column else [])]
         collection = read_collection(texts, options.text, list(dict.fromkeys(other_columns)), read)
         columns: Mapping[str, Any] = {name: collection.columns[name] for name in keep}
@@ -97,18 +99,31 @@ def index_texts(options: IndexOptions) -> IndexResult:
             collection.texts,
             ids=collection.columns[id_column] if id_column else None,
             columns=columns,
-            conditions=conditions,
+            conditions=asked,
             **model_options,
         )
+    _fit_maps(index, options, conditions, labelled)
+    written = index.written
+    counts = (written.added, written.replaced, written.unchanged)
+    form = index.precision, index.truncate_dim
+    return IndexResult(out, len(index), *counts, deleted, index.conditions, index.guides, *form)
+
+
+def _fit_maps(
+    index: Index,
+    options: IndexOptions,
+    conditions: Sequence[str],
+    labelled: Sequence[LabelledTexts],
+) -> None:
+    """Find what conditions ignore, and fit or remove their guides."""
+    for condition in conditions:
+        if options.ignore or options.ignore_column:
+            index.ignore(condition, options.ignore_column, options.ignore_directions)
     for guide_texts in labelled:
         index.add_guide(guide_texts)
     if _removes_guide(options.guide):
         for condition in conditions:
             index.unguide(condition)
-    written = index.written
-    counts = (written.added, written.replaced, written.unchanged)
-    form = index.precision, index.truncate_dim
-    return IndexResult(out, len(index), *counts, deleted, index.conditions, index.guides, *form)
 
 
 def _removes_guide(guide_option: Any) -> bool:

@@ -7,10 +7,21 @@ import numpy as np
 import pytest
 from helpers.vectors import normalize
 from safetensors.numpy import save_file
+from scipy.linalg import sqrtm
+from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import Ridge
 
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.heads.guide import Guides, apply_guides, fit_guide, guide_file, load_guides, save_guide
+from llmcond.base.text import Condition
+from llmcond.heads.guide import (
+    Guides,
+    apply_guides,
+    fit_guide,
+    fit_ignoring,
+    guide_file,
+    load_guides,
+    save_guide,
+)
 
 RNG = np.random.default_rng(0)
 #: Three classes that differ in two of 40 directions; the others are noise.
@@ -82,6 +93,72 @@ def test_saved_guides_are_loaded_again(guide, tmp_path):
     assert guides["the kind"].digest == guide.digest != fit_guide(POINTS[:48], LABELS).digest
 
 
+def test_map_drops_directions_that_vary_more_under_another_condition():
+    noise = np.hstack([np.zeros((120, 38)), 9 * RNG.normal(size=(120, 2))])
+    asked, other = normalize(POINTS), normalize(POINTS + noise)
+    variances, directions = np.linalg.eigh(np.cov(other.T) - np.cov(asked.T))
+    assert (variances > 0.1 * variances[-1]).sum() == 2
+    guide = fit_ignoring(asked, {"the mood": other}, {})
+    centred = asked - asked.mean(axis=0)
+    expected = centred - centred @ directions[:, -2:] @ directions[:, -2:].T
+    assert guide.transform(POINTS) == pytest.approx(normalize(expected), abs=1e-4)
+    assert fit_ignoring(asked, {"the mood": other}, {}, 3).directions.shape == (40, 3)
+    assert fit_ignoring(asked, {"the mood": asked}, {}).directions.shape == (40, 0)
+    assert fit_ignoring(0.1 * asked + 1, {"the mood": asked}, {}).directions.shape == (40, 10)
+    with pytest.raises(UserError, match="40 directions of embeddings with 40, and leave nothing"):
+        fit_ignoring(asked, {"the mood": other, "the place": other}, {}, 20)
+
+
+def test_known_labels_are_erased_as_leace_does():
+    labels = [*LABELS, "", *(f"kind {kind}" for kind in KINDS[49:])]
+    guide = fit_ignoring(POINTS, {}, {"kind": labels})
+    assert guide.all_ignored == guide.to_json()["ignored"] == ["kind"]
+    known = np.delete(np.arange(120), 48)
+    # The vectors of zero ignored conditions are centred and have unit length.
+    unit = normalize(POINTS)
+    centred = normalize(unit - unit.mean(axis=0)).astype(np.float64)
+    mean = centred[known].mean(axis=0)
+    whitening = np.linalg.inv(sqrtm(ledoit_wolf(centred[known])[0]))
+    one_hot = np.eye(3)[KINDS[known]]
+    cross = (centred[known] - mean).T @ (one_hot - one_hot.mean(axis=0))
+    projection = whitening @ cross @ np.linalg.pinv(whitening @ cross)
+    removed = (centred - mean) @ (np.linalg.inv(whitening) @ projection @ whitening).T
+    expected = centred - mean - removed
+    assert guide.transform(POINTS) == pytest.approx(normalize(expected), abs=1e-3)
+    means = [expected[known][KINDS[known] == kind].mean(axis=0) for kind in range(3)]
+    assert np.abs(np.diff(means, axis=0)).max() < 1e-6
+
+
+def test_maps_of_a_condition_are_stored_in_order_and_earlier_files_are_read(guide, tmp_path):
+    condition = Condition("the kind | the sort", ["a", "b"], ["the mood"])
+    ignoring = fit_ignoring(POINTS, {"the mood": POINTS[::-1]}, {})
+    chain = fit_guide(ignoring.transform(POINTS[:48]), LABELS, before=ignoring)
+    expected = fit_guide(ignoring.transform(POINTS[:48]), LABELS).transform(
+        ignoring.transform(POINTS)
+    )
+    assert chain.transform(POINTS) == pytest.approx(expected, abs=1e-5)
+    save_guide(chain, condition, tmp_path)
+    (stored, loaded) = next(iter(load_guides(tmp_path).items()))
+    assert (stored, stored.ignore, stored.values) == (condition, ("the mood",), ("a", "b"))
+    assert (loaded.transform(POINTS) == chain.transform(POINTS)).all()
+    assert loaded.digest == chain.digest
+    assert loaded.before.to_json() == ignoring.to_json()
+    assert load_guides(tmp_path).without_labels(condition) == ignoring
+    gains = guide.directions.T @ guide.outputs
+    first = {"mean": guide.mean, "directions": guide.directions, "gains": np.diag(gains)}
+    first = {name: np.ascontiguousarray(array) for name, array in first.items()}
+    record = {"format": 1, "condition": "the kind", **guide.to_json(), "digest": guide.digest}
+    save_file(first, guide_file(tmp_path, "the kind"), {"guide": json.dumps(record)})
+    earlier = load_guides(tmp_path)["the kind"]
+    assert earlier.transform(POINTS) == pytest.approx(guide.transform(POINTS), abs=1e-5)
+
+
+def test_condition_that_ignores_needs_a_map():
+    condition = Condition("the kind", ignore=["the mood"])
+    with pytest.raises(UserError, match=r"Call embedder\.ignoring\(texts, condition\)"):
+        apply_guides(POINTS, [condition] * 120, {})
+
+
 def test_damaged_file_is_reported_in_one_line(guide, tmp_path):
     save_guide(guide, "the kind", tmp_path)
     path = guide_file(tmp_path, "the kind")
@@ -90,7 +167,7 @@ def test_damaged_file_is_reported_in_one_line(guide, tmp_path):
     with pytest.raises(LlmcondError, match="is damaged") as error:
         load_guides(tmp_path)
     assert "\n" not in str(error.value)
-    newer = {"format": 2, "condition": "the kind", "labels": {}, "source": "", "digest": ""}
+    newer = {"format": 3, "text": "the kind", "values": [], "ignore": [], "maps": []}
     vectors = {name: np.zeros(3, np.float32) for name in ("mean", "directions", "gains")}
     save_file(vectors, path, {"guide": json.dumps(newer)})
     with pytest.raises(UserError, match="newer version"):

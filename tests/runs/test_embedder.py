@@ -116,6 +116,35 @@ def test_truncated_embeddings_are_first_dimensions_with_unit_norm(fitted, embedd
         embedder.guided(*labelled).encode(SENTENCES, PLACE, truncate_dim=3)
 
 
+def test_wordings_are_averaged_and_ignored_conditions_found_in_texts(fitted):
+    embedder = llmcond.load_embedder(fitted, "best")
+    parts = [embedder.encode(SENTENCES, text) for text in (PLACE, "the location")]
+    mean = embedder.encode(SENTENCES, f"{PLACE} | the location |")
+    expected = np.mean(parts, axis=0)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(mean, expected, atol=1e-6)
+    texts = [f"{text} {number}" for text in SENTENCES for number in range(20)]
+    condition = llmcond.Condition(PLACE, ignore=["the number"])
+    ignoring = embedder.ignoring(texts, condition, directions=2)
+    vectors = ignoring.encode(texts, [condition] * 60)
+    spread = np.linalg.svd(vectors - vectors.mean(axis=0), compute_uv=False)
+    assert (spread > 1e-4).sum() == embedder.dim - 2
+    np.testing.assert_array_equal(ignoring.encode(texts, PLACE), embedder.encode(texts, PLACE))
+    guided = ignoring.guided(["a park", "a beach"], ["green", "blue"], condition)
+    assert guided.guides[condition].before == ignoring.guides[condition]
+    labels = ["a", None] * 30
+    for arguments, message in (
+        ((texts, PLACE), "'the place' ignores nothing"),
+        ((texts[:30], condition), "30 distinct texts, and at least 50 are needed"),
+        ((texts, PLACE, {"kind": labels}), "column 'kind' has fewer than 2 labels"),
+        ((texts, PLACE, {"kind": ["a", "b"]}), "column 'kind' has 2 labels for 60 texts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            embedder.ignoring(*arguments)
+    with pytest.raises(UserError, match="ignores must be found in a collection"):
+        embedder.encode(texts, condition)
+
+
 def test_embeddings_are_converted_as_in_sentence_transformers(embedder):
     vectors = embedder.encode(SENTENCES, PLACE)
     unpickled = pickle.loads(pickle.dumps(embedder))

@@ -19,7 +19,7 @@ from helpers.processes import Command
 from helpers.vectors import normalize
 
 import llmcond
-from llmcond import Index, LlmcondError, UserError
+from llmcond import Condition, Index, LlmcondError, UserError
 from llmcond.cli import run
 from llmcond.search import views
 
@@ -317,7 +317,7 @@ def test_unprepared_condition_is_encoded_on_demand_only(build, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS, head="linear", conditions=[LOCATION])
     assert len(index.search(QUERY, LOCATION, prepare=False)) == 10
-    message = "{} of {} texts have no vectors under 'the number of people'. Encode them"
+    message = "{} of {} texts have no vectors under 'the number of people'. Run: llmcond index"
     with pytest.raises(UserError, match=message.format(50, 50)):
         index.search(QUERY, NUMBER, prepare=False)
     assert index.conditions == [LOCATION]
@@ -620,6 +620,60 @@ def test_guide_learned_from_labels_changes_scores(build, head: str, monkeypatch)
     assert reopen(index).search(QUERY, LOCATION, 5).to_json() == plain
 
 
+@pytest.mark.parametrize("head", ["low", "relu", "linear"])
+def test_wordings_are_averaged_and_ignored_conditions_removed(build, head: str, caplog):
+    caplog.set_level("INFO")
+    wordings = Condition(f"{LOCATION} | where it is", ignore=[NUMBER])
+    ignoring = Condition(LOCATION, ignore=[NUMBER])
+    index = build(TEXTS, head=head, conditions=[LOCATION])
+    plain = index.search(QUERY, LOCATION, 5).to_json()
+    with pytest.raises(UserError, match=f"--condition '{LOCATION}' --ignore '{NUMBER}'"):
+        index.search(QUERY, ignoring, prepare=False)
+    for condition in (ignoring, wordings, f"{LOCATION} | where it is"):  # found at the first search
+        check_scores(index, TEXTS, condition, GUIDE_TOLERANCE)
+    assert caplog.text.count(f"to ignore '{NUMBER}'") == 2
+    assert index.search(QUERY, LOCATION, 5).to_json() == plain
+    # An index that was open before reads what another one found.
+    other = reopen(index)
+    index.guide(TEXTS[:20], LABELS, ignoring)
+    index.prepare([Condition("the activity", ignore=[LOCATION, NUMBER])])
+    caplog.clear()
+    other.search(QUERY, Condition("The Activity", ignore=[LOCATION, NUMBER]), 5, prepare=False)
+    other.add(["dogs walk at the beach"])
+    check_scores(other, [*TEXTS, "dogs walk at the beach"], wordings, GUIDE_TOLERANCE)
+    assert "to ignore" not in caplog.text
+    # A guide comes after the map, which stays when the guide is removed.
+    guided = reopen(index)
+    assert guided.guides[ignoring].to_json()["ignored"] == [NUMBER]
+    check_scores(guided, [*TEXTS, "dogs walk at the beach"], ignoring, 4 * GUIDE_TOLERANCE)
+    guided.unguide(ignoring)
+    assert not reopen(index).guides[ignoring].labels
+
+
+def test_columns_of_index_can_be_ignored(build):
+    people = [text.split()[1] for text in TEXTS]
+    index = build(TEXTS, head="linear", columns={"people": people})
+    index.ignore(LOCATION, columns=["people"])
+    vectors = reopen(index).embedder.encode(TEXTS, LOCATION)
+    means = [vectors[[p == kind for p in people]].mean(axis=0) for kind in sorted(set(people))]
+    spread = np.linalg.norm(means - np.mean(means, axis=0), axis=1).max()
+    assert spread < 0.1 * np.linalg.norm(vectors - vectors.mean(axis=0), axis=1).mean()
+    index.unguide(LOCATION)
+    assert LOCATION not in reopen(index).guides
+    ignoring = Condition(LOCATION, ignore=[NUMBER])
+    for condition, columns, message in (
+        (LOCATION, (), "'the place' ignores nothing"),
+        (LOCATION, ["peple"], "no column 'peple'. Did you mean 'people'"),
+        (ignoring, ["id"], "no column 'id'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            index.ignore(condition, columns)
+    few = build(TEXTS[:30], name="few")
+    for call in (few.ignore, lambda condition: few.search(QUERY, condition)):
+        with pytest.raises(UserError, match="30 distinct texts, and at least 50 are needed"):
+            call(ignoring)
+
+
 # -- smaller vectors -------------------------------------------------------------------------------
 
 MANY = [f"{text} for {hours} hours" for text in TEXTS for hours in (2, 3, 4)]
@@ -673,7 +727,7 @@ def test_form_of_vectors_is_recorded_and_cannot_change(build):
         build(precision="int8")
     with pytest.raises(UserError, match="was built with truncate_dim 3, not 4"):
         build(truncate_dim=4)
-    with pytest.raises(UserError, match="a guide needs vectors of more than 1 bit"):
+    with pytest.raises(UserError, match="need vectors of more than 1 bit"):
         index.guide(["a park", "a beach"], ["green", "blue"], LOCATION)
     with pytest.raises(UserError, match="truncate_dim is 500, but the embeddings have"):
         build(TEXTS, truncate_dim=500, name="long")

@@ -126,6 +126,21 @@ def test_guide_replaces_condition(call, guide):
     assert clustering["scores"]["minus_base_v_measure"] > 0.1
 
 
+def test_ignored_conditions_and_columns_are_named_and_change_clusters(call, write_rows):
+    write_rows(
+        [*ROWS, (48, "five cats", "cats", ""), (49, "six birds", "birds", "")],
+        "texts.csv",
+        "id,text,people,place",
+    )
+    (plain,) = call(*PLACE)["clusterings"]
+    result = call(*PLACE, "--ignore", PEOPLE_COUNT[1], "--ignore-column", "people")
+    (clustering,) = result["clusterings"]
+    assert (clustering["condition"], clustering["ignore"]) == ("the place", [PEOPLE_COUNT[1]])
+    assert clustering["silhouette"] != plain["silhouette"]
+    both = call(*PLACE, *PEOPLE_COUNT, "--ignore", "others")["clusterings"]
+    assert [one["ignore"] for one in both] == [[PEOPLE_COUNT[1]], ["the place"]]
+
+
 def test_guide_rows_apply_to_their_condition_only(call, write_rows, tmp_path):
     rows = [(text, location, "the place") for _, text, _, location in ROWS[:24]]
     people = [(text, who) for _, text, who, _ in ROWS[:24] if "dogs" not in who]
@@ -159,6 +174,9 @@ INVALID = [
     ((*PLACE, "--labels", "place", "people"), "--labels names 2 columns"),
     ((*PLACE, "--map", "out.png", "--out", "out-data.csv"), "the positions of --map out.png"),
     ((*PLACE, *PEOPLE_COUNT, "--guide", "guide.csv"), "there are 2 conditions"),
+    ((*PLACE, "--ignore", "the mood"), "48 distinct texts, and at least 50 are needed"),
+    ((*PLACE, "--ignore-column", "peple"), "no column 'peple'"),
+    ((*PLACE, "--ignore", "The place"), "'the place' cannot ignore itself"),
 ]
 GUIDES = [
     ([("two men", "a"), ("children", "a")], "guide.csv has one label, 'a'"),

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import lance
@@ -11,6 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
+
+import llmcond
+from llmcond import Condition
 
 CONDITIONS = ("the animal", "the U.S. number", "aspect")
 NAMES = ["embedding (the animal)", "embedding (the U_S_ number)", "embedding (aspect)"]
@@ -99,10 +103,10 @@ def test_several_conditions_are_recorded_with_their_values(embed):
     result = embed("v.parquet", CONDITIONS, *values)
     assert result["columns"][NAMES[0]] == "the animal, such as dog, cat"
     record = json.loads(pq.read_schema("v.parquet").metadata[b"llmcond"])
-    assert record["conditions"] == [
-        {"name": NAMES[0], "source": None, "text": "the animal", "values": ["dog", "cat"]},
-        {"name": NAMES[1], "source": None, "text": "the U.S. number", "values": None},
-        {"name": NAMES[2], "source": "aspect", "text": None, "values": ["small"]},
+    assert [list(column.values()) for column in record["conditions"]] == [
+        [NAMES[0], None, "the animal", ["dog", "cat"], []],
+        [NAMES[1], None, "the U.S. number", None, []],
+        [NAMES[2], "aspect", None, ["small"], []],
     ]
     # Titles stay distinct when they are cut.
     long = "the number of animals that are mentioned " * 2
@@ -110,6 +114,48 @@ def test_several_conditions_are_recorded_with_their_values(embed):
     assert len(set(names)) == 4
     assert names[2:] == ["embedding (a_b)", "embedding (a_b, 4)"]
     assert all(len(name) < 80 for name in names)
+
+
+def test_ignored_conditions_are_removed_as_by_an_embedder(embed, tiny_run):
+    parts = ("two men", "dogs"), ("sit", "play", "walk", "run"), ("a park", "a beach", "the rain")
+    texts = [" ".join(words) for words in product(*parts, ("now", "again", "alone"))]
+    aspects = [text.split()[0] for text in texts]
+    pq.write_table(pa.table({"text": texts, "aspect": aspects}), "texts.parquet")
+    condition = Condition("the animal | the beast", ignore=["the number", "the mood"])
+    expected = llmcond.load_embedder(tiny_run).ignoring(texts, condition).encode(texts, condition)
+    options = ("--ignore", "the number", "--ignore", "the mood")
+    for out in ("v.parquet", "folder", "folder"):  # the second call finds the folder complete
+        result = embed(out, ["the animal | the beast"], *options)
+        assert result["guides"][condition]["ignored"] == ["the number", "the mood"]
+        (vectors,), _ = read_columns(out, ["embedding"])
+        np.testing.assert_allclose(vectors, expected, atol=0.01)
+        assert np.linalg.norm(vectors, axis=1) == pytest.approx(1, abs=1e-3)
+    for out in ("w.npy", "other"):
+        result = embed(out, CONDITIONS[:2], "--ignore", "others", "--ignore-column", "aspect")
+        names = ["the animal, ignoring the U.S. number", "the U.S. number, ignoring the animal"]
+        assert list(result["guides"]) == names
+        assert result["guides"][names[0]]["ignored"] == ["the U.S. number", "aspect"]
+
+
+def test_invalid_arguments_of_ignore_report_one_line(embed):
+    for conditions, options, expected in (
+        (CONDITIONS[:1], ("--ignore", "the Animal"), "'the animal' cannot ignore itself"),
+        (CONDITIONS[:1], ("--ignore", " "), "--ignore is empty"),
+        (CONDITIONS[:1], ("--ignore", "others"), "--ignore others needs several --condition"),
+        (CONDITIONS[2:], ("--ignore", "the size"), "'aspect' is a column of them"),
+        (CONDITIONS[:1], ("--ignore-column", "aspct"), "no column 'aspct'"),
+        (CONDITIONS[:1], ("--ignore-directions", "2"), "--ignore-directions needs --ignore"),
+        ((), ("--ignore", "the size"), "--ignore needs --condition"),
+    ):
+        for out in ("v.parquet", "folder"):
+            assert expected in embed(out, conditions, *options, command=run_rejected)
+    few = pq.read_table("texts.parquet")[:49]
+    pq.write_table(few, "texts.parquet")
+    for out in ("v.parquet", "folder"):
+        line = embed(out, CONDITIONS[:1], "--ignore", "the size", command=run_rejected)
+        assert "there are 49 distinct texts, and at least 50 are needed" in line
+    assert not Path("v.parquet").exists()
+    assert not Path("folder").exists()
 
 
 def test_workers_embed_a_file_as_one_process_does(embed, caplog, tiny_run, two_threads):
