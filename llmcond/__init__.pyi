@@ -69,11 +69,11 @@ from llmcond.search.query import Hits as Hits
 from llmcond.serving.server import ServeResult as ServeResult
 from llmcond.workflows.annotate import AnnotationResult as AnnotationResult
 from llmcond.workflows.bench import Benchmark as Benchmark
+from llmcond.workflows.check import ConditionChecks as ConditionChecks
 from llmcond.workflows.compare import Comparison as Comparison
 from llmcond.workflows.compare import SystemComparison as SystemComparison
 from llmcond.workflows.embed import EmbedResult as EmbedResult
 from llmcond.workflows.evaluate import AnalysisResult as AnalysisResult
-from llmcond.workflows.evaluate import ConditionChecks as ConditionChecks
 from llmcond.workflows.extract import ExtractionPlan as ExtractionPlan
 from llmcond.workflows.extract import ExtractResult as ExtractResult
 from llmcond.workflows.fit import FittedResult as FittedResult

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from llmcond.base.arrays import scale_to_unit_norm
 from llmcond.base.errors import format_count
 from llmcond.base.files import as_json
 from llmcond.base.metrics import Estimate, Floats, Indices, Metric, estimates_json
@@ -556,6 +557,8 @@ def _overlap(first: str, second: str) -> bool:
 
 #: Numbers of typical texts, and of terms that a cluster's name is selected from.
 _TYPICAL, _CANDIDATES = 3, 1_000
+#: The candidates of each cluster that are embedded.
+_EMBEDDED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,7 +579,10 @@ class ClusterSummary:
 
 
 def describe_clusters(
-    texts: Sequence[str], vectors: Vectors, labels: Labels
+    texts: Sequence[str],
+    vectors: Vectors,
+    labels: Labels,
+    embed: Callable[[Sequence[str]], Vectors] | None = None,
 ) -> list[ClusterSummary]:
     """Describe the clusters of n texts, the largest first, texts in no cluster last.
 
@@ -584,6 +590,8 @@ def describe_clusters(
         texts: (n,) the texts.
         vectors: (n, d) the vectors that were clustered.
         labels: (n,) the number of each text's cluster.
+        embed: computes the (m, d) vectors of words, as those of the texts. Names then prefer words
+            that are near their cluster in the embeddings, which follow the condition.
     """
     numbers = [*range(int(labels.max()) + 1), *([NOISE] if NOISE in labels else [])]
     frequent = read_frequent_words().greetings
@@ -592,7 +600,10 @@ def describe_clusters(
     cleaned = [clean_text(text) for text in texts]
     pattern = word_pattern(cleaned)
     words = [list(find_words(text, pattern)) for text in cleaned]
-    names = _choose_names(words, labels, numbers, frequent)
+    terms = _find_terms(words, labels, numbers, frequent)
+    if embed is not None:
+        terms = _prefer_near_terms(terms, vectors, labels, embed)
+    names = {number: ", ".join(select_distinct(*terms[number])) for number in numbers}
     clusters = []
     for number in numbers:
         inside = np.flatnonzero(labels == number)
@@ -610,12 +621,46 @@ def describe_clusters(
     return clusters
 
 
-def _choose_names(
+#: Terms of a cluster, the best first, and their weights.
+_Terms = tuple[list[str], Floats]
+
+
+def _prefer_near_terms(
+    terms: Mapping[int, _Terms],
+    vectors: Vectors,
+    labels: Labels,
+    embed: Callable[[Sequence[str]], Vectors],
+) -> dict[int, _Terms]:
+    """Weight the best terms of each cluster by how much nearer they are to it than to others.
+
+    The parts of words in scripts without spaces keep their weights, by which they are joined.
+    """
+    near = {number: words[:_EMBEDDED] for number, (words, _) in terms.items() if number != NOISE}
+    vocabulary = sorted(set(chain.from_iterable(near.values())))
+    if len(near) < 2 or not vocabulary or any(map(is_unspaced, vocabulary)):
+        return dict(terms)
+    means = np.stack([vectors[labels == number].mean(axis=0) for number in near])
+    similarities = scale_to_unit_norm(embed(vocabulary)) @ scale_to_unit_norm(means).T
+    nearer = similarities - (similarities.sum(axis=1, keepdims=True) - similarities) / (
+        len(near) - 1
+    )
+    weighted = dict(terms)
+    for column, (number, words) in enumerate(near.items()):
+        rows = [vocabulary.index(word) for word in words]
+        weights = terms[number][1][: len(words)] * nearer[rows, column]
+        order = np.argsort(-weights)
+        order = order[weights[order] > 0]
+        if len(order):
+            weighted[number] = [words[i] for i in order], weights[order]
+    return weighted
+
+
+def _find_terms(
     words: Sequence[Sequence[str]],
     labels: Labels,
     numbers: Sequence[int],
     frequent: frozenset[str],
-) -> dict[int, str]:
+) -> dict[int, _Terms]:
     """Return the terms whose mean TF-IDF in a cluster exceeds that in all other texts the most.
 
     Numbers and ``frequent`` words are only used for a cluster without any other term, and so are
@@ -630,7 +675,7 @@ def _choose_names(
     try:
         weights = vectorizer.fit_transform(words)
     except ValueError:  # no text contains a word, only punctuation or single letters
-        return dict.fromkeys(numbers, "")
+        return {number: ([], np.zeros(0)) for number in numbers}
     terms, total = vectorizer.get_feature_names_out(), np.asarray(weights.sum(axis=0))[0]
     counts = weights.getnnz(axis=0)
     is_secondary = np.array(
@@ -639,7 +684,7 @@ def _choose_names(
             for term, count in zip(terms, counts, strict=True)
         ]
     )
-    names = {}
+    found = {}
     for number in numbers:
         inside = labels == number
         cluster_total, n = np.asarray(weights[inside].sum(axis=0))[0], int(inside.sum())
@@ -647,10 +692,9 @@ def _choose_names(
         order = np.lexsort((-excess, is_secondary))
         order = order[excess[order] > 0]
         primary = order[~is_secondary[order]]
-        best = (primary if len(primary) else order)[:_CANDIDATES]
-        name_terms = [] if number == NOISE else select_distinct(terms[best].tolist(), excess[best])
-        names[number] = ", ".join(name_terms)
-    return names
+        best = (primary if len(primary) else order)[: 0 if number == NOISE else _CANDIDATES]
+        found[number] = terms[best].tolist(), excess[best]
+    return found
 
 
 def without_condition(encoder: str) -> str:
@@ -979,16 +1023,13 @@ class ClusterMap:
         return compute_maps(self._vectors, self._seed)
 
 
-def write_cluster_page(
-    result: ClusterResult, drawing: ClusterMap, path: Path, verdicts: Mapping[str, str]
-) -> None:
+def write_cluster_page(result: ClusterResult, drawing: ClusterMap, path: Path) -> None:
     """Write the page of a result.
 
     Args:
         result: the result.
         drawing: the map of the texts.
         path: the file to write.
-        verdicts: the check of each condition in words, by title of a clustering.
     """
     scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
     values: dict[str, Any] = {
@@ -999,7 +1040,6 @@ def write_cluster_page(
         "noise": NOISE,
         "cross_tables": [_cross_table(a, b) for a, b in combinations(drawing.clusterings, 2)],
         "qualities": [quality_text(c, result.method) for c in drawing.clusterings],
-        "verdicts": verdicts,
         "method": _METHODS[result.method],
         "scores": [(title, scores, agreement_figures(scores)) for title, scores in scored],
         "metrics": METRICS,

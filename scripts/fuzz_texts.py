@@ -439,7 +439,7 @@ def file_input(chance: Random, base: Path, work: Path, form: str = "", name: str
     arguments += [f"--keep={rows.extra_name}"] if keeps else []
     arguments += {
         "embed": ["--out", str(out)],
-        "cluster": ["--out", str(out), "--clusters", "2", "--no-check"],
+        "cluster": ["--out", str(out), "--clusters", "2"],
         "index": ["--out", str(work / "index"), "--json"],
         "check-condition": [],
     }[name]
@@ -525,7 +525,7 @@ def object_input(
     written = {**options, "texts": table, "out": out, "keep": keep}
     calls: dict[str, Callable[[], Any]] = {
         "embed": lambda: llmcond.embed(**written),
-        "cluster": lambda: llmcond.cluster(clusters=2, check=False, **written),
+        "cluster": lambda: llmcond.cluster(clusters=2, **written),
         "check_condition": lambda: llmcond.check_condition(texts=table, **options),
         "encode": lambda: len(llmcond.load_embedder(run).encode(table, CONDITION)),
         "Index.build": lambda: len(llmcond.Index.build(work / "index", table, run=run)),

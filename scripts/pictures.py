@@ -706,7 +706,7 @@ SCREENSHOTS: Final = {
         "clusters.",
         ".read",
         [
-            f"cluster '{TICKETS}' --no-check --report page.html --condition 'the product' "
+            f"cluster '{TICKETS}' --report page.html --condition 'the product' "
             "--condition 'the sentiment'",
         ],
         _select_text,

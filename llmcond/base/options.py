@@ -279,6 +279,8 @@ def _coerce(value: Any, hint: Any, flag: str) -> Any:
         check_string(str(value), flag)
     if kind is Any or (value is None and NoneType in get_args(hint)):
         return value
+    if callable(value) and any(get_origin(one) is Callable for one in get_args(hint)):
+        return value
     if get_origin(kind) in (Sequence, tuple, Mapping):
         return _coerce_several(value, kind, flag)
     if get_origin(kind) is Literal:

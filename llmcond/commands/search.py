@@ -21,7 +21,6 @@ from llmcond.base.text import (
 from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.data.readers import FILES
 from llmcond.options.common import (
-    CHECK_HELP,
     VALUES_HELP,
     DeviceOption,
     EmbedderOptions,
@@ -106,7 +105,6 @@ class Search(IgnoreOption, DeviceOption, Command):
         "condition, and whose prompt also encodes texts alone, unlike the bundled model's "
         "(default: all texts)",
     )
-    check: bool = option(True, help=CHECK_HELP)
     explain: bool = option(
         False,
         help="show each hit's score under each condition and without one (by the encoder without "
@@ -146,11 +144,6 @@ class Search(IgnoreOption, DeviceOption, Command):
         _report_conditions(hits, conditions)
         if self.explain and hits.rows:
             _report_unconditional_scores(hits)
-        if self.check and self.rerank is None:
-            for condition in [text for text in hits.conditions if text not in hits.guides]:
-                check = index.check(condition)
-                if check is not None and check.expected is not None:
-                    log.info(f"{condition_text(condition)}: {check.sentence()}")
         return hits
 
     def show(self, result: Hits, form: str) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from llmcond.clustering import ClusterResult
     from llmcond.runs.similarity import Explanation
     from llmcond.workflows.annotate import AnnotationResult
+    from llmcond.workflows.check import ConditionChecks
     from llmcond.workflows.embed import EmbedResult
-    from llmcond.workflows.evaluate import ConditionChecks
 
 
 @dataclass(frozen=True)
@@ -284,15 +284,16 @@ cluster = as_function(Cluster)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckCondition(CheckConditionOptions, Command):
-    """Check without labels how clearly texts form groups under conditions.
+    """Compare conditions on texts, and measure by a few answers how well they work.
 
-    The texts are embedded under each condition. How clearly they fall into groups predicts the
-    share of comparisons that follow the condition; 50 % is chance. The check cannot know by which
-    aspect the texts are grouped, so it is a hint and no proof that a condition works. At most 200
-    texts are sampled, and at least 20 are needed.
+    Without answers, the command shows which conditions have nearly the same nearest texts, and
+    which texts a condition brings together. With --ask, --judge or --labels, it measures
+    how well the embeddings agree with answers to "same in this respect?", for each wording of the
+    condition, with and without what is ignored, and for the encoder without a condition. At most
+    200 texts are sampled, and at least 20 are needed.
     """
 
-    example = "llmcond check-condition texts.csv --condition 'the topic' --condition 'the mood'"
+    example = "llmcond check-condition texts.csv --condition 'the topic' --ask --out answers.csv"
     formats = True
     if_interrupted = REUSES_VECTORS
 
@@ -300,46 +301,50 @@ class CheckCondition(CheckConditionOptions, Command):
         """Check the conditions.
 
         Returns:
-            ``ConditionChecks`` with one check for each condition: its verdict, expected accuracy
-            and indicators.
+            ``ConditionChecks`` with one check for each condition: its common neighbours with the
+            others, examples, and the figures of each way to compare the texts.
 
         Raises:
-            UserError: a condition is empty, the texts cannot be read, or the model has no
-                calibration.
-            LlmcondError: the encoder fails.
+            UserError: an option, a text, a label or an answer is invalid, there is no terminal to
+                ask in, or the server rejects a request.
+            LlmcondError: the encoder or the server fails.
 
         Examples:
             >>> import llmcond
             >>> texts = [f"A {pet} has {n} toys." for pet in ("dog", "cat") for n in range(10)]
-            >>> result = llmcond.check_condition(texts=texts, condition="the animal")
-            >>> result.texts
+            >>> result = llmcond.check_condition(
+            ...     texts=texts,
+            ...     condition="the animal",
+            ...     ask=lambda first, second, condition: first[2:5] == second[2:5],
+            ... )
+            >>> result.checks[0].same + result.checks[0].different
             20
+            >>> [ranking.name for ranking in result.checks[0].rankings]
+            ['the animal', 'no condition']
         """
-        from llmcond.workflows.evaluate import check_condition
+        from llmcond.workflows.check import check_condition
 
         return check_condition(self)
 
     def show(self, result: ConditionChecks, form: str) -> None:
-        """Print the expected accuracy of each condition, and the evidence."""
+        """Print which conditions are alike, some examples, and the figures."""
         from llmcond.base.output import Table, print_sentences
-        from llmcond.base.text import condition_titles
-        from llmcond.evaluation.analyses import INDICATORS
+        from llmcond.workflows.check import count_nearest, summarise
 
-        titles = condition_titles([check.condition for check in result.checks])
-        print_sentences(
-            [
-                f"{title}: {check.sentence()}."
-                for title, check in zip(titles, result.checks, strict=True)
-            ]
-        )
-        rows = [
-            {"condition": title, "verdict": check.verdict}
-            | {INDICATORS[key]: value for key, value in check.indicators.items()}
-            for title, check in zip(titles, result.checks, strict=True)
-            if check.indicators
-        ]
-        if rows:
-            Table.of_rows(rows).print(form)
+        print_sentences(summarise(result), form)
+        if neighbours := result.neighbour_rows():
+            n = count_nearest(min(check.n_texts for check in result.checks))
+            note = f"Common neighbours: percentage of the {n} nearest texts that are the same"
+            Table.of_rows(neighbours, note=note).print(form)
+        if examples := result.example_rows():
+            note = "Texts that are near under the condition, and far without it"
+            Table.of_rows(examples, note=note).print(form)
+        if scores := result.ranking_rows():
+            note = (
+                "Agreement with the answers, in percent, with 95 % intervals over pairs or texts; "
+                "50 is chance"
+            )
+            Table.of_rows(scores, note=note).print(form)
 
 
 check_condition = as_function(CheckCondition)

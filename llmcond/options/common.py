@@ -43,11 +43,6 @@ IN_PYTHON = f"in Python also {OBJECTS}"
 
 TEXT_HELP = f"column of the texts (default: {', otherwise '.join(TEXT_COLUMNS)})"
 
-CHECK_HELP = (
-    "report how clearly these texts form groups under each condition, as llmcond check-condition "
-    "does"
-)
-
 VALUES_HELP = (
     f'up to {MAX_VALUES} example values of the condition, such as "Italian, Thai, Indian"; put '
     "double quotes around a value that contains a comma"

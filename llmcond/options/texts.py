@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,9 +21,9 @@ from llmcond.base.files import (
     suffix,
 )
 from llmcond.base.options import Amount, IndexPrecision, Positive, Precision, Seed, option
+from llmcond.base.system import check_server_address
 from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
 from llmcond.options.common import (
-    CHECK_HELP,
     DATA,
     IN_PYTHON,
     TEXT_HELP,
@@ -41,6 +41,7 @@ from llmcond.options.common import (
 )
 
 _SERVER = "server"
+_ANSWERS = "answers to compare with"
 _PROPOSE = "texts without pairs"
 _Rate = Annotated[float, Gt(0), Lt(math.inf)]
 
@@ -222,7 +223,6 @@ class ClusterOptions(GuideOption, TextsOptions):
         help="picture of the map: .png, .svg or .pdf; its positions are written next to it, as "
         "FIGURE-data.csv",
     )
-    check: bool = option(True, help=f"without --guide: {CHECK_HELP}")
     seed: Seed = option(0, metavar="S", help="random seed of K-means, sampling and the map")
 
 
@@ -230,8 +230,68 @@ class ClusterOptions(GuideOption, TextsOptions):
 class CheckConditionOptions(TextsOptions):
     """Options of ``llmcond check-condition``: the conditions to check, and the texts."""
 
-    condition: Sequence[str] = condition_option("condition to check; may be repeated")
-    seed: Seed = option(0, metavar="S", help="random seed of the sample of texts")
+    condition: Sequence[str] = condition_option(
+        "condition to check, or several wordings of it, such as 'the problem | the complaint'; may "
+        "be repeated"
+    )
+    ask: bool | Callable[[str, str, str], Any] = option(
+        False,
+        group=_ANSWERS,
+        help="show pairs of texts in the terminal, and ask whether they are the same in this "
+        "respect; in Python also a function of two texts and the condition that returns True, "
+        "False, or None to skip the pair",
+        conflicts="--judge or --labels",
+    )
+    judge: str | None = option(
+        None,
+        metavar="URL",
+        group=_ANSWERS,
+        help="address of a server with OpenAI's protocol, such as http://localhost:8000/v1, whose "
+        "language model answers; its ratings 4 and 5 of 5 count as the same",
+        conflicts="--labels",
+        check=lambda url: check_server_address(url, "--judge"),
+    )
+    judge_model: str | None = option(
+        None,
+        metavar="NAME",
+        group=_ANSWERS,
+        help="name of the language model on the server",
+        needs="--judge",
+    )
+    labels: Sequence[str] = option(
+        (),
+        metavar="COL",
+        group=_ANSWERS,
+        help="column of known labels that answers, or one for each condition: two texts are the "
+        "same if their labels are; all pairs of the sampled texts are used",
+    )
+    pairs: Annotated[int, Ge(4)] = option(
+        20,
+        group=_ANSWERS,
+        help="number of pairs for each condition",
+        needs="--ask or --judge",
+    )
+    out: str | Path | None = option(
+        None,
+        metavar="FILE.csv",
+        group=_ANSWERS,
+        writes=file_output(".csv"),
+        help="file to write each answer to at once, as pairs that `extract --data` reads; the "
+        "same command continues after its pairs",
+        needs="--ask or --judge",
+    )
+    seed: Seed = option(0, metavar="S", help="random seed of the sample of texts and pairs")
+
+    def __post_init__(self) -> None:
+        """Also check that answers can be stored, and that a judge is named."""
+        super().__post_init__()
+        if self.judge is not None and self.judge_model is None:
+            raise UserError("--judge needs --judge-model. Name the language model of the server.")
+        if self.out is None and (self.ask is True or self.judge is not None):
+            raise UserError(
+                f"--{'judge' if self.judge else 'ask'} needs --out FILE.csv, which the answers are "
+                "written to. Add it."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -257,6 +257,7 @@ class ChatSettings:
         timeout: seconds after which a request is cancelled and retried.
         retries: number of retries per request.
         per_minute: largest number of requests per minute, including retries; None: no limit.
+        flag: the option that names the address.
     """
 
     endpoint: str
@@ -265,6 +266,7 @@ class ChatSettings:
     timeout: float = 60.0
     retries: int = 6
     per_minute: float | None = None
+    flag: str = "--endpoint"
 
     def check(self) -> None:
         """Check the settings before any request.
@@ -272,7 +274,7 @@ class ChatSettings:
         Raises:
             UserError: a setting is invalid.
         """
-        check_server_address(self.endpoint, "--endpoint")
+        check_server_address(self.endpoint, self.flag)
         reserved = {"model", "messages", "seed", "response_format", "stream", "n"}
         conflicts = reserved & set(self.request)
         if conflicts:

@@ -711,7 +711,7 @@ def fit_ignoring_map(
     guide = fit_ignoring(vectors, others, known, directions)
     for other, under_other in others.items():
         shared = share_of_neighbours(vectors, under_other)
-        if shared > _ALIKE:
+        if shared > ALIKE:
             log.warning(
                 f"under {other!r}, {shared:.0%} of the texts' nearest neighbours are the same as "
                 f"under {str(asked)!r}: ignoring it may remove what you ask for"
@@ -728,7 +728,7 @@ def fit_ignoring_map(
 
 
 #: The share of common neighbours above which two conditions are alike.
-_ALIKE = 0.5
+ALIKE = 0.5
 
 
 def share_of_neighbours(first: Vectors, second: Vectors, k: int = 10) -> float:

@@ -35,7 +35,6 @@ from llmcond.encoders.checkpoint import (
 from llmcond.encoders.resolve import cross_encoder_error, is_server
 from llmcond.encoders.settings import find_model, suggest_model
 from llmcond.encoders.spec import InputError, truncation_note
-from llmcond.evaluation import CALIBRATION
 from llmcond.features.extract import Extraction, MissingCount, PlanExecutor, extract
 from llmcond.prompts import Prompt, load_prompt
 from llmcond.runs.run import NO_DATA, Run, create_manifest, portable_model_name, read_manifest
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 #: Patterns for the files of a run on the hub.
 _RUN_FILES = (
-    *RECORDS, CARD, CALIBRATION, "heads/*/head.json", CONFIG, *SETTINGS, "*/config.json",
+    *RECORDS, CARD, "heads/*/head.json", CONFIG, *SETTINGS, "*/config.json",
     *SAFETENSORS,
 )  # fmt: skip
 

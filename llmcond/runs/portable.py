@@ -52,7 +52,6 @@ from llmcond.encoders.checkpoint import (
     settings_files,
     weight_files,
 )
-from llmcond.evaluation import CALIBRATION
 from llmcond.heads.storage import weights_path
 from llmcond.runs.open import open_any_run
 from llmcond.runs.run import IN_RUN_FOLDER, Run, read_manifest
@@ -279,7 +278,7 @@ def stage_run(
     if tuned:
         stage_record(TRAINING_RECORD)
         stage_record(ENCODER_RECORD)
-    for name in (CALIBRATION, CREDITS, CARD):
+    for name in (CREDITS, CARD):
         if (folder / name).is_file():
             _stage_file(folder, name, staged)
     if (folder / CARD).is_file():

@@ -54,7 +54,6 @@ from llmcond.base.text import (
     wordings,
 )
 from llmcond.data.guides import LabelledTexts, check_labelled
-from llmcond.evaluation.analyses import MOST_TEXTS, ConditionCheck, find_calibration, sample_texts
 from llmcond.features.extract import WINDOW, count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
@@ -758,35 +757,6 @@ class Index:
         lookup = self._open_store().lookup if alike else None
         for condition in [name for group in alike.values() for name in group]:
             version.view(condition, lookup)
-
-    # -- checking ------------------------------------------------------------------------------
-
-    def check(self, condition: str) -> ConditionCheck | None:
-        """Check how clearly the texts form groups under a condition, on a sample of 200 of them.
-
-        Args:
-            condition: the condition. A text alone has the values that the index records for it.
-
-        Returns:
-            The result of the check. It is None if the model has no calibration that can distinguish
-            conditions, or if the index holds no vectors under the condition and would have to
-            encode texts. ``prepare`` or a search computes them. It is None as well if the index is
-            in ``binary`` or ``ubinary``, whose similarities have another distribution.
-
-        Raises:
-            UserError: if the condition is empty.
-        """
-        calibration = find_calibration(self._model.run.folder)
-        if calibration is None or not calibration.ranks_conditions or self._views.is_binary:
-            return None
-        (condition,) = self._resolve_conditions(condition)
-        view, table = self._version.view(condition), self._version.table
-        if view is None or not len(table):
-            return None
-        # Some texts may repeat, so twice as many are read as are compared.
-        rows = np.sort(np.random.default_rng(0).permutation(len(table))[: 2 * MOST_TEXTS])
-        texts = table.take(rows, ["text"])["text"].to_pylist()
-        return ConditionCheck.of(condition, view.rows(rows[sample_texts(texts)]), calibration)
 
     # -- searching -----------------------------------------------------------------------------
 

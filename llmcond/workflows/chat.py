@@ -25,7 +25,7 @@ class ChatClient(ServerClient):
             retries=settings.retries,
             per_minute=settings.per_minute,
         )
-        self._fields = settings.request
+        self._fields, self.flag = settings.request, settings.flag
         #: Whether requests contain a JSON schema of the answer; None: there was no question yet.
         self._structured: bool | None = None
 

@@ -42,10 +42,11 @@ from llmcond.data.datasets import (
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.rows import to_arrow
-from llmcond.evaluation.analyses import ConditionCheck, find_calibration, kmeans, sample_texts
+from llmcond.evaluation.analyses import kmeans, sample_texts
 from llmcond.options.texts import ClusterOptions
 from llmcond.runs.embedder import EmbeddingModel
 from llmcond.runs.similarity import report_foreign_texts
+from llmcond.workflows.check import report_alike
 
 Method = Literal["kmeans", "hdbscan"]
 
@@ -141,10 +142,8 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         table=_make_table(collection, column, options.keep, clusterings, columns),
     )
     _log_quality(clusterings, options.method, guide is not None)
-    verdicts: dict[str, str] = {}
-    if options.check and guide is None:
-        verdicts = _log_condition_checks(conditions, samples, run_folder)
-    _write_outputs(result, drawing, verdicts)
+    report_alike(conditions, samples)
+    _write_outputs(result, drawing)
     return result
 
 
@@ -337,26 +336,6 @@ def _log_quality(clusterings: Sequence[Clustering], method: Method, guided: bool
     )
 
 
-def _log_condition_checks(
-    conditions: Sequence[str], samples: Sequence[Vectors], run_folder: Path
-) -> dict[str, str]:
-    """Log and return the check of each condition, unless there are too few texts.
-
-    Returns:
-        A sentence, without the full stop, by title of the condition.
-    """
-    calibration = find_calibration(run_folder)
-    verdicts: dict[str, str] = {}
-    if calibration is None or not calibration.ranks_conditions:
-        return verdicts
-    for condition, vectors in zip(conditions, samples, strict=True):
-        check = ConditionCheck.of(condition, vectors, calibration)
-        if check.expected is not None:
-            verdicts[condition_text(condition)] = check.sentence()
-            log.info(f"{condition_text(condition)}: {check.sentence()}")
-    return verdicts
-
-
 def _read_guides(
     guide: Any,
     text: str | None,
@@ -436,9 +415,7 @@ def _make_table(
     return table
 
 
-def _write_outputs(
-    result: ClusterResult, drawing: ClusterMap | None, verdicts: Mapping[str, str]
-) -> None:
+def _write_outputs(result: ClusterResult, drawing: ClusterMap | None) -> None:
     """Write the table, the picture of the map and the page that are wanted."""
     out, table = result.out, result.table
     if out is not None and out.suffix.lower() == ".csv":
@@ -458,4 +435,4 @@ def _write_outputs(
     if drawing is not None and result.map is not None:
         drawing.plot(result.map)
     if drawing is not None and result.report is not None:
-        write_cluster_page(result, drawing, result.report, verdicts)
+        write_cluster_page(result, drawing, result.report)

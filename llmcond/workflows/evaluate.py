@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from llmcond.base.arrays import as_matrix
 from llmcond.base.errors import UserError, format_count, install_command
@@ -24,25 +23,19 @@ from llmcond.base.files import (
     write_json,
 )
 from llmcond.base.metrics import finite_or_none, get_metric
-from llmcond.base.output import Displayed, DisplayedDict, log
+from llmcond.base.output import DisplayedDict, log
 from llmcond.base.system import provenance
-from llmcond.base.text import condition_titles
 from llmcond.data.datasets import is_missing, open_collection, read_collection
 from llmcond.data.formats import ReadOptions
 from llmcond.data.readers import IN_MEMORY
 from llmcond.data.rows import Rows
-from llmcond.evaluation import CALIBRATION
 from llmcond.evaluation.analyses import (
     MAX_VECTORS,
-    Calibration,
-    ConditionCheck,
     change_table,
-    find_calibration,
     frobenius_variance,
     impurity,
     most_changed,
     project_2d,
-    sample_texts,
     seen_unseen,
 )
 from llmcond.evaluation.results import Results, best_first, estimate_text
@@ -55,13 +48,12 @@ from llmcond.options.scoring import (
     RankingOptions,
     TiesOption,
 )
-from llmcond.options.texts import CheckConditionOptions
 from llmcond.report.content import make_page, measure_predictors
 from llmcond.report.figures import MapPanel, Point, plot_curve, plot_isotropy, plot_maps
 from llmcond.report.page import check_page, write_page
 from llmcond.report.tables import highest_or_lowest
 from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
-from llmcond.runs.embedder import Embedder, EmbeddingModel, make_embedder
+from llmcond.runs.embedder import Embedder, make_embedder
 from llmcond.runs.examples import (
     Evaluation,
     RowFeatures,
@@ -70,7 +62,6 @@ from llmcond.runs.examples import (
     zero_shot_heads,
 )
 from llmcond.runs.open import LazyEncoder
-from llmcond.runs.similarity import report_foreign_texts
 
 
 def evaluate(options: EvaluateOptions) -> Results:
@@ -567,100 +558,4 @@ def _draw_turns(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         xlabel=f"turn of the context (the candidates are turn {history + 1})",
         ylabel="cosine with the answer minus mean cosine with other candidates",
         band="with 95 % intervals over dialogues",
-    )
-
-
-@dataclass(frozen=True)
-class ConditionChecks(Displayed):
-    """Checks of how clearly some texts form groups under conditions.
-
-    Attributes:
-        file: the file of the texts, or ``rows in memory``.
-        texts: the number of texts.
-        encoder: the name of the encoder.
-        prompt: the name of the prompt.
-        head: the name of the head.
-        seed: the random seed that sampled the texts.
-        calibration: the function from indicators to an expected accuracy.
-        checks: one check for each condition.
-
-    Examples:
-        >>> import llmcond
-        >>> texts = ["A red car.", "A blue bicycle.", "Two dogs run.", "A cat sleeps."]
-        >>> result = llmcond.check_condition(texts=texts, condition=["the colour"])
-        >>> result.texts, [check.condition for check in result.checks]
-        (4, ['the colour'])
-    """
-
-    file: str
-    texts: int
-    encoder: str
-    prompt: str
-    head: str
-    seed: int
-    calibration: Calibration
-    checks: Sequence[ConditionCheck]
-
-    @override
-    def to_json(self) -> dict[str, Any]:
-        calibration = {**self.calibration.to_json(), "of_this_model": self.calibration.is_of_model}
-        return {**super().to_json(), "calibration": calibration}
-
-    @override
-    def _displayed(self) -> Mapping[str, Any]:
-        facts = {name: getattr(self, name) for name in ("file", "texts", "encoder", "head")}
-        titles = condition_titles([check.condition for check in self.checks])
-        rows = [
-            {"condition": title, "verdict": check.verdict, **check.to_json()["indicators"]}
-            for title, check in zip(titles, self.checks, strict=True)
-        ]
-        return {**facts, "checks": rows}
-
-
-def check_condition(options: CheckConditionOptions) -> ConditionChecks:
-    """Check how clearly texts form groups under conditions, without labels.
-
-    Raises:
-        UserError: the texts, a column or a condition are invalid, or there is no calibration.
-        LlmcondError: the encoder fails.
-    """
-    run_folder, conditions, seed = options.resolve_folder(), options.conditions(), options.seed
-    calibration = find_calibration(run_folder)
-    if calibration is None:
-        raise UserError(
-            f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which gives the "
-            "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
-        )
-    kept, read = list(options.ignore_column), options.read_options()
-    collection = read_collection(options.texts, options.text, kept, read=read)
-    embeddings = EmbeddingModel.find(
-        run_folder, options.head, options.prompt, device=options.device
-    )
-    report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
-    embeddings.fit_ignored(collection, conditions, kept, options.ignore_directions)
-    sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]
-    vectors = embeddings.embed(
-        [(text, condition) for condition in conditions for text in sample], collection.file
-    )
-    checks = [
-        ConditionCheck.of(condition, condition_vectors, calibration)
-        for condition, condition_vectors in zip(
-            conditions, np.split(vectors, len(conditions)), strict=True
-        )
-    ]
-    if not calibration.ranks_conditions:
-        log.warning(
-            "the calibration does not rank conditions of other texts better than chance, so do not "
-            "rely on the verdicts. Calibrate on more conditions: python "
-            "scripts/calibrate_conditions.py"
-        )
-    return ConditionChecks(
-        file=collection.file,
-        texts=len(collection.texts),
-        encoder=embeddings.encoder.name,
-        prompt=embeddings.view.name,
-        head=embeddings.head.reference,
-        seed=seed,
-        calibration=calibration,
-        checks=checks,
     )

@@ -18,7 +18,6 @@ from llmcond.base.output import DisplayedDict, log
 from llmcond.base.package import __version__
 from llmcond.encoders.adapter import CARD, CONFIG, RUN_RECORD
 from llmcond.encoders.checkpoint import RECORDS, SETTINGS
-from llmcond.evaluation import CALIBRATION
 from llmcond.options.training import PushOptions
 from llmcond.report.card import add_metadata, heads_card, heads_metadata, trained_metadata
 from llmcond.runs import open_any_run
@@ -26,7 +25,7 @@ from llmcond.runs.portable import list_files, open_portable_run, read_credits, s
 from llmcond.workflows.training_record import RECORD
 
 #: Files of an earlier push that would be mistaken for files of this one.
-_PUSHED = [*SETTINGS, *RECORDS, CONFIG, CALIBRATION]
+_PUSHED = [*SETTINGS, *RECORDS, CONFIG]
 _PUSHED += ["heads/*", "*/config.json", "*.safetensors"]
 
 

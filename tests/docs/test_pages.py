@@ -50,7 +50,7 @@ def run_command(words, capsys):
 def find_commands(text):
     for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            match = re.match(r"\s*(llmcond [^#&;|>]*)", line)
+            match = re.match(r"""\s*(llmcond (?:"[^"]*"|'[^']*'|[^#&;|>"'])*)""", line)
             if match and "..." not in match[1] and "$" not in match[1]:
                 yield shlex.split(match[1])[1:]
 

@@ -105,32 +105,6 @@ def test_script_runs(
     assert expected in capsys.readouterr().out
 
 
-def test_calibration_is_fitted_and_read(tmp_path, tiny_run, capsys):
-    from calibrate_conditions import main
-
-    from llmcond.evaluation.analyses import find_calibration
-
-    parts = {"who": ("men", "women"), "where": ("beach", "park"), "when": ("noon", "night")}
-    parts |= {"what": ("ride", "play"), "colour": ("red", "blue")}
-    for number, name in enumerate(("one", "two"), 3):
-        attributes = [
-            {key: values[i * number**k // 7 % 2] for k, (key, values) in enumerate(parts.items())}
-            for i in range(60)
-        ]
-        texts = [
-            {"text": f"{' '.join(values.values())} {i}", "attrs": values}
-            for i, values in enumerate(attributes)
-        ]
-        content = {"texts": texts, "conds": {key: {"text": f"the {key}"} for key in parts}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    out = tmp_path / "made" / "conditions.json"
-    out.parent.mkdir()
-    arguments = ["--data", str(tmp_path), "--model", str(tiny_run), "--device", "cpu"]
-    assert main([*arguments, "--out", str(out)]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
-    assert find_calibration(out.parent).is_of_model
-
-
 def test_every_script_answers_help():
     paths = sorted((ROOT / "scripts").glob("*.py"))
     for path in (path for path in paths if "__main__" in path.read_text(encoding="utf-8")):

@@ -17,9 +17,7 @@ from huggingface_hub import ModelCard, constants
 import llmcond
 from llmcond import push
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.base.package import DEFAULT_MODEL, pretrained_folder
 from llmcond.cli import run
-from llmcond.evaluation import CALIBRATION
 from llmcond.runs.portable import _PATH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -264,7 +262,6 @@ def test_custom_card_keeps_its_text_and_metadata(hub, frozen, capfd, tmp_path):
     push(run=frozen, repo=REPO)
     assert "the model card names no licence" in capfd.readouterr().err
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
-    shutil.copy(pretrained_folder(DEFAULT_MODEL) / CALIBRATION, copy)  # of check-condition
     (copy / "README.md").write_text(f"---\nlicense: mit\ntags: [mine]\n---\nIn {frozen}.\n")
     push(run=copy, repo=REPO)
     messages = capfd.readouterr().err
@@ -274,7 +271,6 @@ def test_custom_card_keeps_its_text_and_metadata(hub, frozen, capfd, tmp_path):
     assert card.text == f"In {frozen}.\n"
     assert (card.data.license, card.data.tags) == ("mit", ["mine"])
     assert card.data.base_model == "sentence-transformers/all-MiniLM-L6-v2"
-    assert hub.files()[CALIBRATION] == (copy / CALIBRATION).read_bytes()
     push(run=copy, repo=REPO, license="apache-2.0", datasets=["a/b", "c/d"])
     data = ModelCard(hub.files()["README.md"].decode()).data
     assert (data.license, data.datasets) == ("apache-2.0", ["a/b", "c/d"])
