@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.base.package import DEFAULT_MODEL
 from llmcond.base.text import as_condition, wordings
 from llmcond.evaluation.analyses import MOST_TEXTS
 from llmcond.evaluation.pair_answers import (
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--condition", action="append", required=True, metavar="NAME[=TEXT]")
-    parser.add_argument("--model", default=None)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--users", type=int, default=200)
     options = parser.parse_args(arguments)

@@ -99,6 +99,32 @@ def test_cluster_names_are_distinctive_words():
     assert (noise[1].size, noise[1].typical) == (1, ())
 
 
+def test_names_prefer_words_that_are_near_their_cluster():
+    texts = ["urgent kettle, today", "urgent kettle"] * 3 + [
+        "later tent",
+        "later tent, sometime",
+    ] * 3
+    labels = np.repeat([0, 1], 6)
+    vectors = np.eye(3, dtype=np.float32)[labels]
+    near = {"urgent": [1, 0, 0], "today": [0.5, 0.1, 0], "later": [0, 1, 0]}
+
+    def embed(words):
+        return np.array([near.get(word, [0, 0, 1]) for word in words], dtype=np.float32)
+
+    names = [cluster.name for cluster in describe_clusters(texts, vectors, labels, embed)]
+    assert names == ["urgent, today", "later"]
+    plain = [cluster.name for cluster in describe_clusters(texts, vectors, labels)]
+    assert ["kettle" in plain[0], "tent" in plain[1]] == [True, True]
+    # Without a word that is near a cluster, and in scripts without spaces, names stay as they are.
+    near.clear()
+    assert [c.name for c in describe_clusters(texts, vectors, labels, embed)] == plain
+    texts = ["猫が好き"] * 6 + ["犬が走る"] * 6
+    (first, _), (second, _) = (
+        describe_clusters(texts, vectors, labels, one) for one in (None, embed)
+    )
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [

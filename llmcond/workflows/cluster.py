@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+from sklearn.metrics import adjusted_mutual_info_score
 
 from llmcond.base.errors import UserError, format_count, shortened_repr
 from llmcond.base.files import data_path, replace_atomically, write_csv
 from llmcond.base.output import log
-from llmcond.base.text import condition_text
+from llmcond.base.text import condition_text, ignored_by
 from llmcond.clustering import (
     Clustering,
     ClusterMap,
@@ -44,7 +44,7 @@ from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.rows import to_arrow
 from llmcond.evaluation.analyses import kmeans, sample_texts
 from llmcond.options.texts import ClusterOptions
-from llmcond.runs.embedder import EmbeddingModel
+from llmcond.runs.embedder import ALIKE, MIN_COLLECTION, EmbeddingModel, share_of_neighbours
 from llmcond.runs.similarity import report_foreign_texts
 from llmcond.workflows.check import report_alike
 
@@ -103,7 +103,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
             vectors = embeddings.embed(rows, collection.file)
         guide_labels = embeddings.guides[condition].labels if condition in guides else None
         clustering = finder.with_guide(guide_labels).make_clustering(
-            embeddings.encoder.name, condition, vectors, collection.texts
+            embeddings, condition, vectors, collection.texts
         )
         guided = _count_guide_labels(collection.texts, clustering.labels, guides.get(condition))
         clusterings.append(replace(clustering, guide=guide_labels, guided=guided))
@@ -124,7 +124,13 @@ def cluster(options: ClusterOptions) -> ClusterResult:
             for one, base, column in zip(clusterings, base_labels, scored_columns, strict=True)
         ]
         if drawing is not None and conditions:
-            base = finder.describe(name, None, base_vectors, collection.texts, base_labels[0])
+            base = Clustering(
+                name,
+                None,
+                base_labels[0],
+                describe_clusters(collection.texts, base_vectors, base_labels[0]),
+                silhouette(base_vectors, base_labels[0], seed),
+            )
             drawing.add(base, base_vectors)
     result = ClusterResult(
         out=out,
@@ -142,7 +148,8 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         table=_make_table(collection, column, options.keep, clusterings, columns),
     )
     _log_quality(clusterings, options.method, guide is not None)
-    report_alike(conditions, samples)
+    if guide is None:
+        compare_conditions(clusterings, samples, embeddings, collection)
     _write_outputs(result, drawing)
     return result
 
@@ -286,12 +293,16 @@ class _ClusterFinder:
         return self(vectors, "")[0]
 
     def make_clustering(
-        self, encoder: str, condition: str | None, vectors: Vectors, texts: Sequence[str]
+        self,
+        embeddings: EmbeddingModel,
+        condition: str | None,
+        vectors: Vectors,
+        texts: Sequence[str],
     ) -> Clustering:
         """Cluster the vectors of texts, and describe the clusters.
 
         Args:
-            encoder: the encoder's name.
+            embeddings: the model of the vectors.
             condition: the condition that the vectors are under; None: none.
             vectors: (n, d) the vectors of the texts.
             texts: the n texts.
@@ -301,21 +312,20 @@ class _ClusterFinder:
         """
         named = "" if condition is None else f"under {shortened_repr(condition_text(condition))}, "
         labels, silhouettes = self(vectors, f"{named}the texts have")
-        return self.describe(encoder, condition, vectors, texts, labels, silhouettes)
 
-    def describe(
-        self,
-        encoder: str,
-        condition: str | None,
-        vectors: Vectors,
-        texts: Sequence[str],
-        labels: Labels,
-        silhouettes: Mapping[int, float] = MappingProxyType({}),
-    ) -> Clustering:
-        """Describe clusters; the arguments are those of ``make_clustering``, and the labels."""
-        described = describe_clusters(texts, vectors, labels)
-        separation = silhouette(vectors, labels, self.seed)
-        return Clustering(encoder, condition, labels, described, separation, silhouettes)
+        def embed(words: Sequence[str]) -> Vectors:
+            if condition is None:
+                return embeddings.embed_plain(words)
+            return embeddings.embed([(word, condition) for word in words], "the words")
+
+        return Clustering(
+            embeddings.encoder.name,
+            condition,
+            labels,
+            describe_clusters(texts, vectors, labels, embed),
+            silhouette(vectors, labels, self.seed),
+            silhouettes,
+        )
 
 
 # -- reports -----------------------------------------------------------------------------------
@@ -334,6 +344,52 @@ def _log_quality(clusterings: Sequence[Clustering], method: Method, guided: bool
         "a silhouette does not show whether clusters are those you want; read some texts of each. "
         + ("More texts in the guide may help." if guided else _GUIDE_HINT)
     )
+
+
+#: The condition of clusters that follow no particular aspect.
+_GENERAL = "what it is about"
+#: The adjusted mutual information above which clusters under two conditions agree.
+_AGREE = 0.3
+
+
+def compare_conditions(
+    clusterings: Sequence[Clustering],
+    samples: Sequence[Vectors],
+    embeddings: EmbeddingModel,
+    collection: Collection,
+) -> None:
+    """Log which conditions are alike, and which one to ignore.
+
+    Clusters under two conditions should not agree if the nearest texts differ. The conditions are
+    those of the command, and a general one. ``docs/aspects.md`` has the measurement.
+    """
+    report_alike([one.condition or "" for one in clusterings], samples)
+    rows = sample_texts(collection.texts)
+    if len(rows) < MIN_COLLECTION:
+        return
+    general = embeddings.embed([(collection.texts[row], _GENERAL) for row in rows], collection.file)
+    for one, vectors in zip(clusterings, samples, strict=True):
+        if one.condition is None or ignored_by(one.condition):
+            continue
+        others = {
+            condition_text(other.condition): (sample, other.labels[rows])
+            for other, sample in zip(clusterings, samples, strict=True)
+            if other.condition not in (None, one.condition)
+        }
+        k = min(len(np.unique(one.labels)), len(distinct_vectors(general)))
+        others[_GENERAL] = general, kmeans(general, k, 0)
+        agreement = {
+            name: adjusted_mutual_info_score(one.labels[rows], labels)
+            for name, (sample, labels) in others.items()
+            if share_of_neighbours(vectors, sample) < ALIKE
+        }
+        closest = max(agreement, key=agreement.__getitem__, default="")
+        if closest and agreement[closest] >= _AGREE:
+            log.info(
+                f"the clusters under {condition_text(one.condition)!r} agree with those under "
+                f"{closest!r} (adjusted mutual information {agreement[closest]:.2f}), although the "
+                f"nearest texts differ. If they should not, try --ignore {closest!r}"
+            )
 
 
 def _read_guides(

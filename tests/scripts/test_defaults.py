@@ -36,6 +36,10 @@ ARGUMENTS_AND_OUTPUT = {
     "golden": ("record {tmp}/golden --only prompts models", "models: exit 0"),
     "make_aspects": ("--out {tmp}/texts --texts 40", ".json: 40 texts"),
     "make_weights": ("--out {tmp}", "SHA-256"),
+    "simulate_answers": (
+        "{aspects}/crossed.json --condition who --users 3 --model {tiny}",
+        "who: 3 users, 31% of all pairs",
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from helpers.waiting import PATIENCE, wait_until
 from llmcond.base.errors import UserError
 from llmcond.base.text import Condition
 from llmcond.runs.embedder import Embedder
+from llmcond.search import Index
 from llmcond.serving.model import ServedModel
 from llmcond.serving.server import bind_socket
 
@@ -78,6 +80,42 @@ def test_similarity_of_pairs_and_several_conditions(client, embedder):
     ):
         similarities = client.post("/v1/similarity", body).json["similarities"]
         assert similarities == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_requests_can_ignore_what_was_found_in_an_index(tiny_run, tmp_path):
+    parts = ("two men", "children", "dogs", "a woman"), ("play", "sit", "run"), "abcde"
+    texts = [" ".join(words) for words in product(*parts)]
+    condition = Condition("the place | where", ignore=["the number"])
+    index = Index.build(tmp_path / "index", texts, run=tiny_run, conditions=[condition])
+    with serve(ServedModel(index.embedder, condition, index)) as (client, _):
+        hits = [
+            client.post("/v1/search", body).json["results"]
+            for body in (
+                {"query": "dogs run"},
+                {"query": "dogs run", "condition": "The place | where", "ignore": ["the number"]},
+                {
+                    "query": "dogs run",
+                    "condition": {"the place | where": 1},
+                    "ignore": ["the number"],
+                },
+            )
+        ]
+        assert hits[0] == hits[1] == hits[2]
+        body = {"input": texts[:3], "condition": "the place | where", "ignore": ["the number"]}
+        vectors = read_vectors(client.post("/v1/embeddings", body))
+        np.testing.assert_allclose(vectors, index.embedder.encode(texts[:3], condition), atol=1e-5)
+        for route, ignore, message in (
+            ("embeddings", ["the mood"], "must be found in a collection of texts first"),
+            ("embeddings", ["The place | where"], "cannot ignore itself"),
+            ("search", ["the mood"], "what to ignore has not been found in the texts of the index"),
+            ("search", [""], "is empty"),
+        ):
+            text = {"input": "a"} if route == "embeddings" else {"query": "a"}
+            answer = client.post(
+                f"/v1/{route}", {**text, **{"condition": "the place | where"}, "ignore": ignore}
+            )
+            assert answer.status == 422
+            assert message in answer.error["message"]
 
 
 def test_documents_are_ordered_by_similarity_to_query(client, embedder):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,11 @@ from helpers.pages import HOSTILE, ParsedPage
 from sklearn.metrics import v_measure_score
 
 import llmcond
+from llmcond import Condition
 from llmcond.cli import run
+from llmcond.clustering import Clustering
+from llmcond.data.datasets import Collection
+from llmcond.workflows.cluster import compare_conditions
 
 PEOPLE = ("two men", "three women", "children", "two dogs")
 PLACES = ("in the park", "at the beach", "in the kitchen", "on the street")
@@ -139,6 +144,31 @@ def test_ignored_conditions_and_columns_are_named_and_change_clusters(call, writ
     assert clustering["silhouette"] != plain["silhouette"]
     both = call(*PLACE, *PEOPLE_COUNT, "--ignore", "others")["clusterings"]
     assert [one["ignore"] for one in both] == [[PEOPLE_COUNT[1]], ["the place"]]
+
+
+def test_clusters_that_agree_while_nearest_texts_differ_give_advice(caplog):
+    rng, labels = np.random.default_rng(0), np.repeat(np.arange(3), 40)
+    samples = [np.eye(3, 30)[labels] + 0.1 * rng.normal(size=(120, 30)) for _ in range(3)]
+    model = SimpleNamespace(embed=lambda rows, file: rng.normal(size=(len(rows), 30)))
+    collection = Collection([f"text {i}" for i in range(120)], "texts.csv", {}, {}, True)
+    caplog.set_level("INFO")
+    conditions = ("the problem", "the product", Condition("the mood", ignore=["the product"]))
+    clusterings = [Clustering("minilm", text, labels, [], 0.1) for text in conditions]
+    compare_conditions(clusterings, samples, model, collection)
+    assert [message.split(" (adjusted")[0] for message in caplog.messages] == [
+        "the clusters under 'the problem' agree with those under 'the product'",
+        "the clusters under 'the product' agree with those under 'the problem'",
+    ]
+    assert "try --ignore 'the product'" in caplog.messages[0]
+    caplog.clear()
+    compare_conditions(clusterings[:1], samples[:1], model, collection)
+    assert caplog.messages == []
+    general = SimpleNamespace(embed=lambda rows, file: samples[1])
+    compare_conditions(clusterings[:1], samples[:1], general, collection)
+    assert "try --ignore 'what it is about'" in caplog.text
+    caplog.clear()
+    compare_conditions(clusterings[:2], [samples[0]] * 2, model, collection)
+    assert ["are alike" in message for message in caplog.messages] == [True]
 
 
 def test_guide_rows_apply_to_their_condition_only(call, write_rows, tmp_path):
