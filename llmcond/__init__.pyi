@@ -23,6 +23,7 @@ from llmcond.commands.score import evaluate as evaluate
 from llmcond.commands.score import reply as reply
 from llmcond.commands.search import serve as serve
 from llmcond.commands.texts import annotate as annotate
+from llmcond.commands.texts import answers as answers
 from llmcond.commands.texts import check_condition as check_condition
 from llmcond.commands.texts import cluster as cluster
 from llmcond.commands.texts import embed as embed
@@ -68,6 +69,7 @@ from llmcond.search.index import Index as Index
 from llmcond.search.query import Hits as Hits
 from llmcond.serving.server import ServeResult as ServeResult
 from llmcond.workflows.annotate import AnnotationResult as AnnotationResult
+from llmcond.workflows.answers import AnswersResult as AnswersResult
 from llmcond.workflows.bench import Benchmark as Benchmark
 from llmcond.workflows.check import ConditionChecks as ConditionChecks
 from llmcond.workflows.compare import Comparison as Comparison

@@ -6,6 +6,7 @@ import html
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -583,6 +584,7 @@ def describe_clusters(
     vectors: Vectors,
     labels: Labels,
     embed: Callable[[Sequence[str]], Vectors] | None = None,
+    answers: Sequence[str] | None = None,
 ) -> list[ClusterSummary]:
     """Describe the clusters of n texts, the largest first, texts in no cluster last.
 
@@ -592,6 +594,7 @@ def describe_clusters(
         labels: (n,) the number of each text's cluster.
         embed: computes the (m, d) vectors of words, as those of the texts. Names then prefer words
             that are near their cluster in the embeddings, which follow the condition.
+        answers: (n,) answers, by the most frequent of which clusters are named; None: by words.
     """
     numbers = [*range(int(labels.max()) + 1), *([NOISE] if NOISE in labels else [])]
     frequent = read_frequent_words().greetings
@@ -600,10 +603,13 @@ def describe_clusters(
     cleaned = [clean_text(text) for text in texts]
     pattern = word_pattern(cleaned)
     words = [list(find_words(text, pattern)) for text in cleaned]
-    terms = _find_terms(words, labels, numbers, frequent)
-    if embed is not None:
-        terms = _prefer_near_terms(terms, vectors, labels, embed)
-    names = {number: ", ".join(select_distinct(*terms[number])) for number in numbers}
+    if answers is not None:
+        names = {number: _frequent_answers(answers, labels == number) for number in numbers}
+    else:
+        terms = _find_terms(words, labels, numbers, frequent)
+        if embed is not None:
+            terms = _prefer_near_terms(terms, vectors, labels, embed)
+        names = {number: ", ".join(select_distinct(*terms[number])) for number in numbers}
     clusters = []
     for number in numbers:
         inside = np.flatnonzero(labels == number)
@@ -619,6 +625,15 @@ def describe_clusters(
         summary = ClusterSummary(number, len(inside), names[number], tuple(typical.values()))
         clusters.append(summary)
     return clusters
+
+
+def _frequent_answers(answers: Sequence[str], inside: NDArray[np.bool_]) -> str:
+    """Return the most frequent answers of a cluster that at least a tenth of its texts share."""
+    spellings = {condition_key(answer): answer for answer in answers}
+    counts = Counter(condition_key(answers[i]) for i in np.flatnonzero(inside).tolist())
+    common = counts.most_common(3)
+    frequent = [spellings[key] for key, n in common if 10 * n >= inside.sum()]
+    return ", ".join(frequent or [spellings[common[0][0]]])
 
 
 #: Terms of a cluster, the best first, and their weights.

@@ -17,6 +17,11 @@ TABLES = (".parquet", ".csv")
 OUTPUTS = [
     ("analyse", "--out", ()),
     ("annotate texts.csv --endpoint http://127.0.0.1:9/v1 --model m", "--out", (".csv",)),
+    (
+        "answers texts.csv --condition c --server http://127.0.0.1:9/v1 --model m",
+        "--out",
+        (".csv", ".jsonl", ".parquet"),
+    ),
     ("cluster texts.csv --condition c", "--out", TABLES),
     ("cluster texts.csv --condition c", "--map", FIGURE_SUFFIXES),
     ("compare a b", "--report", PAGE_SUFFIXES),
@@ -35,7 +40,7 @@ NOWHERE = ["link", "texts.csv/x", "/proc/x", "a\nb", "\ud800", "x" * 300]
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.csv").write_text("text\na dog\n")
-    for suffix in ("", *TABLES, *PAGE_SUFFIXES, *FIGURE_SUFFIXES, ".md", ".npy"):
+    for suffix in ("", *TABLES, *PAGE_SUFFIXES, *FIGURE_SUFFIXES, ".md", ".npy", ".jsonl"):
         (tmp_path / f"link{suffix}").symlink_to("nowhere")
         (tmp_path / f"full{suffix}").mkdir()
         (tmp_path / f"full{suffix}" / "file").touch()

@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "train:Export",
     "serve": "search:Serve",
     "annotate": "texts:Annotate",
+    "answers": "texts:Answers",
     "models": "lists:ListModels",
     "prompts": "lists:Prompts",
     "prompts show": "lists:ShowPrompt",

@@ -16,6 +16,7 @@ from llmcond.commands.base import RESUMES, REUSES_VECTORS, Command, as_function
 from llmcond.options.common import ConditionOptions, EmbedderOptions, condition_option
 from llmcond.options.texts import (
     AnnotateOptions,
+    AnswersOptions,
     CheckConditionOptions,
     ClusterOptions,
     EmbedOptions,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from llmcond.clustering import ClusterResult
     from llmcond.runs.similarity import Explanation
     from llmcond.workflows.annotate import AnnotationResult
+    from llmcond.workflows.answers import AnswersResult
     from llmcond.workflows.check import ConditionChecks
     from llmcond.workflows.embed import EmbedResult
 
@@ -399,3 +401,65 @@ class Annotate(AnnotateOptions, Command):
 
 
 annotate = as_function(Annotate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(AnswersOptions, Command):
+    """Ask a language model what texts say about conditions, in a few words.
+
+    The table has an answer for each text and condition, which is empty if the text does not mention
+    the condition. People can edit it, and embed and cluster read it (--answers). The model runs on
+    a server with OpenAI's chat protocol. The environment variable OPENAI_API_KEY holds its key, if
+    it needs one. Each answer is stored when it arrives, so that the same command resumes after an
+    interruption.
+    """
+
+    example = (
+        "llmcond answers texts.csv --condition 'the topic' --server http://localhost:8000/v1 "
+        "--out answers.csv"
+    )
+    formats = True
+    if_interrupted = RESUMES
+
+    def execute(self) -> AnswersResult:
+        """Ask for the answers that the table lacks.
+
+        Returns:
+            An ``AnswersResult``: the table, the number of texts with each answer, and the numbers
+            of questions and tokens.
+
+        Raises:
+            UserError: an option, the texts, the table or a prompt is invalid, the server rejects
+                the requests, the budget is spent, or you decline the estimated cost.
+            LlmcondError: the server fails, after all retries.
+
+        Examples:
+            >>> import llmcond
+            >>> result = llmcond.answers(  # doctest: +SKIP
+            ...     texts=["A dog runs.", "A cat sleeps."],
+            ...     condition="the animal",
+            ...     server="http://localhost:8000/v1",
+            ...     out="answers.csv",
+            ... )
+        """
+        from llmcond.workflows.answers import answers
+
+        return answers(self)
+
+    def show(self, result: AnswersResult, form: str) -> None:
+        """Print the most frequent answers under each condition."""
+        from llmcond.base.output import Table
+        from llmcond.data.answers import NOT_MENTIONED
+
+        rows = [
+            {"condition": condition, "answer": answer or NOT_MENTIONED, "texts": n}
+            for condition, counts in result.counts.items()
+            for answer, n in list(counts.items())[:_MOST_ANSWERS]
+        ]
+        Table.of_rows(rows, ("condition", "answer", "texts")).print(form)
+
+
+#: The most answers under a condition that are printed.
+_MOST_ANSWERS = 10
+
+answers = as_function(Answers)

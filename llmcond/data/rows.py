@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.base.errors import UserError
-from llmcond.base.files import digest_bytes, digest_text
+from llmcond.base.files import (
+    as_json,
+    digest_bytes,
+    digest_text,
+    replace_atomically,
+    suffix,
+    write_csv,
+    write_text,
+)
 
 
 @dataclass(frozen=True)
@@ -275,6 +283,26 @@ def to_arrow(values: Sequence[Any]) -> Any:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):  # values of several types
         return pa.array([None if value is None else str(value) for value in values])
+
+
+def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Write columns as a .parquet, .jsonl or .csv file, atomically."""
+    form = suffix(path)
+    if form == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        arrays = {name: to_arrow(values) for name, values in columns.items()}
+        with replace_atomically(path) as temporary:
+            pq.write_table(pa.table(arrays), temporary.absolute())
+        return
+    rows = zip(*columns.values(), strict=True)
+    if form == ".jsonl":
+        records = (dict(zip(columns, row, strict=True)) for row in rows)
+        lines = (json.dumps(as_json(record), ensure_ascii=False) for record in records)
+        write_text(path, "".join(f"{line}\n" for line in lines))
+        return
+    write_csv(path, columns, rows)
 
 
 class KnownAnswers(Protocol):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from llmcond.base.arrays import ConcatenatedMatrix, Difference, Matrix, scale_to_unit_norm
 from llmcond.base.errors import UserError
 from llmcond.base.text import wordings
+from llmcond.data.answers import Answers
 from llmcond.encoders.spec import EncoderInput
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
@@ -304,7 +305,9 @@ class ViewInputs:
 
 @dataclass(frozen=True, eq=False)
 class AskedRows:
-    """The rows that are encoded for (sentence, condition) rows: one for each wording.
+    """The rows that are encoded for (sentence, condition) rows.
+
+    They are one for each wording, and for each of a sentence and its answer that is to be read.
 
     Attributes:
         rows: The m (sentence, wording) rows.
@@ -317,13 +320,23 @@ class AskedRows:
     n: int
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[str, str]]) -> Self:
-        """Return each row once for each wording of its condition."""
-        asked = [(number, (row[0], c)) for number, row in enumerate(rows) for c in wordings(row[1])]
+    def of(cls, rows: Sequence[tuple[str, str]], answers: Answers | None = None) -> Self:
+        """Return each row once for each wording, with its answer in place of the sentence."""
+        asked = [
+            (number, (sentence, wording))
+            for number, row in enumerate(rows)
+            for sentence in ([row[0]] if answers is None else answers.sentences(*row))
+            for wording in wordings(row[1])
+        ]
         return cls([row for _, row in asked], np.array([i for i, _ in asked], np.int64), len(rows))
 
     def mean(self, vectors: NDArray[Any], *, normalize: bool) -> NDArray[Any]:
-        """Return (n, k) means over wordings of (m, k) vectors, which may be scaled before."""
+        """Return (n, k) means, over what is read for each row, of (m, k) vectors.
+
+        Args:
+            vectors: (m, k) vectors of the rows that are encoded.
+            normalize: Whether to scale them to unit norm first.
+        """
         if len(self.rows) == self.n:
             return vectors
         scaled = scale_to_unit_norm(vectors) if normalize else vectors
@@ -331,7 +344,7 @@ class AskedRows:
         return sums / np.bincount(self.owners, minlength=self.n).astype(np.float32)[:, None]
 
     def sum(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the sums over the wordings of each row, (n, ...), of (m, ...) values."""
+        """Return (n, ...) sums, over what is read for each row, of (m, ...) values."""
         sums = np.zeros((self.n, *values.shape[1:]), values.dtype)
         np.add.at(sums, self.owners, values)
         return sums

@@ -23,6 +23,7 @@ from llmcond.base.text import (
     condition_text,
     ignoring,
 )
+from llmcond.data.answers import Answers, AnswersAs
 from llmcond.data.formats import TEXT_COLUMNS, ReadOptions
 from llmcond.data.readers import FILES, OBJECTS, SOURCE
 from llmcond.encoders import EncoderOptions, check_encoder
@@ -399,6 +400,36 @@ class GuideOption(Options):
         help="table of a few labelled texts that guide the embeddings: columns text and label, and "
         "also condition if there are several conditions",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersOption(Options):
+    """Options of commands that embed answers in place of texts."""
+
+    answers: Any = option(
+        None,
+        source=FILES,
+        help="table of an answer for each text and condition, as llmcond answers writes it: the "
+        "encoder reads the answers in place of the texts",
+    )
+    answers_as: AnswersAs = option(
+        "answer",
+        needs="--answers",
+        help="vector of a text: that of its answer, or both: the mean of text and answer",
+    )
+
+    def read_answers(self) -> Answers | None:
+        """Read the table of answers; None if none is given.
+
+        Raises:
+            UserError: as ``llmcond.data.answers.read_answers``.
+        """
+        if self.answers is None:
+            return None
+        from llmcond.data.answers import read_answers
+
+        strip = getattr(self, "strip_html", False)
+        return read_answers(self.answers, self.answers_as, strip_html=strip)
 
 
 @dataclass(frozen=True, kw_only=True)

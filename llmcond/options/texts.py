@@ -20,15 +20,26 @@ from llmcond.base.files import (
     is_folder,
     suffix,
 )
-from llmcond.base.options import Amount, IndexPrecision, Positive, Precision, Seed, option
+from llmcond.base.options import (
+    Amount,
+    IndexPrecision,
+    Options,
+    Positive,
+    PositiveNumber,
+    Precision,
+    Seed,
+    option,
+)
 from llmcond.base.system import check_server_address
-from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
+from llmcond.data.readers import EMBEDDING_SUFFIXES, FILES, TEXT_FILES
 from llmcond.options.common import (
     DATA,
     IN_PYTHON,
     TEXT_HELP,
     VALUES_HELP,
+    AnswersOption,
     ColumnOptions,
+    ConditionOptions,
     EmbedderOptions,
     GuideOption,
     IgnoreOptions,
@@ -69,6 +80,7 @@ def ranges_path(out: Path) -> Path:
 class EmbedOptions(
     IgnoreOptions,
     GuideOption,
+    AnswersOption,
     EmbedderOptions,
     TruncateOption,
     RangesOption,
@@ -170,7 +182,7 @@ class TextsOptions(IgnoreOptions, EmbedderOptions, TextInputOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(GuideOption, TextsOptions):
+class ClusterOptions(GuideOption, AnswersOption, TextsOptions):
     """Options of ``llmcond cluster``: the texts, the method, and the files to write."""
 
     out: str | Path | None = option(
@@ -336,37 +348,11 @@ class IndexOptions(IgnoreOptions, EmbedderOptions, TruncateOption, TextInputOpti
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotateOptions(ColumnOptions, TextInputOptions):
-    """Options of ``llmcond annotate``: the rows to rate, the server, and limits and prices."""
+class ServerOptions(Options):
+    """Options of commands that ask a language model; subclasses declare the server's address."""
 
-    data: Any = option(
-        flag="",
-        source=DATA,
-        help=f"rows to rate, whether they have ratings or not: {DATA}; with --propose: texts, "
-        "as llmcond embed reads them",
-    )
-    endpoint: str = option(
-        metavar="URL", help="address of the server, such as http://localhost:8000/v1"
-    )
-    model: str = option(help="name of the language model on the server")
-    out: str | Path = option(
-        metavar="FILE.csv",
-        writes=file_output(".csv"),
-        help="file to write the rated rows to, which `extract --data` reads",
-    )
-    prompt: str = option(
-        "rate",
-        metavar="NAME_OR_FILE",
-        help="prompt that asks for a rating: rate, answer-then-compare, or a .toml file",
-    )
-    samples: Positive = option(
-        1, metavar="K", help="number of answers per question, which are averaged"
-    )
-    rows: Positive | None = option(
-        None, help="number of rows to rate, sampled at random (default: all)"
-    )
-    split: Split | None = option(
-        None, help="split to rate if the data is a folder (default: train)"
+    model: str | None = option(
+        None, help="name of the language model on the server (default: the server's only model)"
     )
     seed: Seed = option(
         0,
@@ -378,19 +364,11 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
     )
     price_in: Amount | None = option(None, metavar="P", help="price per million input tokens")
     price_out: Amount | None = option(None, metavar="P", help="price per million output tokens")
-    propose: Positive | None = option(
+    budget: PositiveNumber | None = option(
         None,
-        group=_PROPOSE,
-        help="number of rows for which the model first proposes the sentence pair and condition, "
-        "and which it then rates",
-        conflicts="--columns or --rating-range or --unrated or --split or --rows",
-    )
-    text: str | None = option(
-        None,
-        metavar="COL",
-        group=_PROPOSE,
-        needs="--propose",
-        help=TEXT_HELP,
+        metavar="P",
+        needs="--price-in or --price-out",
+        help="highest cost of this call; a forecast above it is an error, and so is reaching it",
     )
     concurrency: Positive = option(4, group=_SERVER, help="number of concurrent requests")
     per_minute: _Rate | None = option(
@@ -412,4 +390,91 @@ class AnnotateOptions(ColumnOptions, TextInputOptions):
         metavar="NAME=VALUE",
         group=_SERVER,
         help="other fields of each request, such as temperature=0.7 max_tokens=300",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnotateOptions(ServerOptions, ColumnOptions, TextInputOptions):
+    """Options of ``llmcond annotate``: the rows to rate, the server, and limits and prices."""
+
+    data: Any = option(
+        flag="",
+        source=DATA,
+        help=f"rows to rate, whether they have ratings or not: {DATA}; with --propose: texts, "
+        "as llmcond embed reads them",
+    )
+    endpoint: str = option(
+        metavar="URL", help="address of the server, such as http://localhost:8000/v1"
+    )
+    out: str | Path = option(
+        metavar="FILE.csv",
+        writes=file_output(".csv"),
+        help="file to write the rated rows to, which `extract --data` reads",
+    )
+    prompt: str = option(
+        "rate",
+        metavar="NAME_OR_FILE",
+        help="prompt that asks for a rating: rate, answer-then-compare, or a .toml file",
+    )
+    samples: Positive = option(
+        1, metavar="K", help="number of answers per question, which are averaged"
+    )
+    rows: Positive | None = option(
+        None, help="number of rows to rate, sampled at random (default: all)"
+    )
+    split: Split | None = option(
+        None, help="split to rate if the data is a folder (default: train)"
+    )
+    propose: Positive | None = option(
+        None,
+        group=_PROPOSE,
+        help="number of rows for which the model first proposes the sentence pair and condition, "
+        "and which it then rates",
+        conflicts="--columns or --rating-range or --unrated or --split or --rows",
+    )
+    text: str | None = option(
+        None,
+        metavar="COL",
+        group=_PROPOSE,
+        needs="--propose",
+        help=TEXT_HELP,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersOptions(ConditionOptions, ServerOptions, TextInputOptions):
+    """Options of ``llmcond answers``: the texts, the conditions, and the server."""
+
+    texts: Any = option(
+        flag="",
+        metavar="TEXTS",
+        source=TEXT_FILES,
+        help=f"texts to ask about: {TEXT_FILES}; {IN_PYTHON}",
+    )
+    server: str = option(
+        metavar="URL", help="address of the server, such as http://localhost:8000/v1"
+    )
+    condition: Sequence[str] = condition_option(
+        "condition to answer for each text, such as 'the topic'; may be repeated"
+    )
+    out: str | Path = option(
+        "answers.csv",
+        metavar="FILE",
+        writes=file_output(".csv", ".jsonl", ".parquet"),
+        help="table of text, condition and answer to write: .csv, .jsonl or .parquet. Answers that "
+        "it has already are not asked again, and may have been edited",
+    )
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
+    examples: Any = option(
+        None,
+        source=FILES,
+        help="table of right answers, with the columns text, condition and answer (empty: not "
+        "mentioned); the first 8 of each condition are shown to the model",
+    )
+    presence: bool = option(
+        True,
+        help="ask first whether a text mentions the condition (otherwise the answer decides)",
+    )
+    prompt: str = option(
+        "answer", metavar="NAME_OR_FILE", help="prompt that asks for an answer, or a .toml file"
     )

@@ -17,18 +17,23 @@ from llmcond.base.files import digest_text
 from llmcond.base.package import bundled_names
 from llmcond.base.records import resolve_toml
 from llmcond.base.system import check_server_address
-from llmcond.base.text import condition_cell
+from llmcond.base.text import check_characters, condition_cell
 from llmcond.data.datasets import RatingScale
 from llmcond.prompts.template import placeholders, read_template
 
+#: The texts of a question's placeholders, and the model's answer.
+Example = tuple[Mapping[str, str], str]
 #: Folder of the bundled templates in ``prompts``.
 FOLDER = "annotate"
-#: Kinds of questions: rate a pair under a condition, or propose pairs and conditions.
-Kind = Literal["rate", "propose"]
+#: Kinds of questions: rate a pair under a condition, propose pairs and conditions, say whether a
+#: text mentions a condition, or say in a few words what it says about it.
+Kind = Literal["rate", "propose", "presence", "answer"]
 #: The placeholders of each kind, all of which are required.
 PLACEHOLDERS: Mapping[Kind, tuple[str, ...]] = {
     "rate": ("sentence1", "sentence2", "condition"),
     "propose": ("sentence", "others"),
+    "presence": ("text", "condition"),
+    "answer": ("text", "condition"),
 }
 #: The range of ratings, and the label of ill-defined rows, as in the files of C-STS.
 SCALE = RatingScale()
@@ -39,6 +44,8 @@ _TEXT = {"type": "string"}
 _FIELDS: Mapping[Kind, Mapping[str, Any]] = {
     "rate": {"rating": {"type": "string", "enum": [*_STEPS, ILL_DEFINED]}},
     "propose": {"partner": {"type": "integer"}, "alike": _TEXT, "different": _TEXT},
+    "presence": {"mentioned": {"type": "string", "enum": ["yes", "no"]}},
+    "answer": {"answer": _TEXT},
 }
 #: End of the thoughts that reasoning models write before they answer.
 _THOUGHT_ENDS = ("</think>", "</thinking>")
@@ -47,6 +54,20 @@ _PLAIN = re.compile(
     re.IGNORECASE,
 )
 _OPENS = re.compile(r'\{\s*"')
+#: The longest short answer in characters; longer ones repeat the text or explain themselves.
+_LONGEST_ANSWER = 100
+_PLAIN_ANSWER = re.compile(r"^\W*answer\W*:\s*(.+)$", re.IGNORECASE | re.MULTILINE)
+#: Answers of one or two words that stand for none.
+_NO_ANSWER = re.compile(
+    r"(not|none|nothing|unknown|unspecified|n/?a)"
+    r"( (mentioned|specified|stated|given|applicable|said|known|available|provided))?",
+    re.IGNORECASE,
+)
+#: Beginnings of answers in which a model refuses to answer.
+_REFUSAL = re.compile(
+    r"(i'?m |i am )?(very )?sorry|i (can ?not|can'?t|am unable|won'?t)|as an ai|i apologi[sz]e",
+    re.IGNORECASE,
+)
 #: Number of characters at the end of an answer that are searched, because answers may be very long.
 _MAX_CHARACTERS = 8_000
 
@@ -93,7 +114,9 @@ class QuestionTemplate:
         """Digest of everything in the template that changes the question."""
         return digest_text(self.kind, self.system, self.question, *self.first)
 
-    def messages(self, values: Mapping[str, str]) -> list[dict[str, str]]:
+    def messages(
+        self, values: Mapping[str, str], examples: Sequence[Example] = ()
+    ) -> list[dict[str, str]]:
         """Return the messages of a question, in the chat protocol.
 
         The question describes the format of the answer, which servers without structured output
@@ -101,15 +124,22 @@ class QuestionTemplate:
 
         Args:
             values: texts for the placeholders.
+            examples: answered questions, which precede the question as if the model had answered.
         """
         legal = {
             name: " or ".join(schema.get("enum", ["..."])) for name, schema in self.fields.items()
         }
         form = json.dumps(legal).replace('"..."', "...")
-        question = self.question.strip().format(**values)
-        content = f"{question}\n\nAnswer with one JSON object and nothing else: {form}"
-        system = [{"role": "system", "content": self.system.strip()}] if self.system.strip() else []
-        return [*system, {"role": "user", "content": content}]
+
+        def ask(texts: Mapping[str, str]) -> dict[str, str]:
+            question = self.question.strip().format(**texts)
+            content = f"{question}\n\nAnswer with one JSON object and nothing else: {form}"
+            return {"role": "user", "content": content}
+
+        messages = [{"role": "system", "content": self.system.strip()}]
+        for texts, reply in examples:
+            messages += [ask(texts), {"role": "assistant", "content": reply}]
+        return [*(messages if self.system.strip() else messages[1:]), ask(values)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the template and its digest as a JSON object."""
@@ -196,6 +226,48 @@ def parse_rating(answer: str) -> float | None:
         return SCALE.to_unit(rating)
     except ValueError:
         return None
+
+
+def parse_presence(answer: str) -> bool | None:
+    """Parse yes or no from a JSON object or from a text's first word; None if there is neither."""
+    text = _final_answer(answer)
+    value = _find_object(text, "mentioned")
+    words = re.findall(r"\w+", str(value["mentioned"]) if value else text)
+    return {"yes": True, "true": True, "no": False, "false": False}.get(" ".join(words[:1]).lower())
+
+
+def parse_answer(answer: str) -> str | None:
+    """Parse a short answer from a JSON object, from "Answer: ..." or from one line of text.
+
+    Returns:
+        The short answer; empty if it says that the text does not mention the condition. None if
+        there is no answer, the model refuses, or the answer is longer than 100 characters.
+    """
+    text = _final_answer(answer)
+    value = _find_object(text, "answer")
+    if value is not None:
+        short = value["answer"]
+    else:
+        matches = _PLAIN_ANSWER.findall(text)
+        short = matches[-1] if matches else text
+        if "\n" in short.strip() or short.lstrip().startswith(("{", "<")):
+            return None
+    if not isinstance(short, str | int | float):
+        return None
+    short = " ".join(str(short).split()).strip(" .\"'*")
+    if _NO_ANSWER.fullmatch(short) or (value is not None and not short):
+        return ""
+    try:
+        check_characters(short)
+    except ValueError:
+        return None
+    return None if not short or len(short) > _LONGEST_ANSWER or _REFUSAL.match(short) else short
+
+
+def example_reply(kind: Kind, answer: str) -> str:
+    """Return what the model should write if a short answer is right; empty: not mentioned."""
+    reply = {"mentioned": "yes" if answer else "no"} if kind == "presence" else {"answer": answer}
+    return json.dumps(reply, ensure_ascii=False)
 
 
 def parse_proposal(

@@ -27,6 +27,7 @@ from llmcond.base.files import read_json
 from llmcond.base.options import Precision, check_argument, check_run
 from llmcond.base.output import log
 from llmcond.base.text import as_condition, ignored_by, without_ignored
+from llmcond.data.answers import Answers
 from llmcond.data.datasets import Collection
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
@@ -120,6 +121,7 @@ class Embedder(SimilarityModel):
         folder: The folder of the run or model that it was loaded from, if any.
         truncate_dim: The number of leading dimensions that embeddings keep. None: all of them. See
             ``matryoshka_dims``.
+        answers: Answers that the encoder reads in place of texts, or None.
 
     Examples:
         >>> import llmcond
@@ -138,6 +140,7 @@ class Embedder(SimilarityModel):
     guides: Mapping[str | None, Guide] = field(default_factory=Guides)
     folder: Path | None = None
     truncate_dim: int | None = None
+    answers: Answers | None = None
 
     def __post_init__(self) -> None:
         """Check that embeddings can be truncated, and let guides be found in any spelling.
@@ -518,7 +521,7 @@ class Embedder(SimilarityModel):
         batch_size: int | None = None,
     ) -> Vectors:
         # All inputs are encoded in one call, so that each distinct input is encoded once.
-        distinct = list(dict.fromkeys(self.view.inputs(AskedRows.of(texts).rows)))
+        distinct = list(dict.fromkeys(self.view.inputs(AskedRows.of(texts, self.answers).rows)))
         vectors = self.encoder.encode(distinct, show_progress=show_progress, batch_size=batch_size)
         return self.embed_vectors(texts, distinct, vectors)
 
@@ -538,7 +541,7 @@ class Embedder(SimilarityModel):
             UserError: The encoder cannot encode an input, or returned NaN for it.
             LlmcondError: The encoder ran out of memory.
         """
-        asked = AskedRows.of(rows)
+        asked = AskedRows.of(rows, self.answers)
         inputs = list(self.view.inputs(asked.rows))
         position = {item: index for index, item in enumerate(dict.fromkeys(inputs))}
         encoded = self.encoder.encode_with_counts(distinct := list(position))
@@ -567,7 +570,7 @@ class Embedder(SimilarityModel):
             InputError: A vector, or an embedding, contains NaN or infinity.
         """
         position = {item: index for index, item in enumerate(distinct)}
-        asked = AskedRows.of(texts)
+        asked = AskedRows.of(texts, self.answers)
 
         def read(prompt: Prompt, part: FeaturePart) -> Matrix:
             positions = [position[getattr(prompt, part).render(*row)] for row in asked.rows]
@@ -917,6 +920,7 @@ class EmbeddingModel:
         truncate_dim: The number of leading dimensions that embeddings keep. None: all of them.
         guides: The guide of each condition that has one. The key None is for texts without a
             condition.
+        answers: Answers that the encoder reads in place of texts, or None.
     """
 
     run: Run
@@ -924,6 +928,7 @@ class EmbeddingModel:
     device: str = "auto"
     truncate_dim: int | None = None
     guides: Guides = field(default_factory=Guides)
+    answers: Answers | None = None
 
     @classmethod
     def find(
@@ -975,6 +980,7 @@ class EmbeddingModel:
             "prompt": {prompt.name: prompt.digest for prompt in self.view.prompts},
             "subtraction": self.view.subtract,
             "head": self.head.record["weights_sha256"],
+            **({"answers": self.answers.digest} if self.answers else {}),
         }
 
     @cached_property
@@ -987,13 +993,25 @@ class EmbeddingModel:
         """The store of encoded features: that of the run, if it can be written."""
         return self.run.store_for_other_texts(self.encoder.resolved.identity)
 
+    def with_answers(self, answers: Answers | None, rows: Iterable[tuple[str, str]]) -> Self:
+        """Return a model that reads answers in place of texts; None: the texts.
+
+        Raises:
+            UserError: a (text, condition) row has no answer, as ``Answers.check``.
+        """
+        if answers is not None:
+            answers.check(rows)
+        return replace(self, answers=answers)
+
     def fit_guide(self, labelled: LabelledTexts) -> Guide:
         """Fit a guide to labelled texts, and apply it to all later embeddings of their condition.
 
         Raises:
-            UserError: As ``extract``, or the head does not compare by cosine.
+            UserError: As ``extract``, the head does not compare by cosine, or a text has no answer.
         """
         texts, condition = labelled.texts, labelled.condition
+        if self.answers is not None and condition is not None:
+            self.answers.check((text, condition) for text in texts)
         before = self.guides.without_labels(condition)
         self.guides.pop(condition, None)
         if before is not None:
@@ -1049,7 +1067,7 @@ class EmbeddingModel:
         Raises:
             UserError: The encoder returned NaN or infinity; the message names the row.
         """
-        asked = AskedRows.of(rows)
+        asked = AskedRows.of(rows, self.answers)
         inputs = self.view.inputs(asked.rows)
         try:
             extract_inputs(self.store, self.encoder, self.view.name, inputs)
@@ -1064,7 +1082,7 @@ class EmbeddingModel:
         """Yield the (n, k) embeddings of extracted rows, in batches."""
         for start in range(0, len(rows), _BLOCK):
             batch = rows[start : start + _BLOCK]
-            asked = AskedRows.of(batch)
+            asked = AskedRows.of(batch, self.answers)
 
             def read(prompt: Prompt, side: FeaturePart, asked: AskedRows = asked) -> Matrix:
                 return self.store.lookup([getattr(prompt, side).render(*row) for row in asked.rows])

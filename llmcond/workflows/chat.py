@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import openai
@@ -11,7 +11,7 @@ import openai
 from llmcond.base.errors import shortened_repr
 from llmcond.base.output import log
 from llmcond.base.server_client import BrokenError, RefusedError, ServerClient
-from llmcond.prompts.questions import Answer, ChatSettings, QuestionTemplate
+from llmcond.prompts.questions import Answer, ChatSettings, Example, QuestionTemplate
 
 
 class ChatClient(ServerClient):
@@ -29,7 +29,13 @@ class ChatClient(ServerClient):
         #: Whether requests contain a JSON schema of the answer; None: there was no question yet.
         self._structured: bool | None = None
 
-    async def ask(self, template: QuestionTemplate, values: Mapping[str, str], seed: int) -> Answer:
+    async def ask(
+        self,
+        template: QuestionTemplate,
+        values: Mapping[str, str],
+        seed: int,
+        examples: Sequence[Example] = (),
+    ) -> Answer:
         """Ask a question, and return the model's answer.
 
         The first question, which the caller sends alone, decides whether requests contain a JSON
@@ -40,21 +46,23 @@ class ChatClient(ServerClient):
             template: template of the question.
             values: texts for the template's placeholders.
             seed: random seed of the request.
+            examples: answered questions that precede it.
 
         Raises:
             UserError: the server rejects the key, the model or the request.
             LlmcondError: the server fails, after all retries.
         """
+        messages = template.messages(values, examples)
         if self._structured is not None:
             try:
-                return await self._request(template, values, seed, self._structured)
+                return await self._request(messages, template, seed, self._structured)
             except RefusedError as error:
                 # Only this question is rejected, for example because it is too long.
                 return Answer(str(error), None, None, 0.0)
         try:
-            answer, self._structured = await self._request(template, values, seed, True), True
+            answer, self._structured = await self._request(messages, template, seed, True), True
         except (RefusedError, BrokenError) as error:
-            answer, self._structured = await self._request(template, values, seed, False), False
+            answer, self._structured = await self._request(messages, template, seed, False), False
             log.info(
                 "the server does not support a schema of answers, so they are read from plain "
                 f"text: {shortened_repr(str(error), 200)}"
@@ -62,7 +70,11 @@ class ChatClient(ServerClient):
         return answer
 
     async def _request(
-        self, template: QuestionTemplate, values: Mapping[str, str], seed: int, structured: bool
+        self,
+        messages: list[dict[str, str]],
+        template: QuestionTemplate,
+        seed: int,
+        structured: bool,
     ) -> Answer:
         body = dict(self._fields)
         if structured:
@@ -72,7 +84,7 @@ class ChatClient(ServerClient):
         try:
             completion: Any = await self._client.chat.completions.create(
                 model=self.model,
-                messages=template.messages(values),  # type: ignore[arg-type]
+                messages=messages,  # type: ignore[arg-type]
                 seed=seed,
                 extra_body=body,
             )

@@ -632,7 +632,7 @@ def _ask_judge(
         UserError: the server rejects a request, or none of its answers can be read.
         LlmcondError: the server fails.
     """
-    from llmcond.workflows.annotate import Journal, Question, QuestionRunner
+    from llmcond.workflows.question_runner import Journal, Question, QuestionRunner
 
     missing = [question for question in questions if question not in table]
     template = load_template("rate", "rate")

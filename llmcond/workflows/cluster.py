@@ -12,7 +12,7 @@ import numpy as np
 from sklearn.metrics import adjusted_mutual_info_score
 
 from llmcond.base.errors import UserError, format_count, shortened_repr
-from llmcond.base.files import data_path, replace_atomically, write_csv
+from llmcond.base.files import data_path
 from llmcond.base.output import log
 from llmcond.base.text import condition_text, ignored_by
 from llmcond.clustering import (
@@ -41,7 +41,7 @@ from llmcond.data.datasets import (
 )
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.data.rows import to_arrow
+from llmcond.data.rows import write_table
 from llmcond.evaluation.analyses import kmeans, sample_texts
 from llmcond.options.texts import ClusterOptions
 from llmcond.runs.embedder import ALIKE, MIN_COLLECTION, EmbeddingModel, share_of_neighbours
@@ -84,14 +84,15 @@ def cluster(options: ClusterOptions) -> ClusterResult:
             distinct, f"{collection.file} has", "text"
         )
     known_labels = _read_known_labels(collection, labels, guides)
-
     embeddings = EmbeddingModel.find(
         run_folder, options.head, options.prompt, device=options.device
+    ).with_answers(
+        options.read_answers(),
+        [(text, condition) for condition in conditions for text in collection.texts],
     )
     report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
     drawing = ClusterMap(collection.texts, seed) if report or map_file else None
-    clusterings: list[Clustering] = []
-    samples: list[Vectors] = []
+    clusterings, samples = list[Clustering](), list[Vectors]()
     embeddings.fit_ignored(collection, conditions, options.ignore_column, options.ignore_directions)
     for condition in conditions or (None,):
         if condition in guides:
@@ -172,6 +173,8 @@ def _check_options(
             f"--out {out} is the file that the positions of --map {options.map} are written to. "
             "Name another file."
         )
+    if options.answers is not None and not conditions:
+        raise UserError("--answers needs --condition, whose answers are read. Add it.")
     if not conditions and not guided:
         raise UserError(
             "neither --condition nor --guide is given. Name what to compare the texts by, such as "
@@ -312,6 +315,10 @@ class _ClusterFinder:
         """
         named = "" if condition is None else f"under {shortened_repr(condition_text(condition))}, "
         labels, silhouettes = self(vectors, f"{named}the texts have")
+        answers = embeddings.answers
+        named_by = None
+        if answers is not None and condition is not None:
+            named_by = [answers.get(text, condition) for text in texts]
 
         def embed(words: Sequence[str]) -> Vectors:
             if condition is None:
@@ -322,7 +329,7 @@ class _ClusterFinder:
             embeddings.encoder.name,
             condition,
             labels,
-            describe_clusters(texts, vectors, labels, embed),
+            describe_clusters(texts, vectors, labels, embed, named_by),
             silhouette(vectors, labels, self.seed),
             silhouettes,
         )
@@ -474,15 +481,8 @@ def _make_table(
 def _write_outputs(result: ClusterResult, drawing: ClusterMap | None) -> None:
     """Write the table, the picture of the map and the page that are wanted."""
     out, table = result.out, result.table
-    if out is not None and out.suffix.lower() == ".csv":
-        write_csv(out, table, zip(*table.values(), strict=True))
-    elif out is not None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        arrays = {name: to_arrow(values) for name, values in table.items()}
-        with replace_atomically(out) as temporary:
-            pq.write_table(pa.table(arrays), temporary.absolute())
+    if out is not None:
+        write_table(out, table)
     counts = [format_count(clustering.k, "cluster") for clustering in result.clusterings]
     if len(counts) > 1:
         counts = [f"{n} by {c.title}" for n, c in zip(counts, result.clusterings, strict=True)]

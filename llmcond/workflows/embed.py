@@ -191,19 +191,21 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     if keep and (conflicts or suffix(out) == ".npy"):
         reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
         raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
-    embeddings = EmbeddingModel.find(**arguments, truncate_dim=options.truncate_dim)
-    sources = list(dict.fromkeys(column.source for column in columns if column.source))
-    others = dict.fromkeys([*keep, *options.ignore_column])
-    texts = read_collection(source, options.text, list(others), conditions=sources)
-    report_foreign_texts(texts.texts, embeddings.encoder.resolved.checkpoint)
+    sources = dict.fromkeys(column.source for column in columns if column.source)
+    others = list(dict.fromkeys([*keep, *options.ignore_column]))
+    texts = read_collection(source, options.text, others, conditions=list(sources))
     n = len(texts.texts)
     conditions = [column.conditions(texts.conditions.get(column.source), n) for column in columns]
+    rows = [list(zip(texts.texts, column, strict=True)) for column in conditions]
+    embeddings = EmbeddingModel.find(**arguments, truncate_dim=options.truncate_dim).with_answers(
+        options.read_answers(), chain.from_iterable(rows)
+    )
+    report_foreign_texts(texts.texts, embeddings.encoder.resolved.checkpoint)
     distinct = list(dict.fromkeys(chain.from_iterable(conditions)))
     embeddings.fit_ignored(texts, distinct, options.ignore_column, options.ignore_directions)
     if options.guide is not None:
         for labelled in read_guide(options.guide, options.text, distinct, read=read):
             embeddings.fit_guide(labelled)
-    rows = [list(zip(texts.texts, column, strict=True)) for column in conditions]
     quantizer, ranges_file = Quantizer(options.precision), options.ranges
     if options.truncate_dim is not None or ranges_file is not None:
         # A wrong size is reported before all texts are encoded.

@@ -23,6 +23,7 @@ from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import __version__
 from llmcond.base.records import as_json, check_record
 from llmcond.base.stores import check_lance_column_names
+from llmcond.data.answers import Answers
 from llmcond.data.datasets import Collection, text_column
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import read_guide
@@ -87,7 +88,8 @@ class StreamModel(EmbeddingModel):
         if "run" in source:
             source = {"run": str(self.run.folder.absolute())}
         arguments = {**self.find_arguments, **source, "device": self.device, "quiet": True}
-        return _restore_model, (arguments, self.truncate_dim, self.guides, self.normalize)
+        state = self.guides, self.normalize, self.answers
+        return _restore_model, (arguments, self.truncate_dim, *state)
 
     @override
     def embed(self, rows: Sequence[tuple[str, str]], file: str) -> Any:
@@ -123,21 +125,25 @@ class StreamModel(EmbeddingModel):
         Raises:
             InputError: the encoder cannot take an input, or gave NaN or infinity for it.
         """
-        distinct = list(dict.fromkeys(self.view.inputs(AskedRows.of(rows).rows)))
+        distinct = list(dict.fromkeys(self.view.inputs(AskedRows.of(rows, self.answers).rows)))
         encoded = self.embedder.encoder.encode_with_counts(distinct, threads=True)
         with np.errstate(over="ignore"):
             features = encoded.vectors.astype(self.run.manifest["store_dtype"])
         check_storable(features, distinct)
-        embedder = replace(self.embedder, guides=self.guides)
+        embedder = replace(self.embedder, guides=self.guides, answers=self.answers)
         vectors = embedder.embed_vectors(rows, distinct, features)
         return normalise_vectors(vectors, self.head.head) if self.normalize else vectors, encoded
 
 
 def _restore_model(
-    arguments: Mapping[str, Any], truncate_dim: int | None, guides: Guides, normalize: bool
+    arguments: Mapping[str, Any],
+    truncate_dim: int | None,
+    guides: Guides,
+    normalize: bool,
+    answers: Answers | None,
 ) -> StreamModel:
     model = StreamModel.find(**arguments, truncate_dim=truncate_dim)
-    return replace(model, guides=guides, normalize=normalize)
+    return replace(model, guides=guides, normalize=normalize, answers=answers)
 
 
 @dataclass(frozen=True)
@@ -258,11 +264,15 @@ class UnitEmbedder:
         for column in job.vectors:
             cells = table[column.source].to_pylist() if column.source else None
             rows += zip(texts, column.conditions(cells, unit.rows), strict=True)
+        if job.model.answers is not None:
+            job.model.answers.check(rows)
         try:
             vectors, encoded = job.model.vectors(rows)
         except InputError as error:
-            inputs = list(job.model.view.inputs(rows))
-            index = inputs.index(error.item) // (len(inputs) // len(rows)) % unit.rows
+            asked = AskedRows.of(rows, job.model.answers)
+            inputs = list(job.model.view.inputs(asked.rows))
+            position = inputs.index(error.item) // (len(inputs) // len(asked.rows))
+            index = int(asked.owners[position]) % unit.rows
             row = unit.start + index + 1
             raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
         written = table.select(columns.keep.names).append_column("sentence", sentences)
@@ -286,7 +296,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     """
     out, text, keep = str(options.out), options.text, options.keep
     model = StreamModel.find(**options.model_arguments(), truncate_dim=options.truncate_dim)
-    model = replace(model, normalize=options.normalize)
+    model = replace(model, normalize=options.normalize, answers=options.read_answers())
     workers = assign_devices(options.find_workers(), model.encoder.resolved)
     reading = options.read_options()
     texts, output = open_texts(options.texts, read=reading, column=text), open_output(out)

@@ -75,6 +75,28 @@ class ModelServer(ThreadingHTTPServer):
         """Ignore clients that closed the connection."""
 
 
+class ChatServer(ModelServer):
+    """A server of a chat model; ``answer`` returns the answer to the body of a request."""
+
+    def __init__(self, answer, find_fault=lambda body, number: None, models=("rater",)):
+        super().__init__(models, find_fault)
+        self.answer = answer
+
+    def respond(self, body):
+        return complete(body, self.answer(body))
+
+
+def complete(body, text):
+    """Return a response of the chat protocol with an answer."""
+    read = sum(len(message["content"]) for message in body["messages"]) // 4
+    written = len(text) // 4
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    message = {"role": "assistant", "content": text}
+    choices = [{"index": 0, "finish_reason": "stop", "message": message}]
+    about = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"]}
+    return {**about, "choices": choices, "usage": usage}
+
+
 @cache
 def _embed_word(word, seed, dim):
     return np.random.default_rng(zlib.crc32(f"{seed} {word}".encode())).standard_normal(dim)

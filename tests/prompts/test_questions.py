@@ -6,7 +6,15 @@ import pytest
 
 from llmcond.base.errors import UserError
 from llmcond.base.records import bundled_folder
-from llmcond.prompts.questions import bundled_templates, load_template, parse_proposal, parse_rating
+from llmcond.prompts.questions import (
+    bundled_templates,
+    example_reply,
+    load_template,
+    parse_answer,
+    parse_presence,
+    parse_proposal,
+    parse_rating,
+)
 
 VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"}
 
@@ -48,6 +56,45 @@ def test_proposal_is_parsed():
         assert parse_proposal(answer, "x", ["p", "q", "r"]) == proposal
 
 
+def test_short_answer_is_parsed():
+    for answer, short in (
+        ('{"answer": " the\\nlate  parcel. "}', "the late parcel"),
+        ('<think>{"answer": "x"}</think>{"answer": 3}', "3"),
+        ('{"answer": "Not mentioned"}', ""),
+        ('{"answer": ""}', ""),
+        ('{"answer": "N/A"}', ""),
+        ("**Answer:** the parcel", "the parcel"),
+        ("the parcel", "the parcel"),
+        ("none", ""),
+        ('{"answer": ["a"]}', None),
+        ('{"answer": "I\'m sorry, I cannot help."}', None),
+        ('{"answer": "%s"}' % ("a " * 60), None),
+        (r'{"answer": "\ud800"}', None),
+        ("I cannot answer this.", None),
+        ("It is late.\nIt is lost.", None),
+        ('{"ans', None),
+        ("", None),
+    ):
+        assert parse_answer(answer) == short, answer
+    for answer in ("the parcel", ""):
+        assert parse_answer(example_reply("answer", answer)) == answer
+        assert parse_presence(example_reply("presence", answer)) == bool(answer)
+
+
+def test_presence_is_parsed():
+    for answer, presence in (
+        ('{"mentioned": "yes"}', True),
+        ('<think>{"mentioned": "yes"}</think>{"mentioned": "no"}', False),
+        ('{"mentioned": true}', True),
+        ("No, it does not.", False),
+        ("**Yes**", True),
+        ("Perhaps yes", None),
+        ('{"mentioned": "maybe"}', None),
+        ("", None),
+    ):
+        assert parse_presence(answer) is presence, answer
+
+
 def test_bundled_templates_are_distinct_and_insert_texts_verbatim():
     templates = bundled_templates()
     assert {template.name for template in templates} >= {"rate", "answer-then-compare", "propose"}
@@ -61,6 +108,12 @@ def test_bundled_templates_are_distinct_and_insert_texts_verbatim():
     assert "Sentence 1: one {x}\n" in user["content"]
     assert "Condition: {sentence1}\n" in user["content"]
     assert '"answer1": ...' in user["content"]
+    values = {"text": "{condition}", "condition": "the place"}
+    system, first, reply, last = load_template("answer", "answer").messages(
+        values, [({"text": "a park", "condition": "the place"}, example_reply("answer", "park"))]
+    )
+    assert (reply["role"], reply["content"]) == ("assistant", example_reply("answer", "park"))
+    assert first["content"] == last["content"].replace("Text: {condition}", "Text: a park")
 
 
 def test_invalid_template_is_reported_with_its_file(tmp_path):

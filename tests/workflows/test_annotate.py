@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from helpers.commands import read_csv, run_json, run_rejected
 from helpers.flags import change_flags
-from helpers.model_server import JSON_HEADERS, RETRY_AT_ONCE, Fault, ModelServer
+from helpers.model_server import JSON_HEADERS, RETRY_AT_ONCE, ChatServer, Fault
 from helpers.processes import Command
 
 from llmcond.cli import run
 from llmcond.data.datasets import read_rows
-from llmcond.workflows.annotate import Journal
+from llmcond.workflows.question_runner import Journal
 
 SECRET = "sk-never-to-be-seen-0123456789"
 #: Rows that the server rates 5, 3, 1 and ill-defined, by the words that they share.
@@ -45,28 +45,6 @@ def answer(body):
         return json.dumps({"rating": "ill-defined"})
     first, second = (set(texts[f"Sentence {i}"].lower().split()) for i in (1, 2))
     return json.dumps({"rating": str(1 + round(4 * len(first & second) / len(first | second)))})
-
-
-class ChatServer(ModelServer):
-    """A server of a chat model."""
-
-    def __init__(self, answer=answer, find_fault=lambda body, number: None, models=("rater",)):
-        super().__init__(models, find_fault)
-        self.answer = answer
-
-    def respond(self, body):
-        return complete(body, self.answer(body))
-
-
-def complete(body, text):
-    """Return a response of the chat protocol with an answer."""
-    read = sum(len(message["content"]) for message in body["messages"]) // 4
-    written = len(text) // 4
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    message = {"role": "assistant", "content": text}
-    choices = [{"index": 0, "finish_reason": "stop", "message": message}]
-    about = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"]}
-    return {**about, "choices": choices, "usage": usage}
 
 
 # -- set-up ------------------------------------------------------------------------------------
@@ -109,7 +87,7 @@ def row_number(body):
 
 
 def test_rows_are_rated_once_and_read_back(pairs, capsys):
-    with ChatServer() as server:
+    with ChatServer(answer) as server:
         prices = ("--price-in", "2", "--price-out", "10")
         result = run_json(capsys, *make_command(pairs, server, *prices))
     before = read_csv("rated.csv")
@@ -139,7 +117,7 @@ def test_rows_are_rated_once_and_read_back(pairs, capsys):
 
 
 def test_model_prompt_seed_and_request_identify_question(pairs, capsys):
-    with ChatServer(models=("rater", "other")) as server:
+    with ChatServer(answer, models=("rater", "other")) as server:
         for options in (
             (),
             ("--seed", 1),
@@ -184,7 +162,7 @@ def test_temporary_failures_are_retried(write_many, capsys):
         8: Fault(503, headers=RETRY_AT_ONCE),
     }
     path = write_many(5)
-    with ChatServer(find_fault=lambda _, number: faults.get(number)) as server:
+    with ChatServer(answer, find_fault=lambda _, number: faults.get(number)) as server:
         options = ("--concurrency", 1, "--timeout", 2)
         result = run_json(capsys, *make_command(path, server, *options))
         times = server.times
@@ -208,17 +186,17 @@ def test_invalid_answer_is_not_stored(pairs, capsys):
         (Fault(200, without_end=b" ", pause=0.05), "--timeout 0.4): Request timed out"),
     ):
         options = ("--timeout", "0.4", "--retries", 0) if fault.pause else ()
-        with ChatServer(find_fault=lambda *_, fault=fault: fault) as server:
+        with ChatServer(answer, find_fault=lambda *_, fault=fault: fault) as server:
             assert run(make_command(pairs, server, *options)) == 1
         assert expected in capsys.readouterr().err.splitlines()[-1]
     assert not Path("rated.answers").exists()
 
 
 def test_redirects_are_not_followed(pairs, capsys):
-    with ChatServer() as other:
+    with ChatServer(answer) as other:
         target = f"{other.url}/chat/completions"
         moved = Fault(307, body=" ", headers={"Location": target})
-        with ChatServer(find_fault=lambda *_: moved) as server:
+        with ChatServer(answer, find_fault=lambda *_: moved) as server:
             line = run_rejected(capsys, *make_command(pairs, server))
         assert not other.bodies
     assert f"redirects to '{target}'. Redirects are not followed" in line
@@ -265,7 +243,7 @@ def test_server_without_schemas_gets_plain_text_prompt(pairs, capsys):
 def test_killed_command_resumes(write_many, tmp_path, capsys):
     path = write_many(40)
     slow = Fault(200, seconds=60)
-    with ChatServer(find_fault=lambda _, number: slow if number >= 20 else None) as server:
+    with ChatServer(answer, find_fault=lambda _, number: slow if number >= 20 else None) as server:
         command = Command(tmp_path / "killed", make_command(path, server, "--timeout", 60))
         journal = tmp_path / "rated.answers"
         # Four questions wait, and all other answers are stored, before the command is killed.
@@ -278,7 +256,7 @@ def test_killed_command_resumes(write_many, tmp_path, capsys):
         command.process.join()
     with journal.open("a") as stream:
         stream.write('{"key": "half a li')
-    with ChatServer() as server:
+    with ChatServer(answer) as server:
         assert run_json(capsys, *make_command(path, server))["questions"] == 20
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len(lines) == 40
@@ -297,7 +275,7 @@ def test_key_is_sent_but_never_stored_or_printed(pairs, tmp_path, capsys, monkey
     for status in (401, 403, 404, 429, 500):
         text = f"Incorrect key {SECRET} or sk-never...6789"
         fault = Fault(status, text=text, headers=RETRY_AT_ONCE)
-        with ChatServer(find_fault=lambda *_, fault=fault: fault) as server:
+        with ChatServer(answer, find_fault=lambda *_, fault=fault: fault) as server:
             assert run(make_command(pairs, server, "--seed", 9, "--retries", 1))
         captured = capsys.readouterr()
         outputs.append(captured.err + captured.out)
@@ -307,7 +285,7 @@ def test_key_is_sent_but_never_stored_or_printed(pairs, tmp_path, capsys, monkey
         assert "sk-never" not in text
     for character in (" ", "\n", "\u00e9", "\udc80"):
         monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}{character}x")
-        with ChatServer() as server:
+        with ChatServer(answer) as server:
             line = run_rejected(capsys, *make_command(pairs, server, "--seed", 2))
             assert not server.bodies
         assert "OPENAI_API_KEY is no key, because an HTTP header cannot contain it" in line
@@ -328,12 +306,12 @@ def test_invalid_input_reports_one_line(pairs, capsys):
         line = run_rejected(capsys, *command)
         assert expected in line
         assert "secret" not in line
-    with ChatServer(models=("rater-7b",)) as server:
+    with ChatServer(answer, models=("rater-7b",)) as server:
         assert "Did you mean 'rater-7b'?" in run_rejected(capsys, *make_command(pairs, server))
 
 
 def test_stored_answers_are_locked_and_checked(pairs, capsys):
-    with ChatServer() as server:
+    with ChatServer(answer) as server:
         command = make_command(pairs, server)
         with Journal(pairs.with_name("rated.answers")):
             assert "another process writes" in run_rejected(capsys, *command)
@@ -351,7 +329,7 @@ def test_stored_answers_are_locked_and_checked(pairs, capsys):
 def test_pairs_and_conditions_are_proposed_and_rated(capsys):
     texts = [f"a man rides horse {i}" for i in range(6)] + ["", "a man rides horse 0"]
     Path("texts.txt").write_text("\n".join(texts), encoding="utf-8")
-    with ChatServer() as server:
+    with ChatServer(answer) as server:
         command = make_command("texts.txt", server, "--skip-empty", "--propose")
         result = run_json(capsys, *command, 11)
         proposals = [body for body in server.bodies if "Others:" in body["messages"][-1]["content"]]

@@ -42,6 +42,7 @@ def test_values_change_similarity_under_condition(tiny_run, capsys):
         ("index", "-", "--out", "index"),
         ("annotate", "-", "--endpoint", "http://127.0.0.1:9/v1", "--model", "none",
          "--out", "rated.csv", "--propose", "2"),
+        ("answers", "-", *PLACE, "--server", "http://127.0.0.1:9/v1", "--model", "none"),
     ],
 )  # fmt: skip
 def test_every_command_reads_standard_input_with_the_options(
