@@ -1,4 +1,4 @@
-"""Whether embeddings follow conditions: samples of texts, triples, neighbours and clusters.
+"""Whether embeddings follow conditions: samples of texts, wordings, triples and clusters.
 
 Embeddings that ignore the condition are right under exactly one condition of each paired triple.
 Their accuracy is therefore exactly 50 %, and they are never right under both conditions.
@@ -11,25 +11,29 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, cycle, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import xlogy
 from scipy.stats import t as student
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import adjusted_mutual_info_score, roc_auc_score, v_measure_score
+from typing_extensions import override
 
 from llmcond.base.errors import UserError, nearest
 from llmcond.base.files import read_json
 from llmcond.base.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite_or_none
 from llmcond.data.guides import (
     AspectSample,
+    AspectText,
     ConditionWordings,
     Triple,
     dataset_files,
@@ -38,11 +42,9 @@ from llmcond.data.guides import (
 )
 from llmcond.evaluation.analyses import kmeans
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING, bootstrap_metrics
+from llmcond.heads.guide import Guide, fit_ignoring
 
 # -- samples -----------------------------------------------------------------------------------
-
-Wording = Literal["text", "question", "para", "short"]
-WORDINGS: tuple[Wording, ...] = get_args(Wording)
 
 #: Maximum numbers of texts of a sample, and of paired triples among them.
 SAMPLE_TEXTS, SAMPLE_TRIPLES = 350, 600
@@ -56,14 +58,25 @@ _CANDIDATES = 40
 _COMMONEST, _LONGEST_VALUE = 400, 40
 
 
-def say(wordings: ConditionWordings, wording: Wording) -> str:
-    """Return a condition in a wording, or its noun phrase if it has no such wording."""
-    if wording == "question":
-        return wordings.question or wordings.text
-    if wording == "para":
-        return (*wordings.others, wordings.text)[0]
-    texts = (wordings.text, *wordings.others)
-    return min(texts, key=len) if wording == "short" else wordings.text
+#: Further wordings of a condition; the noun phrase may also be a clause, as in "how urgent it is".
+_TEMPLATES = (
+    "{bare}",
+    "what the text says about {text}",
+    "in terms of {text}",
+    "{text} in the text",
+    "grouped by {text}",
+)
+
+
+def list_wordings(wordings: ConditionWordings, n: int) -> list[str]:
+    """Return the first n different wordings of a condition.
+
+    The noun phrases of the set come first, then its question, then what templates add.
+    """
+    bare = wordings.text.removeprefix("the ")
+    added = [template.format(text=wordings.text, bare=bare) for template in _TEMPLATES]
+    texts = [wordings.text, *wordings.others, wordings.question, *added]
+    return list(dict.fromkeys(filter(None, texts)))[:n]
 
 
 def read_samples(folder: Path, names: Sequence[str] = (), seed: int = 0) -> list[AspectSample]:
@@ -77,11 +90,21 @@ def read_samples(folder: Path, names: Sequence[str] = (), seed: int = 0) -> list
     Raises:
         UserError: The folder or a set does not exist, or a file has an invalid format.
     """
+    return [read_sample(path, seed) for path in _find_sets(folder, names)]
+
+
+def read_sets(folder: Path, names: Sequence[str] = ()) -> list[AspectSample]:
+    """Read whole sets, as ``read_samples`` does their samples."""
+    paths = _find_sets(folder, names)
+    return [parse_sample(read_json(path), path.stem, str(path)) for path in paths]
+
+
+def _find_sets(folder: Path, names: Sequence[str]) -> list[Path]:
     known = dataset_files(folder)
     for name in names:
         if name not in known:
             raise UserError(f"{folder} has no set {name!r}. {nearest(name, known)}")
-    return [read_sample(known[name], seed) for name in names or known]
+    return [known[name] for name in names or known]
 
 
 def read_sample(path: Path, seed: int = 0) -> AspectSample:
@@ -206,13 +229,19 @@ LEAST_TEXTS, LEAST_VALUES, MOST_VALUES = 8, 3, 10
 MOST_TEXTS, MOST_CONDITIONS = 240, 6
 #: K-means runs of each condition, with one initialisation each.
 RUNS = 3
+#: Number of nearest texts whose values are compared.
+NEIGHBOURS = 10
+#: Two conditions whose values have this adjusted mutual information are not ignored for each other.
+_REDUNDANT = 0.15
 
 #: Cosines that differ by no more than this, which is the rounding of float32, are ties.
 _TIE = 1e-7
 #: Bootstrap samples of the interval of the V-measure.
-_DRAWS = 1_000
+_DRAWS = 300
 
 Row = tuple[int, str]
+#: The conditions that are ignored under a condition, and the (k, d) vectors of k texts.
+Version = tuple[tuple[str, ...], Floats]
 
 
 class ConditionedVectors:
@@ -225,18 +254,115 @@ class ConditionedVectors:
             rows: n pairs of a text's position and a condition.
             vectors: (n, d) vectors of these rows.
         """
+        self.rows = rows
+        self.unit = _unit(np.asarray(vectors, dtype=np.float64))
         self._row_indices = {row: i for i, row in enumerate(rows)}
-        self._vectors = _unit(np.asarray(vectors, dtype=np.float64))
 
-    def under(self, condition: str, positions: Iterable[int]) -> Floats:
-        """Return the (k, d) vectors of k texts under a condition."""
-        return self._vectors[[self._row_indices[position, condition] for position in positions]]
+    def under(self, condition: str, positions: Iterable[int], other: str = "") -> Floats:
+        """Return the (k, d) vectors of k texts under a condition.
+
+        Args:
+            condition: the condition.
+            positions: the k positions of texts.
+            other: the condition with which ``condition`` is compared in a triple.
+        """
+        return self.unit[[self._row_indices[position, condition] for position in positions]]
+
+    def versions(self, condition: str, positions: Sequence[int]) -> list[Version]:
+        """Return the (k, d) vectors of k texts under a condition, once for each way to ignore."""
+        return [((), self.under(condition, positions))]
+
+    def without_general(self, general: Floats) -> ConditionedVectors:
+        """Subtract the (texts, d) vectors of all texts under no or general conditions."""
+        positions = [position for position, _ in self.rows]
+        return ConditionedVectors(self.rows, self.unit - _unit(general)[positions])
 
 
 def _unit(vectors: Floats) -> Floats:
     norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
     unit: Floats = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > ROUNDING)
     return unit
+
+
+def average_wordings(wordings: Sequence[ConditionedVectors]) -> ConditionedVectors:
+    """Return the mean of the unit vectors under several wordings of the conditions."""
+    return ConditionedVectors(wordings[0].rows, np.mean([each.unit for each in wordings], axis=0))
+
+
+class IgnoringVectors(ConditionedVectors):
+    """Vectors under conditions that ignore others, fitted on all texts without any labels."""
+
+    def __init__(self, sample: AspectSample, vectors: ConditionedVectors, at_once: bool) -> None:
+        """Prepare the vectors; maps are fitted when they are needed.
+
+        Args:
+            sample: the texts, with the conditions to ignore.
+            vectors: the vectors of all texts under all conditions.
+            at_once: whether all others are ignored at once, instead of one at a time.
+        """
+        super().__init__(vectors.rows, vectors.unit)
+        self._unchanged = vectors
+        self._positions = range(len(sample.texts))
+        self._at_once = at_once
+        self._others = {
+            condition: [
+                other
+                for other in sorted(sample.conditions)
+                if other != condition and not is_redundant(sample, condition, other)
+            ]
+            for condition in sample.conditions
+        }
+        self._maps: dict[tuple[str, tuple[str, ...]], Guide] = {}
+
+    @override
+    def under(self, condition: str, positions: Iterable[int], other: str = "") -> Floats:
+        others = self._others[condition]
+        ignored = others if self._at_once else [each for each in others if each == other]
+        return self._ignore(condition, positions, tuple(ignored))
+
+    @override
+    def versions(self, condition: str, positions: Sequence[int]) -> list[Version]:
+        others = self._others[condition]
+        ways = [tuple(others)] if self._at_once or not others else [(each,) for each in others]
+        return [(ignored, self._ignore(condition, positions, ignored)) for ignored in ways]
+
+    def _ignore(self, condition: str, positions: Iterable[int], ignored: tuple[str, ...]) -> Floats:
+        vectors = self._unchanged.under(condition, positions)
+        if not ignored:
+            return vectors
+        if (condition, ignored) not in self._maps:
+            keys = condition, *ignored
+            under = {key: self._unchanged.under(key, self._positions) for key in keys}
+            self._maps[condition, ignored] = fit_ignoring(under.pop(condition), under, {})
+        return self._maps[condition, ignored].transform(vectors).astype(np.float64)
+
+
+def is_redundant(sample: AspectSample, condition: str, other: str) -> bool:
+    """Return whether the values of two conditions go together, so that none can be ignored."""
+    both = [t.attributes for t in sample.texts if {condition, other} <= t.attributes.keys()]
+    if not both:
+        return False
+    values = ([attributes[key] for attributes in both] for key in (condition, other))
+    return bool(adjusted_mutual_info_score(*values) > _REDUNDANT)
+
+
+def limit_conditions(sample: AspectSample, n: int) -> AspectSample:
+    """Return a sample with n conditions at most, and the triples between them.
+
+    Conditions that are clustered come first. Then each turn adds the condition with the most
+    triples with the others.
+    """
+    limited = list(cluster_texts(sample))[:n]
+    while len(limited) < min(n, len(sample.conditions)):
+        gains: Counter[str] = Counter()
+        for triple in sample.triples:
+            new = {triple.condition, triple.other} - {*limited}
+            # A triple between two new conditions counts less than any with one new condition.
+            gains.update(dict.fromkeys(new, len(sample.triples) if len(new) == 1 else 1))
+        limited.append(max(sorted(set(sample.conditions) - {*limited}), key=gains.__getitem__))
+    conditions = {key: sample.conditions[key] for key in sample.conditions if key in limited}
+    triples = [t for t in sample.triples if {t.condition, t.other} <= {*limited}]
+    return replace(sample, conditions=conditions, triples=triples)
 
 
 def cluster_texts(sample: AspectSample) -> dict[str, list[int]]:
@@ -270,28 +396,13 @@ def _positions_by_value(sample: AspectSample, condition: str) -> dict[str, list[
     return by_value
 
 
-def _positions_by_condition(sample: AspectSample) -> dict[str, list[int]]:
-    """Return the positions of texts by condition, for conditions with two values or more.
-
-    Conditions without any two texts of the same value are left out, because no neighbour could be
-    right.
-    """
-    by_condition = {}
-    for condition in sorted(sample.conditions):
-        by_value = _positions_by_value(sample, condition)
-        if len(by_value) > 1 and max(map(len, by_value.values())) > 1:
-            by_condition[condition] = sorted(i for group in by_value.values() for i in group)
-    return by_condition
-
-
 def needed_rows(sample: AspectSample) -> list[Row]:
     """Return the sorted pairs of text and condition whose vectors ``measure`` needs."""
     rows: set[Row] = set()
     for triple in sample.triples:
         for position in (triple.anchor, triple.first, triple.second):
             rows |= {(position, triple.condition), (position, triple.other)}
-    # Texts that are clustered under a condition are among those whose neighbours are searched.
-    for condition, positions in _positions_by_condition(sample).items():
+    for condition, positions in cluster_texts(sample).items():
         rows |= {(position, condition) for position in positions}
     return sorted(rows)
 
@@ -306,30 +417,35 @@ class AspectFigures:
     Attributes:
         accuracy: share of right judgements of paired triples, two each; a tie counts one half.
         both: share of triples that are right under both conditions.
-        nearest: share of texts whose nearest other text has the same value of the condition.
-        chance: expected value of ``nearest`` for random neighbours.
+        precision: share of the ten nearest texts that have the same value, P@10; mean over the
+            clustered conditions.
         v_measure: mean V-measure over the clustered conditions.
-        counts: numbers of triples, of their anchors, of searches for a neighbour, and of clustered
-            conditions.
+        chance: expected value of ``precision`` for random neighbours.
+        counts: numbers of triples, of their anchors, and of clustered conditions.
         conditions: figures by condition.
+        pairs: figures by a clustered condition and another one: V-measure and precision if the
+            other one is ignored, or if nothing is, with the V-measure of the clusters with the
+            values of the other one.
     """
 
     accuracy: Estimate
     both: Estimate
-    nearest: Estimate
-    chance: float
+    precision: Estimate
     v_measure: Estimate
+    chance: float
     counts: Mapping[str, int]
     conditions: Mapping[str, Mapping[str, float]]
+    pairs: Mapping[tuple[str, str], Mapping[str, float]]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for JSON; undefined ones are None."""
         figures = estimates_json({name: getattr(self, name) for name in FIGURES})
-        return {**figures, "chance": finite_or_none(self.chance), **self.counts}
+        about = {"chance": finite_or_none(self.chance), **self.counts}
+        return {**figures, **about, "conditions": self.conditions}
 
 
 #: The names of the figures that have intervals.
-FIGURES = ("accuracy", "both", "nearest", "v_measure")
+FIGURES = ("accuracy", "both", "precision", "v_measure")
 
 
 def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) -> AspectFigures:
@@ -342,7 +458,6 @@ def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
     """
     judged = judge_triples(sample, vectors)
     anchors = np.array([triple.anchor for triple in sample.triples], dtype=np.int64)
-    neighbours = find_neighbours(sample, vectors)
     clusters = cluster(sample, vectors, seed)
     by_condition: dict[str, dict[str, float]] = defaultdict(dict)
     judgements: dict[str, list[float]] = defaultdict(list)
@@ -351,32 +466,29 @@ def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
         judgements[triple.other].append(second)
     for condition, group in judgements.items():
         by_condition[condition] |= {"accuracy": float(np.mean(group)), "n_judged": len(group)}
-    for condition, (_, right, chance) in neighbours.items():
-        hits = {"nearest": float(right.mean()), "chance": float(chance.mean())}
-        by_condition[condition] |= {**hits, "n_nearest": len(right)}
-    for clustering in clusters:
-        by_condition[clustering.condition]["v_measure"] = float(clustering.v_measure().mean())
-    texts, hit, chances = (
-        np.concatenate([np.empty(0), *(arrays[column] for arrays in neighbours.values())])
-        for column in range(3)
-    )
+    for each in clusters:
+        by_condition[each.condition] |= {
+            "v_measure": float(each.v_measure().mean()),
+            "precision": float(each.precision().mean()),
+        }
     # Embeddings that ignore the condition have these two figures on any triples, so that the
     # figures have no sampling error.
     is_blind = len(judged) > 0 and bool((judged.sum(axis=1) == 1).all())
     both = (judged == 1).all(axis=1).astype(np.float64)
+    n_texts = len(sample.texts)
     return AspectFigures(
         accuracy=_BLIND[0] if is_blind else _share(judged.mean(axis=1), anchors, seed),
         both=_BLIND[1] if is_blind else _share(both, anchors, seed),
-        nearest=_share(hit, texts, seed),
-        chance=float(chances.mean()) if len(chances) else math.nan,
-        v_measure=_mean_v_measure(clusters, len(sample.texts), seed),
+        precision=_mean_over_conditions(clusters, Clustering.precision, n_texts, seed),
+        v_measure=_mean_over_conditions(clusters, Clustering.v_measure, n_texts, seed),
+        chance=float(np.mean([each.chance() for each in clusters])) if clusters else math.nan,
         counts={
             "n_triples": len(judged),
             "n_anchors": len(np.unique(anchors)),
-            "n_nearest": len(hit),
             "n_clustered": len(clusters),
         },
         conditions=dict(sorted(by_condition.items())),
+        pairs={pair: figures for each in clusters for pair, figures in each.pairs(sample)},
     )
 
 
@@ -410,7 +522,7 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(value, max(value - error, 0.0), min(value + error, 1.0))
 
 
-# -- triples and neighbours --------------------------------------------------------------------
+# -- triples -----------------------------------------------------------------------------------
 
 
 def judge_triples(sample: AspectSample, vectors: ConditionedVectors) -> Floats:
@@ -422,59 +534,39 @@ def judge_triples(sample: AspectSample, vectors: ConditionedVectors) -> Floats:
     judged = np.empty((len(sample.triples), 2))
     for i, triple in enumerate(sample.triples):
         positions = triple.anchor, triple.first, triple.second
-        for j, condition in enumerate((triple.condition, triple.other)):
-            anchor, first, second = vectors.under(condition, positions)
+        pair = triple.condition, triple.other
+        for j, (condition, other) in enumerate((pair, pair[::-1])):
+            anchor, first, second = vectors.under(condition, positions, other)
             nearer = float((anchor * first).sum() - (anchor * second).sum())
             judged[i, j] = 0.5 if abs(nearer) <= _TIE else float((nearer > 0) == (j == 0))
     return judged
 
 
-def find_neighbours(
-    sample: AspectSample, vectors: ConditionedVectors
-) -> dict[str, tuple[Indices, Floats, Floats]]:
-    """Find the nearest other text of each text, under each condition with two or more values.
-
-    Returns:
-        By condition, of the n texts whose value other texts have, too: (n,) their positions; (n,)
-        whether the nearest other text has the same value, 1 or 0, and with several equally near
-        texts the share of them that does; and (n,) the share of all other texts that do.
-    """
-    neighbours = {}
-    for condition, positions in _positions_by_condition(sample).items():
-        values = np.array([sample.texts[i].attributes[condition] for i in positions], dtype=object)
-        points = vectors.under(condition, positions)
-        cosines = points @ points.T
-        np.fill_diagonal(cosines, -np.inf)
-        nearest = cosines >= cosines.max(axis=1, keepdims=True) - _TIE
-        same = values[:, None] == values
-        np.fill_diagonal(same, False)
-        shares = same.any(axis=1)
-        right = (nearest & same).sum(axis=1) / nearest.sum(axis=1)
-        chance = same.sum(axis=1) / (len(values) - 1)
-        neighbours[condition] = (np.array(positions)[shares], right[shares], chance[shares])
-    return neighbours
-
-
 # -- clusters ----------------------------------------------------------------------------------
 
 
-class Clustering(NamedTuple):
-    """Clusters of n texts under a condition.
+@dataclass(frozen=True, slots=True)
+class Clustering:
+    """Clusters and neighbours of n texts under a condition.
 
     Attributes:
         condition: the condition.
         positions: (n,) positions of the texts.
         values: (n,) numbers of the values.
-        clusters: (runs, n) clusters of each K-means run.
+        ignored: the conditions that each version of the vectors ignores.
+        clusters: (versions, runs, n) clusters of each K-means run.
+        right: (versions, n) share of the nearest texts that have a text's value.
     """
 
     condition: str
     positions: Indices
     values: Indices
+    ignored: Sequence[tuple[str, ...]]
     clusters: NDArray[np.int64]
+    right: Floats
 
     def v_measure(self, weights: Floats | None = None) -> Floats:
-        """Return the (b,) means of the V-measure over runs.
+        """Return the (b,) means of the V-measure over versions and runs.
 
         Args:
             weights: (b, n) number of times that each text counts, for b results; None for a single
@@ -483,7 +575,7 @@ class Clustering(NamedTuple):
         if weights is None:
             weights = np.ones((1, len(self.values)))
         runs = []
-        for clusters in self.clusters:
+        for clusters in self.clusters.reshape(-1, len(self.values)):
             cells = clusters * (self.values.max() + 1) + self.values
             both, of_clusters, of_values = (
                 _entropy(weights, labels) for labels in (cells, clusters, self.values)
@@ -492,6 +584,45 @@ class Clustering(NamedTuple):
             shared = 2 * (total - both)
             runs.append(np.divide(shared, total, out=np.ones_like(total), where=total > ROUNDING))
         return np.asarray(np.mean(runs, axis=0))
+
+    def precision(self, weights: Floats | None = None) -> Floats:
+        """Return the (b,) means of the precision over versions and texts, as ``v_measure``."""
+        right = self.right.mean(axis=0)
+        if weights is None:
+            return np.array([right.mean()])
+        return np.asarray(weights @ right / weights.sum(axis=1))
+
+    def chance(self) -> float:
+        """Return the precision that is expected of random neighbours."""
+        counts = np.bincount(self.values)
+        return float(counts @ (counts - 1) / (len(self.values) * (len(self.values) - 1)))
+
+    def pairs(self, sample: AspectSample) -> Iterator[tuple[tuple[str, str], dict[str, float]]]:
+        """Yield the figures of each pair; ``AspectFigures.pairs`` describes them."""
+        for i, ignored in enumerate(self.ignored):
+            figures = {
+                "v_measure": float(self.version(i).v_measure().mean()),
+                "precision": float(self.right[i].mean()),
+            }
+            if len(ignored) == 1:
+                yield (self.condition, ignored[0]), figures
+        if self.ignored == [()]:
+            for other, follows in self._follow_others(sample):
+                yield (self.condition, other), {**figures, "v_other": follows}
+
+    def version(self, number: int) -> Clustering:
+        """Return the clustering of one version."""
+        part = slice(number, number + 1)
+        return replace(self, clusters=self.clusters[part], right=self.right[part])
+
+    def _follow_others(self, sample: AspectSample) -> Iterator[tuple[str, float]]:
+        """Yield the V-measure of the clusters with the values of each other clustered condition."""
+        for other, positions in cluster_texts(sample).items():
+            common = np.flatnonzero(np.isin(self.positions, positions))
+            values = [sample.texts[i].attributes[other] for i in self.positions[common]]
+            if other != self.condition and len(set(values)) > 1:
+                runs = [v_measure_score(values, run[common]) for run in self.clusters[0]]
+                yield other, float(np.mean(runs))
 
 
 def _entropy(weights: Floats, labels: Indices) -> Floats:
@@ -506,34 +637,148 @@ def cluster(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
     """Cluster the centred and normalised vectors by K-means, with K the number of values."""
     clusterings = []
     for condition, positions in cluster_texts(sample).items():
-        points: Any = vectors.under(condition, positions)
-        points = _unit(points - points.mean(axis=0))
         names = [sample.texts[position].attributes[condition] for position in positions]
         values = np.unique(names, return_inverse=True)[1]
-        k = int(values.max()) + 1
-        with warnings.catch_warnings():
-            # Equal vectors leave clusters empty; the V-measure shows this without the warning.
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            runs = [kmeans(points, k, seed + run, starts=1) for run in range(RUNS)]
-        clusterings.append(Clustering(condition, np.array(positions), values, np.array(runs)))
+        versions = vectors.versions(condition, positions)
+        clusters = [_cluster_points(points, int(values.max()) + 1, seed) for _, points in versions]
+        right = [_share_of_neighbours(points, values) for _, points in versions]
+        ignored = [others for others, _ in versions]
+        numbers = np.array(positions), values
+        clusterings.append(
+            Clustering(condition, *numbers, ignored, np.array(clusters), np.array(right))
+        )
     return clusterings
 
 
-def _mean_v_measure(clusters: Sequence[Clustering], n_texts: int, seed: int) -> Estimate:
-    """Return the mean over conditions, with a bootstrap interval over texts.
+def _cluster_points(points: Floats, k: int, seed: int) -> list[Indices]:
+    centred: Any = _unit(points - points.mean(axis=0))
+    with warnings.catch_warnings():
+        # Equal vectors leave clusters empty; the V-measure shows this without the warning.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return [kmeans(centred, k, seed + run, starts=1) for run in range(RUNS)]
+
+
+def _share_of_neighbours(points: Floats, values: Indices) -> Floats:
+    """Return the (n,) shares of the nearest other texts that have the same value."""
+    cosines = points @ points.T
+    np.fill_diagonal(cosines, -np.inf)
+    nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :NEIGHBOURS]
+    return np.asarray((values[nearest] == values[:, None]).mean(axis=1))
+
+
+def _mean_over_conditions(
+    clusters: Sequence[Clustering],
+    figure: Callable[[Clustering, Floats | None], Floats],
+    n_texts: int,
+    seed: int,
+) -> Estimate:
+    """Return the mean of a figure over conditions, with a bootstrap interval over texts.
 
     The bootstrap resamples the texts with their clusters, without clustering again.
     """
     if not clusters:
         return Estimate(math.nan)
-    value = float(np.mean([clustering.v_measure() for clustering in clusters]))
+    value = float(np.mean([figure(clustering, None) for clustering in clusters]))
     n = len({position for clustering in clusters for position in clustering.positions.tolist()})
     if n < MIN_PAIRS:
         return Estimate(value)
     counts = np.random.default_rng(seed).multinomial(n_texts, np.full(n_texts, 1 / n_texts), _DRAWS)
     weights = counts.astype(np.float64)
     sampled = np.mean(
-        [clustering.v_measure(weights[:, clustering.positions]) for clustering in clusters], axis=0
+        [figure(clustering, weights[:, clustering.positions]) for clustering in clusters], axis=0
     )
     half = float(student.ppf(1 - LEVEL / 2, n - 1) * sampled.std(ddof=1))
     return Estimate(value, max(value - half, 0.0), min(value + half, 1.0))
+
+
+# -- texts that do not mention a condition -----------------------------------------------------
+
+#: Minimum number of texts that mention a condition, maximum share of them, and maximum numbers of
+#: conditions of a set and of texts of each kind.
+_LEAST_MENTIONS, _MOST_MENTIONS, _CONDITIONS, _MENTIONS = 30, 0.6, 12, 50
+#: Words of conditions that say nothing.
+_EMPTY = frozenset(
+    "the a an of for to is it in at or by and on be with from which where what whether has "
+    "name type number user used that".split()
+)
+
+
+class Mentions(NamedTuple):
+    """Texts that mention a condition, and texts that do not.
+
+    Attributes:
+        condition: the condition.
+        present: texts that mention it.
+        same_topic: texts of the same topic or group that do not.
+        any_topic: texts of any topic that do not.
+    """
+
+    condition: str
+    present: Sequence[str]
+    same_topic: Sequence[str]
+    any_topic: Sequence[str]
+
+
+def sample_mentions(whole: AspectSample, seed: int = 0) -> list[Mentions]:
+    """Sample texts with and without an attribute, for the commonest conditions of a set.
+
+    Every text must have the attributes that it mentions. Texts that have an attribute with a
+    similar name are left out. The topic of an attribute is what precedes the full stop in its id,
+    as in ``hotels.date``; without one, the topic of a text is its group.
+    """
+    texts = [text for text in whole.texts if len(text.text) < _LONGEST_TEXT]
+    counts = Counter(key for text in texts for key in text.attributes if key in whole.conditions)
+    words = {key: _content_words(key, item) for key, item in whole.conditions.items()}
+    samples = []
+    for key, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])):
+        # Only some texts have an intent, although every request has one.
+        if key.endswith("intent") or not _LEAST_MENTIONS <= count <= _MOST_MENTIONS * len(texts):
+            continue
+        rng = random.Random(seed)  # not used for secrets
+        similar = {other for other in counts if words[other] & words[key]}
+        absent = [text for text in texts if not similar & text.attributes.keys()]
+        having = [text for text in texts if key in text.attributes]
+        present = rng.sample(having, min(_MENTIONS, len(having)))
+        near = _same_topic(key, present, absent, rng)
+        if len(near) >= _LEAST_MENTIONS:
+            groups = present, near, rng.sample(absent, min(_MENTIONS, len(absent)))
+            samples.append(Mentions(key, *([text.text for text in group] for group in groups)))
+        if len(samples) == _CONDITIONS:
+            break
+    return samples
+
+
+def _content_words(key: str, wordings: ConditionWordings) -> set[str]:
+    texts = (key.rpartition(".")[2], wordings.text, *wordings.others)
+    words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
+    return {word for word in words - _EMPTY if len(word) > 2} | {key}
+
+
+def _same_topic(
+    key: str, present: Sequence[AspectText], absent: Sequence[AspectText], rng: random.Random
+) -> list[AspectText]:
+    """Return texts of ``absent`` with the topic of a condition, or with the groups of texts."""
+    topic, stop, _ = key.rpartition(".")
+    if stop:
+        near = [
+            text
+            for text in absent
+            if any(other.startswith(topic + stop) for other in text.attributes)
+        ]
+        return rng.sample(near, min(_MENTIONS, len(near)))
+    by_group: dict[str, list[AspectText]] = defaultdict(list)
+    for text in absent:
+        by_group[text.group].append(text)
+    for group in by_group.values():
+        rng.shuffle(group)
+    return [by_group[text.group].pop() for text in present if by_group[text.group]]
+
+
+def mention_aucs(mentions: Mentions, scores: Mapping[str, float]) -> tuple[float, float]:
+    """Return the AUC of scores by text, against texts of the same topic and of any topic."""
+
+    def auc(absent: Sequence[str]) -> float:
+        labels = [1] * len(mentions.present) + [0] * len(absent)
+        return float(roc_auc_score(labels, [scores[t] for t in (*mentions.present, *absent)]))
+
+    return auc(mentions.same_topic), auc(mentions.any_topic)

@@ -30,7 +30,7 @@ from llmcond.options.common import (
     TruncateOption,
     condition_option,
 )
-from llmcond.options.texts import IndexOptions
+from llmcond.options.texts import MENTIONS_HELP, IndexOptions
 from llmcond.serving.settings import ServedSource, ServerSettings
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class Search(IgnoreOption, DeviceOption, Command):
         help="show each hit's score under each condition and without one (by the encoder without "
         "adapters), and its rank without one if the index holds texts without a condition",
     )
+    mentions: bool = option(False, help=f"show for each hit the {MENTIONS_HELP}")
 
     def execute(self) -> Hits:
         """Search the index.
@@ -139,6 +140,7 @@ class Search(IgnoreOption, DeviceOption, Command):
             where=self.where,
             rerank=self.rerank,
             explain=self.explain,
+            mentions=self.mentions,
         )
         report_foreign_texts([self.query], index.embedder.encoder.resolved.checkpoint)
         _report_conditions(hits, conditions)
@@ -155,6 +157,9 @@ class Search(IgnoreOption, DeviceOption, Command):
             columns = dict(hit)
             scores, text_id = columns.pop("explain", None), {"id": columns.pop("id")}
             row = {name: columns.pop(name) for name in ("rank", "score", "text")}
+            mentions = columns.pop("mentions", {}) if self.mentions else {}
+            for title, score in zip(condition_titles([*mentions]), mentions.values(), strict=True):
+                row["mentions" if len(mentions) == 1 else f"mentions {title}"] = score
             if scores is not None:
                 if len(scores["under"]) > 1:  # With one condition, this is the hit's score.
                     titles = condition_titles([*scores["under"]])

@@ -51,6 +51,8 @@ from llmcond.options.common import (
     condition_option,
 )
 
+#: What a score of mentions is, for helps.
+MENTIONS_HELP = "score between 0 and 1 of whether a text says anything about the condition"
 _SERVER = "server"
 _ANSWERS = "answers to compare with"
 _PROPOSE = "texts without pairs"
@@ -134,6 +136,11 @@ class EmbedOptions(
         True,
         help="scale vectors to unit L2 norm, so that inner products are cosines",
     )
+    mentions: bool = option(
+        False,
+        help=f"also write a column mentions for each condition: the {MENTIONS_HELP}; only in a "
+        ".parquet or .csv file",
+    )
 
     def __post_init__(self) -> None:
         """Also check the output."""
@@ -146,6 +153,11 @@ class EmbedOptions(
                 object.__setattr__(self, "out", out)
             if self.precision in ("int8", "uint8") and self.ranges is None:
                 check_output(ranges_path(out), (".npy",), [self.texts])
+        elif self.mentions:
+            raise UserError(
+                f"--mentions needs a .parquet or .csv file, and --out {self.out} is a folder. Name "
+                "a file."
+            )
         elif "://" not in str(self.out):
             check_folder(out)
 
@@ -215,6 +227,13 @@ class ClusterOptions(GuideOption, AnswersOption, TextsOptions):
         help="with --method hdbscan: smallest cluster, in texts (default: 1 % of the texts, at "
         "least 5)",
         needs="--method hdbscan",
+    )
+    not_mentioned_below: Annotated[float, Gt(0), Lt(1)] | None = option(
+        None,
+        metavar="SCORE",
+        help=f"put texts into no cluster, but into a group 'not mentioned', whose {MENTIONS_HELP} "
+        "is lower, such as 0.5 (default: cluster all texts)",
+        conflicts="--method hdbscan",
     )
     labels: Sequence[str] = option(
         (),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcond.base.arrays import (
     EncodeOptions,
@@ -40,6 +41,7 @@ from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
 from llmcond.heads.storage import EmbeddingHead
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, RunEmbeddingHead, RunHead, open_run
+from llmcond.runs.mentions import score_mentions
 from llmcond.runs.open import LazyEncoder, extract_inputs, resolve_run
 from llmcond.runs.portable import save_portable_run
 from llmcond.runs.run import IN_RUN_FOLDER, zero_shot_head
@@ -372,6 +374,44 @@ class Embedder(SimilarityModel):
             convert_to_tensor=convert_to_tensor,
         )
 
+    def mentions(
+        self, sentences: str | Iterable[str], conditions: str | Iterable[str]
+    ) -> NDArray[np.float32]:
+        """Score whether texts say anything about a condition, such as the price.
+
+        The score needs no labels. It combines how near a word of the text is to the condition, and
+        how much the embedding differs from that of a text that says nothing. Compare the scores of
+        texts under one condition; around 0.5 many are wrong. docs/aspects.md says how good it is.
+
+        Args:
+            sentences: n texts, or a single text.
+            conditions: n conditions, one for each text, or one condition for all texts.
+
+        Returns:
+            Scores between 0 (says nothing) and 1, (n,) float32; () for a single text.
+
+        Raises:
+            UserError: A text or condition is empty, the lengths differ, the head does not compare
+                embeddings by cosine, or the encoder cannot weight tokens by a second text.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
+
+        Examples:
+            >>> import llmcond
+            >>> texts = ["It costs 20 dollars.", "The screen is too dark."]
+            >>> dear, dark = llmcond.load_embedder().mentions(texts, "the price")
+            >>> bool(dear > dark)
+            True
+        """
+        check_mappable(self.head)
+        is_single = isinstance(sentences, str)
+        if isinstance(sentences, str):
+            sentences, conditions = [sentences], as_condition_list(conditions)
+        rows = pair_with_conditions(sentences, conditions)
+        plain = replace(self, guides={})
+        base = _load_base(self.encoder)
+        scores = score_mentions(rows, lambda rows: plain._encode(rows, False), base.encode)
+        return np.asarray(scores[0] if is_single else scores)
+
     def explain(
         self, sentence: str, conditions: str | Iterable[str], *, to: str | None = None
     ) -> Explanation:
@@ -641,16 +681,17 @@ def fit_checked_guide(
     Raises:
         UserError: The head does not compare embeddings by cosine.
     """
-    _check_mappable(head)
+    check_mappable(head)
     source, digest = labelled.source, labelled.digest
     return fit_guide(vectors, labelled.labels, source=source, digest=digest, before=before)
 
 
-def _check_mappable(head: EmbeddingHead) -> None:
+def check_mappable(head: EmbeddingHead) -> None:
+    """Raise a ``UserError`` unless a head compares embeddings by cosine."""
     if not head.compares_by_cosine:
         raise UserError(
-            "guides and ignored conditions need embeddings that are compared by cosine, and this "
-            "head compares them in another way. Choose another --head."
+            "guides, ignored conditions and scores of mentions need embeddings that are compared "
+            "by cosine, and this head compares them in another way. Choose another --head."
         )
 
 
@@ -679,7 +720,7 @@ def fit_ignoring_map(
     Raises:
         UserError: as ``Embedder.ignoring``.
     """
-    _check_mappable(head)
+    check_mappable(head)
     texts, columns = list(texts), columns or {}
     ignored = ignored_by(condition)
     if not (ignored or columns):
@@ -880,6 +921,11 @@ def base_encoder(encoder: Encoder) -> Encoder | None:
     if base is encoder.resolved:
         return encoder
     return None if base is None else LazyEncoder(base)()
+
+
+@lru_cache(maxsize=1)
+def _load_base(encoder: Encoder) -> Encoder:
+    return base_encoder(encoder) or encoder
 
 
 def describe(embedder: Embedder) -> dict[str, Any]:
@@ -1121,7 +1167,8 @@ class EmbeddingModel:
 
     def embed_plain(self, texts: Sequence[str]) -> Vectors:
         """Return the (n, d) vectors that the encoder gives texts, without a condition or a head."""
-        vectors = _encode_alone(self.encoder, self.store, texts)
+        inputs = [EncoderInput("", text) for text in texts]
+        vectors = _encode_alone(self.encoder, self.store, inputs)
         guide = self.guides.get(None)
         return vectors if guide is None else guide.transform(vectors)
 
@@ -1132,21 +1179,44 @@ class EmbeddingModel:
         trained. If all its weights were trained, no base is recorded, and the trained encoder is
         used instead.
         """
+        name, encoder, store = self._base
+        return name, _encode_alone(encoder, store, [EncoderInput("", text) for text in texts])
+
+    @cached_property
+    def _base(self) -> tuple[str, LazyEncoder, FeatureStore]:
+        """The name of the base encoder, the encoder, and its store."""
         base, store = resolve_base(self.encoder.resolved), self.store
         if base is None:
             log.info(f"no base of {self.encoder.name} is recorded, so its own vectors are used")
         if base is None or base is self.encoder.resolved:
-            return self.encoder.name, _encode_alone(self.encoder, store, texts)
+            return self.encoder.name, self.encoder, store
         base_store = type(store)(store.root, base.identity, store.dtype)
-        return base.checkpoint.name, _encode_alone(LazyEncoder(base), base_store, texts)
+        return base.checkpoint.name, LazyEncoder(base), base_store
+
+    def mentions(self, rows: Sequence[tuple[str, str]], file: str) -> NDArray[np.float32]:
+        """Return the (n,) scores of ``Embedder.mentions`` for (text, condition) rows.
+
+        Raises:
+            UserError: As ``extract`` and ``Embedder.mentions``.
+        """
+        check_mappable(self.head.head)
+        _, encoder, store = self._base
+        plain = replace(self, guides=Guides(), truncate_dim=None)
+        vars(plain).update(encoder=self.encoder, store=self.store)  # which may be loaded already
+        return score_mentions(
+            rows,
+            lambda rows: plain.embed(rows, file),
+            lambda inputs: _encode_alone(encoder, store, inputs),
+        )
 
     def load(self) -> Embedder:
         """Load the encoder, and return an embedder without the guides."""
         return make_embedder(self.encoder(), self.head, self.run.folder, self.truncate_dim)
 
 
-def _encode_alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
-    inputs = [EncoderInput("", text) for text in texts]
+def _encode_alone(
+    encoder: LazyEncoder, store: FeatureStore, inputs: Sequence[EncoderInput]
+) -> Vectors:
     extract_inputs(store, encoder, f"{encoder.name}, no condition", inputs)
     return normalise_vectors(store.lookup(inputs).read())
 

@@ -94,6 +94,7 @@ class SearchOptions(TypedDict, total=False):
     rerank: int | None
     explain: bool
     prepare: bool
+    mentions: bool
 
 
 class Index:
@@ -784,6 +785,7 @@ class Index:
         rerank: int | None = None,
         explain: bool = False,
         prepare: bool = True,
+        mentions: bool = False,
     ) -> Hits | list[Hits]:
         """Find the k texts nearest to a query under a condition.
 
@@ -803,6 +805,8 @@ class Index:
             explain: add to each hit its score under each condition, and its score and rank without
                 a condition.
             prepare: whether to encode texts under a condition that the index has no vectors of.
+            mentions: add to each hit, as ``mentions``, the scores of ``Embedder.mentions`` by
+                condition: whether the hit says anything about it.
 
         Returns:
             The hits; for several queries, a list with the hits of each query.
@@ -815,7 +819,18 @@ class Index:
         queries = [query] if isinstance(query, str) else as_list(query, "the query")
         options = {"where": where, "rerank": rerank, "explain": explain, "prepare": prepare}
         hits = self.plan_search(queries, condition, k, **options)()  # type: ignore[arg-type]
+        if mentions:
+            hits = [self._add_mentions(of_query) for of_query in hits]
         return hits[0] if isinstance(query, str) else hits
+
+    def _add_mentions(self, hits: Hits) -> Hits:
+        texts = [row["text"] for row in hits.rows]
+        scores = {c: self.embedder.mentions(texts, c).tolist() for c in hits.conditions}
+        rows = [
+            {**row, "mentions": {c: round(values[i], 4) for c, values in scores.items()}}
+            for i, row in enumerate(hits.rows)
+        ]
+        return replace(hits, rows=rows)
 
     def plan_search(
         self,

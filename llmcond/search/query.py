@@ -223,7 +223,7 @@ class Hits(Displayed):
         conditions: weight of each condition.
         rows: a dictionary for each hit: ``rank`` (from 1), ``score``, ``text``, ``id``, and the
             index's other columns. With ``explain`` also the hit's score under each condition and
-            without a condition.
+            without a condition; with ``mentions``, whether it says anything about each condition.
         searched: number of texts that were compared: all texts, or those that match the filter.
         plain: with ``explain``, name of the encoder that gave the scores without a condition, if
             there are any.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from sklearn.metrics import adjusted_mutual_info_score
 
 from llmcond.base.errors import UserError, format_count, shortened_repr
@@ -16,6 +17,7 @@ from llmcond.base.files import data_path
 from llmcond.base.output import log
 from llmcond.base.text import condition_text, ignored_by
 from llmcond.clustering import (
+    NOISE,
     Clustering,
     ClusterMap,
     ClusterResult,
@@ -50,6 +52,8 @@ from llmcond.workflows.check import report_alike
 
 Method = Literal["kmeans", "hdbscan"]
 
+#: Name of the group of texts that do not mention a condition.
+NOT_MENTIONED = "not mentioned"
 _GUIDE_HINT = (
     "If they are not, label about 40 texts: --guide FILE, with the columns text and label."
 )
@@ -104,7 +108,11 @@ def cluster(options: ClusterOptions) -> ClusterResult:
             vectors = embeddings.embed(rows, collection.file)
         guide_labels = embeddings.guides[condition].labels if condition in guides else None
         clustering = finder.with_guide(guide_labels).make_clustering(
-            embeddings, condition, vectors, collection.texts
+            embeddings,
+            condition,
+            vectors,
+            collection.texts,
+            _find_mentions(embeddings, collection, condition, options.not_mentioned_below),
         )
         guided = _count_guide_labels(collection.texts, clustering.labels, guides.get(condition))
         clusterings.append(replace(clustering, guide=guide_labels, guided=guided))
@@ -155,6 +163,21 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     return result
 
 
+def _find_mentions(
+    embeddings: EmbeddingModel, collection: Collection, condition: str | None, least: float | None
+) -> NDArray[np.bool_] | None:
+    """Return (n,) whether the score of each text is at least ``least``; None: do not score."""
+    if least is None or condition is None:
+        return None
+    rows = [(text, condition) for text in collection.texts]
+    mentioned = embeddings.mentions(rows, collection.file) >= least
+    log.info(
+        f"{condition_text(condition)}: {(~mentioned).sum():,} of {len(rows):,} texts seem to say "
+        "nothing about it"
+    )
+    return np.asarray(mentioned)
+
+
 # -- options -----------------------------------------------------------------------------------
 
 
@@ -179,6 +202,10 @@ def _check_options(
         raise UserError(
             "neither --condition nor --guide is given. Name what to compare the texts by, such as "
             "--condition 'the topic'."
+        )
+    if options.not_mentioned_below is not None and not conditions:
+        raise UserError(
+            "--not-mentioned-below needs --condition, which texts mention or not. Add it."
         )
     repeated = [text for text, n in Counter(map(condition_text, conditions)).items() if n > 1]
     if repeated:
@@ -301,6 +328,7 @@ class _ClusterFinder:
         condition: str | None,
         vectors: Vectors,
         texts: Sequence[str],
+        mentioned: NDArray[np.bool_] | None = None,
     ) -> Clustering:
         """Cluster the vectors of texts, and describe the clusters.
 
@@ -309,12 +337,20 @@ class _ClusterFinder:
             condition: the condition that the vectors are under; None: none.
             vectors: (n, d) the vectors of the texts.
             texts: the n texts.
+            mentioned: (n,) whether a text says anything about the condition; the others are in no
+                cluster. None: all do.
 
         Raises:
             UserError: there are too few distinct vectors.
         """
         named = "" if condition is None else f"under {shortened_repr(condition_text(condition))}, "
-        labels, silhouettes = self(vectors, f"{named}the texts have")
+        if mentioned is None:
+            labels, silhouettes = self(vectors, f"{named}the texts have")
+        else:
+            labels = np.full(len(texts), NOISE)
+            labels[mentioned], silhouettes = self(
+                vectors[mentioned], f"{named}the texts that mention it have"
+            )
         answers = embeddings.answers
         named_by = None
         if answers is not None and condition is not None:
@@ -325,11 +361,17 @@ class _ClusterFinder:
                 return embeddings.embed_plain(words)
             return embeddings.embed([(word, condition) for word in words], "the words")
 
+        described = describe_clusters(texts, vectors, labels, embed, named_by)
+        if mentioned is not None:
+            described = [
+                replace(cluster, name=NOT_MENTIONED) if cluster.cluster == NOISE else cluster
+                for cluster in described
+            ]
         return Clustering(
             embeddings.encoder.name,
             condition,
             labels,
-            describe_clusters(texts, vectors, labels, embed, named_by),
+            described,
             silhouette(vectors, labels, self.seed),
             silhouettes,
         )

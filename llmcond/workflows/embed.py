@@ -175,6 +175,33 @@ def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[Vector
     return list(names.values())
 
 
+def _check_columns(options: EmbedOptions, names: Sequence[str]) -> dict[str, str]:
+    """Check the names of the columns to write.
+
+    Args:
+        options: the options of the command.
+        names: the columns of vectors.
+
+    Returns:
+        The column of the scores of mentions by column of vectors, if they are wanted.
+
+    Raises:
+        UserError: a column has the name of another one, or the file holds vectors only.
+    """
+    out, holds_vectors = options.out, suffix(options.out) == ".npy"
+    scores = {n: f"mentions{n.removeprefix(VECTOR)}" for n in names if options.mentions}
+    if scores and holds_vectors:
+        raise UserError(
+            f"--mentions writes a column, and {out} holds vectors only. Name a .parquet or .csv "
+            "file."
+        )
+    conflicts = sorted({"sentence", "condition", *names, *scores.values()} & {*options.keep})
+    if options.keep and (conflicts or holds_vectors):
+        reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
+        raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
+    return scores
+
+
 def embed_file(options: EmbedOptions) -> EmbedResult:
     """Write one embedding for each row of a file and each condition.
 
@@ -187,10 +214,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     source = open_collection(options.texts, read, options.text)
     columns = find_vector_columns(options, source)
     names = {column.name: column.condition for column in columns}
-    conflicts = sorted({"sentence", "condition", *names} & set(keep))
-    if keep and (conflicts or suffix(out) == ".npy"):
-        reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
-        raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
+    scores = _check_columns(options, [*names])
     sources = dict.fromkeys(column.source for column in columns if column.source)
     others = list(dict.fromkeys([*keep, *options.ignore_column]))
     texts = read_collection(source, options.text, others, conditions=list(sources))
@@ -215,6 +239,13 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     workers = assign_devices(options.find_workers(), embeddings.encoder.resolved)
     with embeddings.shared(workers):
         embeddings.extract(list(chain.from_iterable(rows)), texts.file, n)
+    mentions = {
+        scores[column.name]: [
+            round(score, 4) for score in embeddings.mentions(part, texts.file).tolist()
+        ]
+        for column, part in zip(columns, rows, strict=True)
+        if column.name in scores
+    }
 
     def read_blocks() -> Iterator[Blocks]:
         return zip(*(embeddings.read_blocks(part, options.normalize) for part in rows), strict=True)
@@ -244,6 +275,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     if len(columns) == 1:
         condition = [columns[0].text or ""] * n
         table["condition"] = texts.conditions.get(columns[0].source, condition)
+    table |= mentions
     codes = (
         [np.ascontiguousarray(quantizer(vectors)) for vectors in block] for block in read_blocks()
     )

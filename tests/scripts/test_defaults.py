@@ -18,7 +18,10 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 #: The arguments of each script, with tiny sizes, and an excerpt of its output.
 ARGUMENTS_AND_OUTPUT = {
-    "bench_aspects": ("--model {tiny} --data {aspects} --values 0 2 --json", "| mean of 2 |"),
+    "bench_aspects": (
+        "--model {tiny} --data {aspects} --average --change none ignore-each --json",
+        "| mean of 2 |",
+    ),
     "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1", "| an empty program |"),
     "bench_fit": ("--rows 32 --epochs 1 --rounds 1", "| llmcond, rows in any order |"),
