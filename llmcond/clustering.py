@@ -699,7 +699,7 @@ def _find_terms(
             for term, count in zip(terms, counts, strict=True)
         ]
     )
-    found = {}
+    best_terms = {}
     for number in numbers:
         inside = labels == number
         cluster_total, n = np.asarray(weights[inside].sum(axis=0))[0], int(inside.sum())
@@ -708,8 +708,8 @@ def _find_terms(
         order = order[excess[order] > 0]
         primary = order[~is_secondary[order]]
         best = (primary if len(primary) else order)[: 0 if number == NOISE else _CANDIDATES]
-        found[number] = terms[best].tolist(), excess[best]
-    return found
+        best_terms[number] = terms[best].tolist(), excess[best]
+    return best_terms
 
 
 def without_condition(encoder: str) -> str:

@@ -36,11 +36,11 @@ def main() -> None:
     options = BenchOptions(__doc__)
     options.option("--data", Path, "table of texts", required=True)
     options.option("--n", 100_000, "number of texts")
-    options.option("--condition", "the problem", "condition that is asked for")
+    options.option("--condition", "the problem", "condition of the embeddings")
     options.option("--ignore", ["the product"], "conditions that are ignored")
     args = options.parse_args()
-    given = read_collection(args.data).texts
-    texts = [f"{given[i % len(given)]} ({i})" for i in range(args.n)]
+    originals = read_collection(args.data).texts
+    texts = [f"{originals[i % len(originals)]} ({i})" for i in range(args.n)]
     embedder, condition = load_embedder(), Condition(args.condition, ignore=args.ignore)
     vectors, *encoding = timed(lambda: embedder.encode(texts, args.condition))
     ignoring, *finding = timed(lambda: embedder.ignoring(texts, condition))

@@ -55,6 +55,8 @@ Ties = Literal["realistic", "optimistic", "pessimistic"]
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 #: Number type of the vectors of an index, which are compared in at most half precision.
 IndexPrecision = Literal["float16", "int8", "uint8", "binary", "ubinary"]
+#: What the encoder reads for a text with an answer: the answer, or both the text and the answer.
+AnswersAs = Literal["answer", "both"]
 #: A random seed in the range that all libraries accept.
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 Positive = Annotated[int, Ge(1)]

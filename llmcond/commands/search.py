@@ -176,10 +176,10 @@ class Search(IgnoreOption, DeviceOption, Command):
             Table.of_rows(rows).print(form)
 
 
-def _report_conditions(hits: Hits, asked: Sequence[str]) -> None:
-    """Log what the index adds to the conditions that were asked for."""
+def _report_conditions(hits: Hits, conditions: Sequence[str]) -> None:
+    """Log what the index adds to the conditions of the command."""
     for condition in hits.conditions:
-        if isinstance(condition, Condition) and condition.values and condition not in asked:
+        if isinstance(condition, Condition) and condition.values and condition not in conditions:
             log.info(
                 f"{condition.text!r} has the values that the index records: "
                 f"{', '.join(condition.values)} (--values '' for none)"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from llmcond.base.errors import UserError, shortened_repr
 from llmcond.base.files import digest_text
+from llmcond.base.options import AnswersAs
 from llmcond.base.text import (
     check_string,
     condition_flags,
@@ -25,7 +26,6 @@ from llmcond.data.rows import write_table
 NOT_MENTIONED = "not mentioned"
 #: The columns that every table of answers has.
 COLUMNS = ("text", "condition", "answer")
-AnswersAs = Literal["answer", "both"]
 
 
 def answer_key(text: str, condition: str) -> tuple[str, str]:
@@ -38,7 +38,7 @@ def answer_key(text: str, condition: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class AnswerTable:
     """Short answers by text and condition.
 
     Attributes:
@@ -85,7 +85,7 @@ class Answers:
             )
 
 
-def read_answers(data: Any, as_: AnswersAs = "answer", *, strip_html: bool = False) -> Answers:
+def read_answers(data: Any, as_: AnswersAs = "answer", *, strip_html: bool = False) -> AnswerTable:
     """Read a table of answers.
 
     Args:
@@ -114,7 +114,7 @@ def read_answers(data: Any, as_: AnswersAs = "answer", *, strip_html: bool = Fal
                 f"{where}: {shortened_repr(text)} has the answer {shortened_repr(answer)}, but an "
                 f"earlier row has {shortened_repr(answers[key])}. Keep only one of them."
             )
-    return Answers(answers, name, as_)
+    return AnswerTable(answers, name, as_)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

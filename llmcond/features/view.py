@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmcond.base.arrays import ConcatenatedMatrix, Difference, Matrix, scale_to_unit_norm
 from llmcond.base.errors import UserError
 from llmcond.base.text import wordings
-from llmcond.data.answers import Answers
+from llmcond.data.answers import AnswerTable
 from llmcond.encoders.spec import EncoderInput
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
@@ -304,7 +304,7 @@ class ViewInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class AskedRows:
+class WordingRows:
     """The rows that are encoded for (sentence, condition) rows.
 
     They are one for each wording, and for each of a sentence and its answer that is to be read.
@@ -312,7 +312,7 @@ class AskedRows:
     Attributes:
         rows: The m (sentence, wording) rows.
         owners: (m,) The position of the row that each belongs to.
-        n: The number of rows that were asked for.
+        n: The number of rows of the request.
     """
 
     rows: Sequence[tuple[str, str]]
@@ -320,15 +320,17 @@ class AskedRows:
     n: int
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[str, str]], answers: Answers | None = None) -> Self:
+    def of(cls, rows: Sequence[tuple[str, str]], answers: AnswerTable | None = None) -> Self:
         """Return each row once for each wording, with its answer in place of the sentence."""
-        asked = [
+        worded = [
             (number, (sentence, wording))
             for number, row in enumerate(rows)
             for sentence in ([row[0]] if answers is None else answers.sentences(*row))
             for wording in wordings(row[1])
         ]
-        return cls([row for _, row in asked], np.array([i for i, _ in asked], np.int64), len(rows))
+        return cls(
+            [row for _, row in worded], np.array([i for i, _ in worded], np.int64), len(rows)
+        )
 
     def mean(self, vectors: NDArray[Any], *, normalize: bool) -> NDArray[Any]:
         """Return (n, k) means, over what is read for each row, of (m, k) vectors.

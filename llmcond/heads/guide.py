@@ -205,7 +205,7 @@ def fit_ignoring(
     """Fit a map that removes what texts differ in under other conditions, or by known labels.
 
     For another condition, the directions are the top eigenvectors of the covariance of the texts'
-    vectors under it minus the covariance under the condition that is asked for. Directions count
+    vectors under it minus the covariance under the condition itself. Directions count
     whose eigenvalue is at least a tenth of the largest one. Vectors lose their components in all
     these directions.
 
@@ -214,10 +214,10 @@ def fit_ignoring(
     Ledoit and Wolf, so that it also works with fewer texts than dimensions.
 
     Args:
-        vectors: (n, d) vectors of texts under the condition that is asked for.
+        vectors: (n, d) vectors of texts under the condition.
         under_others: (n, d) vectors of the same texts under each condition that is ignored.
         columns: (n,) labels of each column that is ignored. A text without a label has ``""``.
-        n_directions: the number of directions for each condition; None: chosen as above, and at
+        n_directions: the number of directions for each condition; None: as above, and at
             most a quarter of the dimensions.
 
     Raises:
@@ -225,11 +225,11 @@ def fit_ignoring(
     """
     points = scale_to_unit_norm(np.asarray(vectors, dtype=np.float64))
     mean = points.mean(axis=0)
-    found = [
+    removed = [
         _contrast(points, scale_to_unit_norm(np.asarray(other, dtype=np.float64)), n_directions)
         for other in under_others.values()
     ]
-    directions = np.hstack([np.zeros((points.shape[1], 0)), *found])
+    directions = np.hstack([np.zeros((points.shape[1], 0)), *removed])
     if directions.shape[1] >= directions.shape[0]:
         raise UserError(
             f"ignoring {format_list([*under_others], 3)} would remove {directions.shape[1]} "
@@ -254,14 +254,14 @@ def _ignoring_guide(
     return Guide(mean, directions, outputs, {}, ignored, "", digest, before)
 
 
-def _contrast(asked: NDArray[Any], other: NDArray[Any], n_directions: int | None) -> NDArray[Any]:
-    """Return (d, r) directions in which vectors vary more under another condition than asked."""
-    difference = np.cov(other.T, bias=True) - np.cov(asked.T, bias=True)
+def _contrast(target: NDArray[Any], other: NDArray[Any], n_directions: int | None) -> NDArray[Any]:
+    """Return (d, r) directions in which vectors vary more under another condition."""
+    difference = np.cov(other.T, bias=True) - np.cov(target.T, bias=True)
     variances, directions = np.linalg.eigh(difference)
     variances, directions = variances[::-1], directions[:, ::-1]
-    chosen = int((variances >= _SHARE * variances[0]).sum()) if variances[0] > 0 else 0
+    count = int((variances >= _SHARE * variances[0]).sum()) if variances[0] > 0 else 0
     most = min(_MOST_DIRECTIONS, max(1, len(variances) // _FRACTION))
-    n = min(chosen, most) if n_directions is None else n_directions
+    n = min(count, most) if n_directions is None else n_directions
     return directions[:, :n]
 
 

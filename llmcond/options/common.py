@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from llmcond.base.errors import UserError, nearest
 from llmcond.base.files import check_folder
-from llmcond.base.options import Amount, Options, Positive, option
+from llmcond.base.options import Amount, AnswersAs, Options, Positive, option
 from llmcond.base.package import DEFAULT_MODEL, DEFAULT_RUN, pretrained_names
 from llmcond.base.run_log import Tracker, check_trackers
 from llmcond.base.system import check_device
@@ -23,12 +23,12 @@ from llmcond.base.text import (
     condition_text,
     ignoring,
 )
-from llmcond.data.answers import Answers, AnswersAs
 from llmcond.data.formats import TEXT_COLUMNS, ReadOptions
 from llmcond.data.readers import FILES, OBJECTS, SOURCE
 from llmcond.encoders import EncoderOptions, check_encoder
 
 if TYPE_CHECKING:
+    from llmcond.data.answers import AnswerTable
     from llmcond.data.datasets import DataOptions
     from llmcond.features.pool import Workers
 
@@ -418,7 +418,7 @@ class AnswersOption(Options):
         help="vector of a text: that of its answer, or both: the mean of text and answer",
     )
 
-    def read_answers(self) -> Answers | None:
+    def read_answers(self) -> AnswerTable | None:
         """Read the table of answers; None if none is given.
 
         Raises:

@@ -326,7 +326,7 @@ class CheckConditionOptions(TextsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexOptions(IgnoreOptions, EmbedderOptions, TruncateOption, TextInputOptions):
+class IndexOptions(AnswersOption, IgnoreOptions, EmbedderOptions, TruncateOption, TextInputOptions):
     """Options of ``llmcond index``: the texts to add to an index, and those to delete."""
 
     texts: Any = option(

@@ -28,14 +28,14 @@ from llmcond.base.files import read_json
 from llmcond.base.options import Precision, check_argument, check_run
 from llmcond.base.output import log
 from llmcond.base.text import as_condition, ignored_by, without_ignored
-from llmcond.data.answers import Answers
+from llmcond.data.answers import AnswerTable
 from llmcond.data.datasets import Collection
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
 from llmcond.encoders import EncoderInput, resolve_base
 from llmcond.encoders.checkpoint import find_hub_source
 from llmcond.encoders.spec import InputError, check_finite
-from llmcond.features.view import AskedRows, FeaturePart, FeatureView
+from llmcond.features.view import FeaturePart, FeatureView, WordingRows
 from llmcond.heads.guide import Guide, Guides, apply_guides, fit_guide, fit_ignoring
 from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
 from llmcond.heads.storage import EmbeddingHead
@@ -142,7 +142,7 @@ class Embedder(SimilarityModel):
     guides: Mapping[str | None, Guide] = field(default_factory=Guides)
     folder: Path | None = None
     truncate_dim: int | None = None
-    answers: Answers | None = None
+    answers: AnswerTable | None = None
 
     def __post_init__(self) -> None:
         """Check that embeddings can be truncated, and let guides be found in any spelling.
@@ -515,7 +515,7 @@ class Embedder(SimilarityModel):
         """Return an embedder that ignores what a condition is to ignore.
 
         From a collection of texts, it finds the directions in which their embeddings vary more
-        under an ignored condition than under the one that is asked for, and removes them from all
+        under an ignored condition than under the condition itself, and removes them from all
         embeddings under the condition. No labels are needed.
 
         Args:
@@ -561,7 +561,7 @@ class Embedder(SimilarityModel):
         batch_size: int | None = None,
     ) -> Vectors:
         # All inputs are encoded in one call, so that each distinct input is encoded once.
-        distinct = list(dict.fromkeys(self.view.inputs(AskedRows.of(texts, self.answers).rows)))
+        distinct = list(dict.fromkeys(self.view.inputs(WordingRows.of(texts, self.answers).rows)))
         vectors = self.encoder.encode(distinct, show_progress=show_progress, batch_size=batch_size)
         return self.embed_vectors(texts, distinct, vectors)
 
@@ -581,16 +581,16 @@ class Embedder(SimilarityModel):
             UserError: The encoder cannot encode an input, or returned NaN for it.
             LlmcondError: The encoder ran out of memory.
         """
-        asked = AskedRows.of(rows, self.answers)
-        inputs = list(self.view.inputs(asked.rows))
+        worded = WordingRows.of(rows, self.answers)
+        inputs = list(self.view.inputs(worded.rows))
         position = {item: index for index, item in enumerate(dict.fromkeys(inputs))}
         encoded = self.encoder.encode_with_counts(distinct := list(position))
-        positions = np.array([position[item] for item in inputs]).reshape(len(asked.rows), -1)
+        positions = np.array([position[item] for item in inputs]).reshape(len(worded.rows), -1)
         return replace(
             encoded,
             vectors=self.embed_vectors(rows, distinct, encoded.vectors),
-            n_tokens=asked.sum(encoded.n_tokens[positions].sum(axis=1)),
-            truncated=asked.sum(encoded.truncated[positions].sum(axis=1)) > 0,
+            n_tokens=worded.sum(encoded.n_tokens[positions].sum(axis=1)),
+            truncated=worded.sum(encoded.truncated[positions].sum(axis=1)) > 0,
         )
 
     def embed_vectors(
@@ -610,10 +610,10 @@ class Embedder(SimilarityModel):
             InputError: A vector, or an embedding, contains NaN or infinity.
         """
         position = {item: index for index, item in enumerate(distinct)}
-        asked = AskedRows.of(texts, self.answers)
+        worded = WordingRows.of(texts, self.answers)
 
         def read(prompt: Prompt, part: FeaturePart) -> Matrix:
-            positions = [position[getattr(prompt, part).render(*row)] for row in asked.rows]
+            positions = [position[getattr(prompt, part).render(*row)] for row in worded.rows]
             return SharedRows(vectors, np.array(positions, dtype=np.int64))
 
         features, condition = self.view.sentence_features(read), self.view.condition_features(read)
@@ -622,7 +622,7 @@ class Embedder(SimilarityModel):
         else:
             embeddings = self.head.transform(features, condition)
         embeddings = embeddings[:, : self.truncate_dim]
-        embeddings = asked.mean(embeddings, normalize=self.head.compares_by_cosine)
+        embeddings = worded.mean(embeddings, normalize=self.head.compares_by_cosine)
         embeddings = apply_guides(embeddings, [condition for _, condition in texts], self.guides)
         check_finite(embeddings, texts, f"the head {self.name}", "Fit the head again.")
         return embeddings
@@ -750,22 +750,22 @@ def fit_ignoring_map(
     for name, labels in known.items():
         if len(set(labels) - {""}) < 2:
             raise UserError(f"the column {name!r} has fewer than 2 labels, so nothing is ignored.")
-    asked = without_ignored(condition)
-    vectors, others = encode(sample, asked), {c: encode(sample, c) for c in ignored}
+    target = without_ignored(condition)
+    vectors, others = encode(sample, target), {c: encode(sample, c) for c in ignored}
     guide = fit_ignoring(vectors, others, known, directions)
     for other, under_other in others.items():
         shared = share_of_neighbours(vectors, under_other)
         if shared > ALIKE:
             log.warning(
                 f"under {other!r}, {shared:.0%} of the texts' nearest neighbours are the same as "
-                f"under {str(asked)!r}: ignoring it may remove what you ask for"
+                f"under {str(target)!r}: ignoring it may remove what you ask for"
             )
     centred = vectors - vectors.mean(axis=0)
     lost = np.linalg.qr(guide.removed())[0]
     share = ((centred @ lost) ** 2).sum() / max((centred**2).sum(), 1e-12)
     directions_text = format_count(lost.shape[1], "direction")
     log.info(
-        f"{asked}: {directions_text} with {share:.0%} of the variance removed, to ignore "
+        f"{target}: {directions_text} with {share:.0%} of the variance removed, to ignore "
         f"{format_list([*ignored, *columns], 3)}"
     )
     return guide
@@ -974,7 +974,7 @@ class EmbeddingModel:
     device: str = "auto"
     truncate_dim: int | None = None
     guides: Guides = field(default_factory=Guides)
-    answers: Answers | None = None
+    answers: AnswerTable | None = None
 
     @classmethod
     def find(
@@ -1039,11 +1039,11 @@ class EmbeddingModel:
         """The store of encoded features: that of the run, if it can be written."""
         return self.run.store_for_other_texts(self.encoder.resolved.identity)
 
-    def with_answers(self, answers: Answers | None, rows: Iterable[tuple[str, str]]) -> Self:
+    def with_answers(self, answers: AnswerTable | None, rows: Iterable[tuple[str, str]]) -> Self:
         """Return a model that reads answers in place of texts; None: the texts.
 
         Raises:
-            UserError: a (text, condition) row has no answer, as ``Answers.check``.
+            UserError: a (text, condition) row has no answer, as ``AnswerTable.check``.
         """
         if answers is not None:
             answers.check(rows)
@@ -1113,13 +1113,13 @@ class EmbeddingModel:
         Raises:
             UserError: The encoder returned NaN or infinity; the message names the row.
         """
-        asked = AskedRows.of(rows, self.answers)
-        inputs = self.view.inputs(asked.rows)
+        worded = WordingRows.of(rows, self.answers)
+        inputs = self.view.inputs(worded.rows)
         try:
             extract_inputs(self.store, self.encoder, self.view.name, inputs)
         except InputError as error:
             row = list(inputs).index(error.item) // len(self.view.required_parts())
-            number = int(asked.owners[row]) % (n_texts or len(rows)) + 1
+            number = int(worded.owners[row]) % (n_texts or len(rows)) + 1
             raise UserError(f"row {number} of {file}: {error}") from error
 
     def read_blocks(
@@ -1128,17 +1128,19 @@ class EmbeddingModel:
         """Yield the (n, k) embeddings of extracted rows, in batches."""
         for start in range(0, len(rows), _BLOCK):
             batch = rows[start : start + _BLOCK]
-            asked = AskedRows.of(batch, self.answers)
+            worded = WordingRows.of(batch, self.answers)
 
-            def read(prompt: Prompt, side: FeaturePart, asked: AskedRows = asked) -> Matrix:
-                return self.store.lookup([getattr(prompt, side).render(*row) for row in asked.rows])
+            def read(prompt: Prompt, side: FeaturePart, worded: WordingRows = worded) -> Matrix:
+                return self.store.lookup(
+                    [getattr(prompt, side).render(*row) for row in worded.rows]
+                )
 
             head = self.head.head
             vectors = head.transform(
                 self.view.sentence_features(read), self.view.condition_features(read)
             )
             vectors = vectors[:, : check_truncate_dim(self.truncate_dim, vectors.shape[1])]
-            vectors = asked.mean(vectors, normalize=head.compares_by_cosine)
+            vectors = worded.mean(vectors, normalize=head.compares_by_cosine)
             vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
             yield normalise_vectors(vectors, head) if normalize else vectors
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmcond.base.arrays import Array, scale_to_unit_norm
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.spec import Router
-from llmcond.features.view import AskedRows
+from llmcond.features.view import WordingRows
 
 #: A text that says nothing, in any language.
 _NEUTRAL = "-"
@@ -54,7 +54,7 @@ def _score(
     embed: Callable[[Rows], Vectors],
     encode: Callable[[Sequence[EncoderInput]], Vectors],
 ) -> Array:
-    worded = AskedRows.of(rows)
+    worded = WordingRows.of(rows)
     conditions = list(dict.fromkeys(condition for _, condition in worded.rows))
     number = {condition: i for i, condition in enumerate(conditions)}
     numbers = np.array([number[condition] for _, condition in worded.rows])

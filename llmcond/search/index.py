@@ -548,19 +548,19 @@ class Index:
         rows = table.take(taken, ["text", *columns])
         texts = rows["text"].to_pylist()
         positions = dict(zip(texts, taken.tolist(), strict=True))
-        asked = without_ignored(condition)
+        target = without_ignored(condition)
         model.guides.pop(condition, None)
         version = IndexVersion(table, self._views, model)
 
         def encode(sample: Sequence[str], under: str) -> Array:
             numbers = np.array([positions[text] for text in sample], dtype=np.int64)
-            view = version.view(under) if under == asked else None
+            view = version.view(under) if under == target else None
             if view is not None:
                 return view.rows(numbers)
             self._encode(sample, model.joint, wordings(under))
             lookup = self._open_store().lookup if model.joint else model.encode_inputs
             stored = vectors_of(table.take(numbers, [VECTOR] if model.text_only else ["id"]))
-            return model.rebase(model.vectors(sample, stored, under, lookup), under, asked)
+            return model.rebase(model.vectors(sample, stored, under, lookup), under, target)
 
         known = {name: rows[name].to_pylist() for name in columns}
         guide = fit_ignoring_map(encode, texts, condition, known, directions, model.head.head)
@@ -714,12 +714,12 @@ class Index:
         def resolve(condition: str) -> str:
             if isinstance(condition, Condition) and not (condition.ignore or "|" in condition):
                 return condition
-            key, asked = condition_key(condition_text(condition)), without_ignored(condition)
+            key, target = condition_key(condition_text(condition)), without_ignored(condition)
             if getattr(condition, "values", ()) or key not in values:
-                asked = known.get(condition_key(asked), asked)
+                target = known.get(condition_key(target), target)
             else:
-                asked = Condition(*values[key])
-            complete = ignoring(asked, ignored_by(condition))
+                target = Condition(*values[key])
+            complete = ignoring(target, ignored_by(condition))
             return known.get(condition_key(complete), complete)
 
         return distinct_conditions(map(resolve, _check_conditions(conditions)))

@@ -119,10 +119,10 @@ class IndexVersion:
         if len(parts) == 1:
             compute = partial(self._compute_vectors, condition, encode)
             return self._complete(condition, compute, save)
-        found = [self._unmapped(part, encode, save) for part in parts]
+        segments_of = [self._unmapped(part, encode, save) for part in parts]
 
         def mean(missing: Positions) -> NDArray[np.float16] | None:
-            views = [make_view(one, self.table)[0] for one in found if one is not None]
+            views = [make_view(one, self.table)[0] for one in segments_of if one is not None]
             if len(views) < len(parts):
                 return None
             means = []

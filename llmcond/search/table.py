@@ -386,7 +386,7 @@ class IndexRows:
         repeated = len(texts) - len(set(texts))
         if repeated:
             log.info(f"duplicate texts, which are all indexed: {repeated:,}")
-        row_ids = _digest_ids(texts) if ids is None else _check_row_ids(ids, texts)
+        row_ids = digest_ids(texts) if ids is None else _check_row_ids(ids, texts)
         columns = {} if columns is None else columns
         check_argument("columns", columns, (Mapping,), "a dictionary from names to lists of values")
         check_column_names(columns)
@@ -509,7 +509,7 @@ class IndexUpdatePlan:
         return pa.record_batch(columns)
 
 
-def _digest_ids(texts: Sequence[str]) -> list[str]:
+def digest_ids(texts: Sequence[str]) -> list[str]:
     """Return an id for each text: a digest, with a number appended where the text repeats."""
     seen: Counter[str] = Counter()
     ids = []

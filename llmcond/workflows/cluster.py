@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import adjusted_mutual_info_score
 
 from llmcond.base.errors import UserError, format_count, shortened_repr
 from llmcond.base.files import data_path
@@ -34,6 +33,7 @@ from llmcond.clustering import (
     without_condition,
     write_cluster_page,
 )
+from llmcond.data.answers import NOT_MENTIONED
 from llmcond.data.datasets import (
     Collection,
     is_missing,
@@ -52,8 +52,6 @@ from llmcond.workflows.check import report_alike
 
 Method = Literal["kmeans", "hdbscan"]
 
-#: Name of the group of texts that do not mention a condition.
-NOT_MENTIONED = "not mentioned"
 _GUIDE_HINT = (
     "If they are not, label about 40 texts: --guide FILE, with the columns text and label."
 )
@@ -410,8 +408,10 @@ def compare_conditions(
     """Log which conditions are alike, and which one to ignore.
 
     Clusters under two conditions should not agree if the nearest texts differ. The conditions are
-    those of the command, and a general one. ``docs/aspects.md`` has the measurement.
+    those of the command, and a general one.
     """
+    from sklearn.metrics import adjusted_mutual_info_score
+
     report_alike([one.condition or "" for one in clusterings], samples)
     rows = sample_texts(collection.texts)
     if len(rows) < MIN_COLLECTION:

@@ -23,7 +23,7 @@ from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import __version__
 from llmcond.base.records import as_json, check_record
 from llmcond.base.stores import check_lance_column_names
-from llmcond.data.answers import Answers
+from llmcond.data.answers import AnswerTable
 from llmcond.data.datasets import Collection, text_column
 from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import read_guide
@@ -39,7 +39,7 @@ from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.features.extract import check_storable
 from llmcond.features.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit, open_output
 from llmcond.features.pool import Workers, assign_devices, worker_pool
-from llmcond.features.view import AskedRows
+from llmcond.features.view import WordingRows
 from llmcond.heads.guide import Guides
 from llmcond.options.texts import EmbedOptions
 from llmcond.runs.embedder import (
@@ -125,7 +125,7 @@ class StreamModel(EmbeddingModel):
         Raises:
             InputError: the encoder cannot take an input, or gave NaN or infinity for it.
         """
-        distinct = list(dict.fromkeys(self.view.inputs(AskedRows.of(rows, self.answers).rows)))
+        distinct = list(dict.fromkeys(self.view.inputs(WordingRows.of(rows, self.answers).rows)))
         encoded = self.embedder.encoder.encode_with_counts(distinct, threads=True)
         with np.errstate(over="ignore"):
             features = encoded.vectors.astype(self.run.manifest["store_dtype"])
@@ -140,7 +140,7 @@ def _restore_model(
     truncate_dim: int | None,
     guides: Guides,
     normalize: bool,
-    answers: Answers | None,
+    answers: AnswerTable | None,
 ) -> StreamModel:
     model = StreamModel.find(**arguments, truncate_dim=truncate_dim)
     return replace(model, guides=guides, normalize=normalize, answers=answers)
@@ -269,10 +269,10 @@ class UnitEmbedder:
         try:
             vectors, encoded = job.model.vectors(rows)
         except InputError as error:
-            asked = AskedRows.of(rows, job.model.answers)
-            inputs = list(job.model.view.inputs(asked.rows))
-            position = inputs.index(error.item) // (len(inputs) // len(asked.rows))
-            index = int(asked.owners[position]) % unit.rows
+            worded = WordingRows.of(rows, job.model.answers)
+            inputs = list(job.model.view.inputs(worded.rows))
+            position = inputs.index(error.item) // (len(inputs) // len(worded.rows))
+            index = int(worded.owners[position]) % unit.rows
             row = unit.start + index + 1
             raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
         written = table.select(columns.keep.names).append_column("sentence", sentences)

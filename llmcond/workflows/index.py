@@ -20,10 +20,12 @@ from llmcond.heads.guide import Guide, Guides
 from llmcond.options.texts import IndexOptions
 from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
-from llmcond.search.table import TextTable, check_column_names, infer_types
+from llmcond.search.table import TextTable, check_column_names, digest_ids, infer_types
 
 #: The value of ``--guide`` that removes the guide of a condition.
 NO_GUIDE = "none"
+#: The column of the texts in an index of their answers.
+ORIGINAL = "original"
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ def index_texts(options: IndexOptions) -> IndexResult:
         ids = read_text_file(Path(ids[0]), "ids", "id", read)
     if ids:
         deleted = Index.build(out, **model_options).delete(ids)
-    asked = [without_ignored(condition) for condition in conditions]
+    plain = [without_ignored(condition) for condition in conditions]
     if texts is None:
-        index = Index.build(out, conditions=asked, **model_options)
+        index = Index.build(out, conditions=plain, **model_options)
     else:
         keep = list(dict.fromkeys([*keep, *options.ignore_column]))
         other_columns = [*keep, *([id_column] if id_column else [])]
@@ -94,12 +96,19 @@ def index_texts(options: IndexOptions) -> IndexResult:
         columns: Mapping[str, Any] = {name: collection.columns[name] for name in keep}
         if not collection.has_types:
             columns = infer_types(columns, TextTable(out).schema())
+        indexed, row_ids = collection.texts, collection.columns[id_column] if id_column else None
+        if options.answers is not None:
+            indexed, row_ids = (
+                _read_answers(options, plain, indexed),
+                row_ids or digest_ids(indexed),
+            )
+            columns = {**columns, ORIGINAL: collection.texts}
         index = Index.build(
             out,
-            collection.texts,
-            ids=collection.columns[id_column] if id_column else None,
+            indexed,
+            ids=row_ids,
             columns=columns,
-            conditions=asked,
+            conditions=plain,
             **model_options,
         )
     _fit_maps(index, options, conditions, labelled)
@@ -107,6 +116,27 @@ def index_texts(options: IndexOptions) -> IndexResult:
     counts = (written.added, written.replaced, written.unchanged)
     form = index.precision, index.truncate_dim
     return IndexResult(out, len(index), *counts, deleted, index.conditions, index.guides, *form)
+
+
+def _read_answers(
+    options: IndexOptions, conditions: Sequence[str], texts: Sequence[str]
+) -> list[str]:
+    """Return the answers of texts, which are indexed in place of them.
+
+    Raises:
+        UserError: a text has no answer, there is not one condition, or a column has the name of
+            that of the original texts.
+    """
+    if len(conditions) != 1 or options.answers_as != "answer" or ORIGINAL in options.keep:
+        raise UserError(
+            "an index holds the answers to one condition, and their texts in the column "
+            f"{ORIGINAL!r}. Give --answers with one --condition, without --answers-as both, and "
+            f"leave {ORIGINAL!r} out of --keep."
+        )
+    answers = options.read_answers()
+    assert answers is not None  # noqa: S101 - the caller has checked it
+    answers.check((text, conditions[0]) for text in texts)
+    return [answers.get(text, conditions[0]) for text in texts]
 
 
 def _fit_maps(

@@ -95,18 +95,18 @@ def test_saved_guides_are_loaded_again(guide, tmp_path):
 
 def test_map_drops_directions_that_vary_more_under_another_condition():
     noise = np.hstack([np.zeros((120, 38)), 9 * RNG.normal(size=(120, 2))])
-    asked, other = normalize(POINTS), normalize(POINTS + noise)
-    variances, directions = np.linalg.eigh(np.cov(other.T) - np.cov(asked.T))
+    target, other = normalize(POINTS), normalize(POINTS + noise)
+    variances, directions = np.linalg.eigh(np.cov(other.T) - np.cov(target.T))
     assert (variances > 0.1 * variances[-1]).sum() == 2
-    guide = fit_ignoring(asked, {"the mood": other}, {})
-    centred = asked - asked.mean(axis=0)
+    guide = fit_ignoring(target, {"the mood": other}, {})
+    centred = target - target.mean(axis=0)
     expected = centred - centred @ directions[:, -2:] @ directions[:, -2:].T
     assert guide.transform(POINTS) == pytest.approx(normalize(expected), abs=1e-4)
-    assert fit_ignoring(asked, {"the mood": other}, {}, 3).directions.shape == (40, 3)
-    assert fit_ignoring(asked, {"the mood": asked}, {}).directions.shape == (40, 0)
-    assert fit_ignoring(0.1 * asked + 1, {"the mood": asked}, {}).directions.shape == (40, 10)
+    assert fit_ignoring(target, {"the mood": other}, {}, 3).directions.shape == (40, 3)
+    assert fit_ignoring(target, {"the mood": target}, {}).directions.shape == (40, 0)
+    assert fit_ignoring(0.1 * target + 1, {"the mood": target}, {}).directions.shape == (40, 10)
     with pytest.raises(UserError, match="40 directions of embeddings with 40, and leave nothing"):
-        fit_ignoring(asked, {"the mood": other, "the place": other}, {}, 20)
+        fit_ignoring(target, {"the mood": other, "the place": other}, {}, 20)
 
 
 def test_known_labels_are_erased_as_leace_does():

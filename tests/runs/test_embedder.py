@@ -116,7 +116,7 @@ def test_truncated_embeddings_are_first_dimensions_with_unit_norm(fitted, embedd
         embedder.guided(*labelled).encode(SENTENCES, PLACE, truncate_dim=3)
 
 
-def test_wordings_are_averaged_and_ignored_conditions_found_in_texts(fitted):
+def test_wordings_are_averaged_and_ignored_conditions_removed(fitted):
     embedder = llmcond.load_embedder(fitted, "best")
     parts = [embedder.encode(SENTENCES, text) for text in (PLACE, "the location")]
     mean = embedder.encode(SENTENCES, f"{PLACE} | the location |")

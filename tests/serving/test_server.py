@@ -82,7 +82,7 @@ def test_similarity_of_pairs_and_several_conditions(client, embedder):
         assert similarities == pytest.approx(expected.tolist(), abs=1e-6)
 
 
-def test_requests_can_ignore_what_was_found_in_an_index(tiny_run, tmp_path):
+def test_requests_can_ignore_conditions_by_maps_of_an_index(tiny_run, tmp_path):
     parts = ("two men", "children", "dogs", "a woman"), ("play", "sit", "run"), "abcde"
     texts = [" ".join(words) for words in product(*parts)]
     condition = Condition("the place | where", ignore=["the number"])

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import read_csv, run_json, run_rejected
+from helpers.flags import change_flags
 from helpers.model_server import ChatServer, Fault
 from helpers.processes import Command
 
@@ -20,7 +21,7 @@ from llmcond.base.arrays import scale_to_unit_norm
 from llmcond.cli import run
 from llmcond.data.answers import NOT_MENTIONED
 
-PLACE, PEOPLE = ("--condition", "the place"), ("--condition", "the number of people")
+LOCATION, PEOPLE = ("--condition", "the place"), ("--condition", "the number of people")
 WHERE = ("park", "beach", "street")
 TEXTS = [f"{who} play {at}" for who in ("two men", "a dog") for at in ("in the park", "at a beach")]
 TEXTS += ["three women play", "children play on the street\nat night"]
@@ -61,12 +62,20 @@ def make_command(server, *options, source="texts.parquet"):
 
 def test_each_text_is_answered_under_each_condition(capsys):
     with ChatServer(answer) as server:
-        result = run_json(capsys, *make_command(server, *PLACE, *PEOPLE, "--concurrency", 1))
+        result = run_json(capsys, *make_command(server, *LOCATION, *PEOPLE, "--concurrency", 1))
     rows = read_csv("answers.csv")
     assert list(rows[0]) == ["text", "condition", "answer", "model", "prompt"]
     assert [row["text"] for row in rows] == TEXTS * 2
-    places = ["park", "beach", "park", "beach", "", "street"]
-    assert [row["answer"] for row in rows] == [*places, "two", "two", "", "", "three", "children"]
+    locations = ["park", "beach", "park", "beach", "", "street"]
+    assert [row["answer"] for row in rows] == [
+        *locations,
+        "two",
+        "two",
+        "",
+        "",
+        "three",
+        "children",
+    ]
     assert {(row["model"], row["prompt"]) for row in rows} == {("rater", "answer")}
     assert result["counts"]["the place"] == {"park": 2, "beach": 2, "": 1, "street": 1}
     # Presence is asked of all texts, and the value of those that mention the condition.
@@ -77,7 +86,7 @@ def test_each_text_is_answered_under_each_condition(capsys):
 
 def test_without_presence_the_value_alone_is_requested(capsys):
     with ChatServer(answer) as server:
-        result = run_json(capsys, *make_command(server, *PLACE, "--no-presence"))
+        result = run_json(capsys, *make_command(server, *LOCATION, "--no-presence"))
     assert {texts_of(body)[0] for body in server.bodies} == {"value"}
     assert result["questions"] == 6
     assert [row["answer"] for row in read_csv("answers.csv")][3:] == ["beach", "", "street"]
@@ -86,14 +95,14 @@ def test_without_presence_the_value_alone_is_requested(capsys):
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
 def test_only_missing_answers_are_requested_and_edits_stay(capsys, name):
     with ChatServer(answer) as server:
-        run_json(capsys, *make_command(server, *PLACE, "--out", name))
+        run_json(capsys, *make_command(server, *LOCATION, "--out", name))
         table = llmcond.data.answers.read_rows(Path(name))
         table[0] |= {"answer": "meadow", "note": "checked"}
         llmcond.data.answers.write_rows(Path(name), table[:-1])
         Path("a.answers").unlink()
-        result = run_json(capsys, *make_command(server, *PLACE, *PEOPLE, "--out", name))
+        result = run_json(capsys, *make_command(server, *LOCATION, *PEOPLE, "--out", name))
         assert (result["previous"], result["questions"]) == (5, 7 + 5)
-        assert run(make_command(server, *PLACE, "--out", name)) == 0
+        assert run(make_command(server, *LOCATION, "--out", name)) == 0
     printed = capsys.readouterr()
     assert "6 of 6 answers are in" in printed.err
     assert "meadow" in printed.out
@@ -107,7 +116,7 @@ def test_examples_precede_the_question(capsys, write_rows):
     rows += [(f"man {i}", "the place", "home") for i in range(9)]
     examples = write_rows(rows, "examples.csv", "text,condition,answer")
     with ChatServer(answer) as server:
-        run_json(capsys, *make_command(server, *PLACE, *PEOPLE, "--examples", examples))
+        run_json(capsys, *make_command(server, *LOCATION, *PEOPLE, "--examples", examples))
         bodies = server.bodies
     shown = {texts_of(body)[::2]: body["messages"] for body in bodies}
     presence, value = shown["presence", "the place"], shown["value", "the place"]
@@ -119,7 +128,7 @@ def test_examples_precede_the_question(capsys, write_rows):
     assert len(shown["value", "the number of people"]) == 2
     with ChatServer(answer) as server:  # other examples make other questions
         Path("answers.csv").unlink()
-        assert run_json(capsys, *make_command(server, *PLACE))["questions"] == 6 + 5
+        assert run_json(capsys, *make_command(server, *LOCATION))["questions"] == 6 + 5
 
 
 def test_unusable_answers_are_requested_again_then_left_out(capsys):
@@ -137,14 +146,14 @@ def test_unusable_answers_are_requested_again_then_left_out(capsys):
     with ChatServer(answer_badly) as server:
         rest = "texts2.parquet"
         pq.write_table(pa.table({"text": TEXTS[::-1]}), rest)
-        result = run_json(capsys, *make_command(server, *PLACE, source=rest))
+        result = run_json(capsys, *make_command(server, *LOCATION, source=rest))
     assert (result["unanswered"], result["questions"]) == (2, 6 + 3 + 3 * 3)
     assert len(read_csv("answers.csv")) == 4
     with ChatServer(lambda body: "{") as server:
         line = run_rejected(capsys, *make_command(server, *PEOPLE))
     assert "no answer of rater to the first 3 questions can be read" in line
     with ChatServer(answer) as server:  # another seed asks only for what is missing
-        result = run_json(capsys, *make_command(server, *PLACE, "--seed", 1))
+        result = run_json(capsys, *make_command(server, *LOCATION, "--seed", 1))
     assert (result["questions"], len(read_csv("answers.csv"))) == (2 + 2, 6)
 
 
@@ -153,7 +162,7 @@ def test_killed_command_resumes(capsys, tmp_path):
     source.write_text("\n".join(f"{i} dogs in the park" for i in range(40)))
     slow = Fault(200, seconds=60)
     with ChatServer(answer, lambda _, number: slow if number >= 21 else None) as server:
-        words = make_command(server, *PLACE, "--model", "rater", source=source)
+        words = make_command(server, *LOCATION, "--model", "rater", source=source)
         command = Command(tmp_path / "killed", words)
         journal = tmp_path / "answers.answers"
         while command.process.is_alive():
@@ -166,7 +175,7 @@ def test_killed_command_resumes(capsys, tmp_path):
     assert not Path("answers.csv").exists()
     stored = journal.read_text().count("\n")
     with ChatServer(answer) as server:
-        words = make_command(server, *PLACE, source=source)
+        words = make_command(server, *LOCATION, source=source)
         assert run_json(capsys, *words)["questions"] == 80 - stored
     assert len(read_csv("answers.csv")) == 40
 
@@ -174,14 +183,14 @@ def test_killed_command_resumes(capsys, tmp_path):
 def test_budget_is_checked_before_and_during_the_questions(capsys):
     prices = ("--price-in", 1e6, "--price-out", 1e6, "--concurrency", 1)
     with ChatServer(answer) as server:
-        command = make_command(server, *PLACE, *prices)
+        command = make_command(server, *LOCATION, *prices)
         line = run_rejected(capsys, *command, "--out", "b.csv", "--budget", 150)
         assert re.match(r"the cost of \d+ reaches --budget 150. Raise it", line)
         assert len(server.bodies) < 6
         line = run_rejected(capsys, *command, "--budget", 800)
         assert "to come reaches --budget 800" in line
         result = run_json(capsys, *command, "--budget", 1e4)
-        line = run_rejected(capsys, *make_command(server, *PLACE, "--budget", 1))
+        line = run_rejected(capsys, *make_command(server, *LOCATION, "--budget", 1))
     assert result["questions"] == 6 + 5 - 6
     assert 0 < result["cost"] < 1e4
     assert "--budget needs --price-in or --price-out" in line
@@ -203,10 +212,10 @@ def test_invalid_input_is_one_line(capsys, write_rows):
         (("--prompt", "rate"), "expected the kind 'answer', such as answer"),
         (("--out", "a.txt"), "name a .csv or .jsonl or .parquet file"),
     ):
-        assert expected in run_rejected(capsys, *make_command(nowhere, *PLACE, *options))
-    assert "correct --server" in run_rejected(capsys, *make_command(nowhere, *PLACE))
+        assert expected in run_rejected(capsys, *make_command(nowhere, *LOCATION, *options))
+    assert "correct --server" in run_rejected(capsys, *make_command(nowhere, *LOCATION))
     with ChatServer(answer, models=("a", "b")) as server:
-        line = run_rejected(capsys, *make_command(server, *PLACE))
+        line = run_rejected(capsys, *make_command(server, *LOCATION))
     assert "has 'a', 'b'. Name the model: --model NAME." in line
 
 
@@ -238,7 +247,7 @@ def embed(out, run_copy, *options, texts="texts.parquet", condition="the place")
 
 
 @pytest.mark.parametrize("condition", ["the place", "the place | where it is"])
-def test_answer_is_embedded_in_place_of_the_text(run_copy, table, write_rows, condition):
+def test_answer_is_embedded_instead_of_the_text(run_copy, table, write_rows, condition):
     if "|" in condition:
         table.write_text(table.read_text().replace("the place", condition))
     answers = ["park", "beach", "park", "beach", NOT_MENTIONED, "street"]
@@ -281,12 +290,31 @@ def test_missing_answers_are_counted(capsys, run_copy, table):
         assert "Add them: llmcond answers TEXTS --condition 'the place' --server URL --out" in line
     line = run_rejected(capsys, "cluster", "texts.parquet", *PEOPLE, *common)
     assert "6 of 6 texts have no answer" in line
-    line = run_rejected(capsys, "cluster", "texts.parquet", *PLACE, "--answers-as", "both")
+    line = run_rejected(capsys, "cluster", "texts.parquet", *LOCATION, "--answers-as", "both")
     assert "--answers-as needs --answers" in line
 
 
+def test_index_holds_answers_with_their_texts(capsys, run_copy, table):
+    command = ("index", "texts.parquet", "--out", "index", "--answers", table, "--run", run_copy)
+    assert run_json(capsys, *command, *LOCATION)["added"] == 6
+    assert run_json(capsys, *command, *LOCATION)["unchanged"] == 6
+    hits = run_json(capsys, "search", "index", "park", *LOCATION, "-k", 2)["results"]
+    assert [(hit["text"], hit["score"]) for hit in hits] == [
+        ("park", pytest.approx(1, abs=1e-3))
+    ] * 2
+    assert {hit["original"] for hit in hits} == {text for text in TEXTS if "park" in text}
+    for options, message in (
+        ((*LOCATION, "--answers-as", "both"), "an index holds the answers to one condition"),
+        ((*LOCATION, *PEOPLE), "an index holds the answers to one condition"),
+        (PEOPLE, "6 of 6 texts have no answer in"),
+        ((*LOCATION, "--answers", "none.csv"), "none.csv does not exist"),
+    ):
+        assert message in run_rejected(capsys, *change_flags(command, "--out", "other", *options))
+    assert not Path("other").exists()
+
+
 def test_clusters_are_named_by_their_answers(capsys, run_copy, table):
-    command = ("cluster", "texts.parquet", *PLACE, "--run", run_copy, "--answers", table)
+    command = ("cluster", "texts.parquet", *LOCATION, "--run", run_copy, "--answers", table)
     result = run_json(capsys, *command, "--clusters", 4, "--out", "clusters.csv")
     names = {cluster["name"]: cluster["size"] for cluster in result["clusterings"][0]["clusters"]}
     assert names == {"park": 2, "beach": 2, NOT_MENTIONED: 1, "street": 1}
