@@ -93,6 +93,8 @@ def test_values_are_combined_with_conditions_in_order():
     assert combine_values(["a", "b"], []) == ["a", "b"]
     assert combine_values(["a", "b"], ["", "x, y"]) == ["a", "b, such as x, y"]
     assert combine_values(["a"], ["x", "y"]) == ["a, such as x, y"]
+    assert combine_values(["a | b"], ["x"]) == ["a | b, such as x"]
+    assert combine_values(["a | b", "c"], ["x", "y"]) == ["a | b, such as x", "c, such as y"]
     for values in (["x"], ["x", "y", "z"]):
         with pytest.raises(UserError, match=f"{len(values)} --values and 2 --condition. Give"):
             combine_values(["a", "b"], values)

@@ -385,7 +385,9 @@ def combine_values(conditions: Sequence[str], values: Sequence[str]) -> list[str
     texts = [as_condition(text, "--condition") for text in conditions]
     combined = texts
     if len(texts) == 1 and values:
-        combined = [Condition(texts[0], [value for text in values for value in read_values(text)])]
+        combined = [
+            Condition(conditions[0], [value for text in values for value in read_values(text)])
+        ]
     elif values and len(values) != len(texts):
         raise UserError(
             f"there are {len(values)} --values and {len(texts)} --condition. Give --values once "
@@ -393,7 +395,7 @@ def combine_values(conditions: Sequence[str], values: Sequence[str]) -> list[str
             "text: --values 'Italian, Thai' ('' for a condition without values)."
         )
     elif values:
-        combined = [Condition(*pair) for pair in zip(texts, values, strict=True)]
+        combined = [Condition(*pair) for pair in zip(conditions, values, strict=True)]
     distinct = distinct_conditions(combined)
     if len(distinct) < len(combined):
         counts = Counter(map(condition_key, combined))

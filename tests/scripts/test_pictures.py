@@ -13,7 +13,10 @@ NUMBER = re.compile(r"(?<![\w#])-?\d+(?:\.\d+)?")
 
 @pytest.mark.parametrize(
     "name",
-    ["benchmark", *(pytest.param(n, marks=pytest.mark.slow) for n in ("conditions", "tokens"))],
+    [
+        "benchmark",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("conditions", "tokens", "ignoring")),
+    ],
 )
 def test_drawing_is_current(name):
     picture = pictures.DRAWINGS[name]()

@@ -265,7 +265,7 @@ def test_answer_is_embedded_instead_of_the_text(run_copy, table, write_rows, con
     assert abs(both - text).max() > 0.01
 
 
-def test_part_by_part_output_equals_that_of_a_file(run_copy, table):
+def test_part_by_part_output_equals_that_of_a_file(run_copy, table, two_threads):
     embed("file.parquet", run_copy, "--answers", table, "--answers-as", "both")
     embed("folder", run_copy, "--answers", table, "--answers-as", "both", "--workers", 2)
     embed("folder", run_copy, "--answers", table, "--answers-as", "both")  # resumes
