@@ -22,6 +22,7 @@ from llmcond.base.files import check_new_folder, create_folder_atomically, write
 from llmcond.base.output import Displayed
 from llmcond.base.package import pretrained_folder
 from llmcond.base.system import versions
+from llmcond.base.text import wordings
 from llmcond.encoders.checkpoint import find_hub_source, read_settings
 from llmcond.encoders.loading import (
     load_config,
@@ -520,6 +521,8 @@ def export_model(
             return _write_any_condition(run_folder, out, embedder)
         for reason in export_obstacles(embedder):
             raise NotExportableError(reason)
+        if any(wordings(one) != (one,) for one in conditions):
+            raise NotExportableError("they read a condition in one wording, and ignore nothing")
         return _write_conditions(run_folder, out, embedder, conditions)
     except NotExportableError as error:
         each = "Export each condition separately, or leave" if len(conditions) > 1 else "Leave"

@@ -15,10 +15,12 @@ import numpy as np
 from llmcond.base.errors import UserError
 from llmcond.base.output import log
 from llmcond.base.records import check_record
+from llmcond.base.text import ignored_by
 from llmcond.data.readers import describe_source
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
 from llmcond.encoders.spec import Orders, check_finite
+from llmcond.features.view import WordingRows
 from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.open import LazyEncoder, open_run
 from llmcond.runs.run import TrainedHeadRecord
@@ -131,14 +133,24 @@ class CrossEncoder(SimilarityModel):
         show_progress: bool,
     ) -> Vectors:
         sides = [(first, second), (second, first)][: 2 if self.orders == "both" else 1]
-        rows = [(a, b, c) for side in sides for (a, c), (b, _) in zip(*side, strict=True)]
+        ignoring = next((c for _, c in first if ignored_by(c)), None)
+        if ignoring is not None:
+            raise UserError(
+                f"a cross-encoder has no embeddings, so {str(ignoring)!r} cannot ignore anything. "
+                "Give the condition alone, or use an embedder."
+            )
+        both = [pair for side in sides for pair in zip(*side, strict=True)]
+        pairs: Any = [((a, b), c) for (a, c), (b, _) in both]
+        worded = WordingRows.of(pairs)
+        rows = [(*pair, c) for pair, c in worded.rows]
         predicted = np.empty(len(rows), dtype=np.float32)
         for start in range(0, len(rows), _BLOCK):
             block = rows[start : start + _BLOCK]
             vectors = self.encoder.encode_joined(block, show_progress=show_progress)
             predicted[start : start + _BLOCK] = self.head.transform(vectors)[:, 0]
         check_finite(predicted[:, None], rows, "the head", "Train the cross-encoder again.")
-        mean: Vectors = predicted.reshape(len(sides), len(first)).mean(axis=0)
+        means = worded.mean(predicted[:, None], normalize=False)
+        mean: Vectors = means.reshape(len(sides), len(first)).mean(axis=0)
         return mean
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from llmcond.base.arrays import EqualByValue, as_list
 from llmcond.base.errors import UserError
 from llmcond.base.output import Displayed, log
-from llmcond.base.text import as_condition, check_text, condition_json
+from llmcond.base.text import as_condition, check_text, condition_json, wordings
 from llmcond.encoders.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -472,7 +472,8 @@ def explain_embedding(
     rows = pair_with_conditions([sentence] * len(conditions), conditions)
     # The prompt whose tokens a router weights.
     prompts = [prompt for prompt, _ in view.terms() if prompt.conditional.router is not None]
-    prompt = prompts[0] if prompts else None
+    reads_one = all(wordings(condition) == (condition,) for _, condition in rows)
+    prompt = prompts[0] if prompts and reads_one else None
     if to is None and prompt is not None:
         return _explain_by_weights(encoder, prompt, rows)
     # An embedding is the vector of one routed prompt, minus another one at most.

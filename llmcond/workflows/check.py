@@ -30,6 +30,7 @@ from llmcond.base.text import (
     condition_json,
     condition_text,
     condition_titles,
+    ignored_by,
     shorten,
     without_ignored,
     wordings,
@@ -321,7 +322,7 @@ def _embed_all(
     model.fit_ignored(collection, conditions, options.ignore_column, options.ignore_directions)
     plain = model.embed_with_base(texts)[1]
     for condition, ranking in zip(conditions, rankings, strict=True):
-        ignored = [*getattr(condition, "ignore", ()), *options.ignore_column]
+        ignored = [*ignored_by(condition), *options.ignore_column]
         if ignored:
             ranking.append((f"ignoring {', '.join(ignored)}", embed(condition)))
         ranking.append((PLAIN, plain))

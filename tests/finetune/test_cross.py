@@ -153,6 +153,13 @@ def test_similarity_averages_both_orders_in_any_batch(cross_run):
     np.testing.assert_allclose(both.similarity(first, second, conditions), mean, atol=1e-6)
     single = [both.similarity(*row) for row in zip(second, first, conditions, strict=True)]
     np.testing.assert_allclose(single, mean, atol=1e-5)
+    wordings = both.similarity(first, second, "the place | the mood | the place")
+    parts = [both.similarity(first, second, text) for text in ("the place", "the mood")]
+    np.testing.assert_allclose(wordings, np.mean(parts, axis=0), atol=1e-5)
+    with pytest.raises(
+        UserError, match="a cross-encoder has no embeddings, so 'the place, ignoring"
+    ):
+        both.similarity(FIRST, SECOND, llmcond.Condition("the place", ignore=["the mood"]))
 
 
 def test_truncation_keeps_condition(cross_run):

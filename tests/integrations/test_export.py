@@ -197,6 +197,7 @@ def test_heads_without_plain_form_are_rejected(fitted, tmp_path):
     for head, conditions, reason in (
         ("towers", CONDITIONS[:1], "reads each text with 2 prompts"),
         ("two", CONDITIONS[:1], "does not consist of dense layers"),
+        ("linear", ["the place | where"], "they read a condition in one wording"),
         ("linear", CONDITIONS[:2], "Export each condition separately, or leave out --condition"),
     ):
         with pytest.raises(llmcond.UserError, match=rf"{reason}.*any condition, but needs llmcond"):

@@ -103,6 +103,15 @@ def test_anything_after_pooling_is_explained_by_leaving_out(change, routed, rout
     assert explanation.conditions[0].condition_term is None
 
 
+def test_condition_of_several_wordings_is_explained_by_leaving_out(routed):
+    explanation = routed.explain(FIRST, ["the place | where", "the mood"])
+    assert explanation.method == "leave-one-out"
+    (explained,) = routed.explain(FIRST, "the place | where", to=SECOND).conditions
+    assert explained.similarity == pytest.approx(
+        routed.similarity(FIRST, SECOND, "the place | where")
+    )
+
+
 def test_left_out_token_changes_similarity_by_its_contribution(embedder):
     explanation = embedder.explain(FIRST, CONDITIONS, to=SECOND)
     assert (explanation.method, explanation.quantity) == ("leave-one-out", "contribution")
