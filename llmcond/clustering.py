@@ -1085,10 +1085,12 @@ def _cross_table(first: Clustering, second: Clustering) -> tuple[Clustering, Clu
 def _describe_provenance(result: ClusterResult) -> dict[str, str]:
     """Return how the page was made, as labelled texts."""
     conditions = [clustering.condition for clustering in result.clusterings]
-    values = {
-        f"values of {condition.text}": ", ".join(condition.values)
+    parts = {
+        f"{name} {condition.text}": ", ".join(part)
         for condition in conditions
-        if isinstance(condition, Condition) and condition.values
+        if isinstance(condition, Condition)
+        for name, part in (("values of", condition.values), ("ignored under", condition.ignore))
+        if part
     }
     guides = {
         f"guide of {c.title}": ", ".join(f"{name}: {n:,}" for name, n in c.guide.items())
@@ -1097,7 +1099,7 @@ def _describe_provenance(result: ClusterResult) -> dict[str, str]:
     }
     return {
         "texts": f"{result.file}: {result.texts:,} texts, {result.distinct:,} of them distinct",
-        **values,
+        **parts,
         "encoder": result.encoder,
         "prompt": result.prompt,
         "head": head_text(result.head),

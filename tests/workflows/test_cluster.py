@@ -142,7 +142,9 @@ def test_ignored_conditions_and_columns_are_named_and_change_clusters(call, writ
     (clustering,) = result["clusterings"]
     assert (clustering["condition"], clustering["ignore"]) == ("the place", [PEOPLE_COUNT[1]])
     assert clustering["silhouette"] != plain["silhouette"]
-    both = call(*PLACE, *PEOPLE_COUNT, "--ignore", "others")["clusterings"]
+    options = (*PLACE, *PEOPLE_COUNT, "--ignore", "others", "--report", "page.html")
+    both = call(*options)["clusterings"]
+    assert "ignored under the number of people" in Path("page.html").read_text()
     assert [one["ignore"] for one in both] == [[PEOPLE_COUNT[1]], ["the place"]]
 
 
