@@ -661,7 +661,7 @@ def _prefer_near_terms(
     )
     weighted = dict(terms)
     for column, (number, words) in enumerate(near.items()):
-        rows = [vocabulary.index(word) for word in words]
+        rows = np.searchsorted(vocabulary, words)
         weights = terms[number][1][: len(words)] * nearer[rows, column]
         order = np.argsort(-weights)
         order = order[weights[order] > 0]

@@ -39,6 +39,28 @@ _SPARE_BYTES = 2**20
 
 
 @contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes that lock a file too from writing it.
+
+    Raises:
+        UserError: another process has locked it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"another process writes {path}. Wait until it has finished, or name another --out."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to ``path``, which replaces ``path`` if the block succeeds.
 

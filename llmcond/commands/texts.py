@@ -408,7 +408,7 @@ class Answers(AnswersOptions, Command):
     """Ask a language model what texts say about conditions, in a few words.
 
     The table has an answer for each text and condition, which is empty if the text does not mention
-    the condition. People can edit it, and embed and cluster read it (--answers). The model runs on
+    the condition. People can edit it, and embed, cluster and index read it. The model runs on
     a server with OpenAI's chat protocol. The environment variable OPENAI_API_KEY holds its key, if
     it needs one. Each answer is stored when it arrives, so that the same command resumes after an
     interruption.

@@ -642,6 +642,11 @@ def is_missing(value: Any) -> bool:
         return False
 
 
+def label_text(cell: object) -> str:
+    """Return the text of a label; empty if there is none."""
+    return "" if is_missing(cell) else str(cell).strip()
+
+
 @dataclass(frozen=True, slots=True)
 class Collection:
     """Texts with further columns.

@@ -307,7 +307,8 @@ class ViewInputs:
 class WordingRows:
     """The rows that are encoded for (sentence, condition) rows.
 
-    They are one for each wording, and for each of a sentence and its answer that is to be read.
+    There is one for each wording of the condition. With answers, the sentence is replaced by its
+    answer, or there is one more row for it.
 
     Attributes:
         rows: The m (sentence, wording) rows.

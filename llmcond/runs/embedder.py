@@ -29,7 +29,7 @@ from llmcond.base.options import Precision, check_argument, check_run
 from llmcond.base.output import log
 from llmcond.base.text import as_condition, ignored_by, without_ignored
 from llmcond.data.answers import AnswerTable
-from llmcond.data.datasets import Collection
+from llmcond.data.datasets import Collection, label_text
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
 from llmcond.encoders import EncoderInput, resolve_base
@@ -523,7 +523,7 @@ class Embedder(SimilarityModel):
                 evenly spaced, are used.
             condition: a ``Condition`` with ``ignore``, or any condition with ``columns``.
             columns: known labels of the texts, by a name for each kind, that are to be ignored too
-                (LEACE). A text without a label has None or ``""``.
+                (LEACE). A text without a label has None, NaN or ``""``.
             directions: the number of directions to remove for each ignored condition. None: those
                 whose variance is at least a tenth of that of the first one.
 
@@ -743,10 +743,7 @@ def fit_ignoring_map(
     rows = sorted(first.values())
     rows = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, MAX_COLLECTION).astype(int))]
     sample = [texts[row] for row in rows]
-    known = {
-        name: ["" if labels[row] is None else str(labels[row]) for row in rows]
-        for name, labels in columns.items()
-    }
+    known = {name: [label_text(labels[row]) for row in rows] for name, labels in columns.items()}
     for name, labels in known.items():
         if len(set(labels) - {""}) < 2:
             raise UserError(f"the column {name!r} has fewer than 2 labels, so nothing is ignored.")
@@ -779,8 +776,8 @@ def share_of_neighbours(first: Vectors, second: Vectors, k: int = 10) -> float:
     """Return the mean share of the k nearest texts that are the same by two (n, d) vectors."""
     rows = np.unique(np.linspace(0, len(first) - 1, 1_000).astype(int))
     nearest_rows = []
-    for vectors in (first[rows], second[rows]):
-        similarities = scale_to_unit_norm(vectors) @ scale_to_unit_norm(vectors).T
+    for vectors in (scale_to_unit_norm(first[rows]), scale_to_unit_norm(second[rows])):
+        similarities = vectors @ vectors.T
         np.fill_diagonal(similarities, -np.inf)
         nearest_rows.append(np.argpartition(-similarities, k, axis=1)[:, :k])
     common = [len(np.intersect1d(*pair)) for pair in zip(*nearest_rows, strict=True)]

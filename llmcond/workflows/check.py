@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -23,7 +22,7 @@ from llmcond.base.errors import (
     format_list,
     shortened_repr,
 )
-from llmcond.base.files import as_json, write_csv
+from llmcond.base.files import as_json, locked, write_csv
 from llmcond.base.metrics import Estimate
 from llmcond.base.output import Displayed, line_width, log
 from llmcond.base.text import (
@@ -35,7 +34,7 @@ from llmcond.base.text import (
     without_ignored,
     wordings,
 )
-from llmcond.data.datasets import Collection, is_missing, read_collection, read_rows
+from llmcond.data.datasets import Collection, label_text, read_collection, read_rows
 from llmcond.evaluation.analyses import LEAST_TEXTS, sample_texts
 from llmcond.evaluation.pair_answers import (
     AnswerScores,
@@ -236,7 +235,7 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
             f"{' with a label' if labels else ''}; at least {LEAST_TEXTS} are needed. Give more."
         )
     if options.out is not None:
-        _AnswerTable(Path(options.out))  # Reports an unsuitable file before the texts are encoded.
+        _PairAnswers(Path(options.out))  # Reports an unsuitable file before the texts are encoded.
     model = EmbeddingModel.find(run_folder, options.head, options.prompt, device=options.device)
     report_foreign_texts(collection.texts, model.encoder.resolved.checkpoint)
     rankings = _embed_all(model, conditions, texts, collection, options)
@@ -277,7 +276,7 @@ def _label_columns(columns: Sequence[str], conditions: Sequence[str]) -> dict[st
 def _sample_rows(collection: Collection, columns: Sequence[str], seed: int) -> list[int]:
     """Sample distinct texts, of those with a label in each column."""
     for column in columns:
-        known = {_label(cell) for cell in collection.columns[column]} - {""}
+        known = {label_text(cell) for cell in collection.columns[column]} - {""}
         if len(known) < 2:
             raise UserError(
                 f"the column {column!r} of {collection.file} has "
@@ -286,13 +285,9 @@ def _sample_rows(collection: Collection, columns: Sequence[str], seed: int) -> l
     rows = [
         row
         for row in range(len(collection.texts))
-        if all(_label(collection.columns[column][row]) for column in columns)
+        if all(label_text(collection.columns[column][row]) for column in columns)
     ]
     return [rows[i] for i in sample_texts([collection.texts[row] for row in rows], seed)]
-
-
-def _label(cell: Any) -> str:
-    return "" if is_missing(cell) else str(cell).strip()
 
 
 #: The names of ways to compare texts, with the vectors. The first one is the first wording of the
@@ -446,7 +441,7 @@ def _describe_scores(title: str, check: ConditionCheck) -> list[str]:
 # -- answers -----------------------------------------------------------------------------------
 
 
-class _AnswerTable:
+class _PairAnswers:
     """Answers about pairs under conditions, which are written to a file after each one.
 
     Args:
@@ -494,22 +489,13 @@ class _AnswerTable:
 
 
 @contextmanager
-def _open_answers(path: Path | None) -> Iterator[_AnswerTable]:
+def _open_answers(path: Path | None) -> Iterator[_PairAnswers]:
     """Open the table of answers, which no other process can write meanwhile."""
     if path is None:
-        yield _AnswerTable(None)
+        yield _PairAnswers(None)
         return
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise UserError(
-            f"another process writes {path}. Wait until it has finished, or name another --out."
-        ) from None
-    try:
-        yield _AnswerTable(path)
-    finally:
-        lock.release()
+    with locked(path):
+        yield _PairAnswers(path)
 
 
 def _score_answers(
@@ -569,7 +555,7 @@ def _score_labels(
     check: ConditionCheck, ranking: _Rankings, labels: Sequence[Any]
 ) -> ConditionCheck:
     """Score every ranking by the labels of the texts, on all pairs."""
-    names = np.array([_label(label) for label in labels], dtype=object)
+    names = np.array([label_text(label) for label in labels], dtype=object)
     first, second = pair_positions(len(names))
     same = names[first] == names[second]
     n_same, n_different = int(same.sum()), int((~same).sum())
@@ -581,7 +567,7 @@ def _score_labels(
 
 
 def _ask_all(
-    questions: Sequence[Sequence[tuple[str, str, str]]], table: _AnswerTable, ask: Any
+    questions: Sequence[Sequence[tuple[str, str, str]]], table: _PairAnswers, ask: Any
 ) -> None:
     """Ask a person or a function about the pairs of each condition that are not in the table."""
     for pair_questions in questions:
@@ -625,7 +611,7 @@ def _ask_in_terminal(first: str, second: str, condition: str) -> bool | None:
 
 
 def _ask_judge(
-    questions: Sequence[tuple[str, str, str]], table: _AnswerTable, options: CheckConditionOptions
+    questions: Sequence[tuple[str, str, str]], table: _PairAnswers, options: CheckConditionOptions
 ) -> None:
     """Let a language model rate the pairs, and store its ratings as answers.
 

@@ -414,16 +414,19 @@ def compare_conditions(
 
     report_alike([one.condition or "" for one in clusterings], samples)
     rows = sample_texts(collection.texts)
-    if len(rows) < MIN_COLLECTION:
+    compared = [
+        (one, one.condition, vectors)
+        for one, vectors in zip(clusterings, samples, strict=True)
+        if one.condition and not ignored_by(one.condition)
+    ]
+    if len(rows) < MIN_COLLECTION or not compared:
         return
     general = embeddings.embed([(collection.texts[row], _GENERAL) for row in rows], collection.file)
-    for one, vectors in zip(clusterings, samples, strict=True):
-        if one.condition is None or ignored_by(one.condition):
-            continue
+    for one, condition, vectors in compared:
         others = {
             condition_text(other.condition): (sample, other.labels[rows])
             for other, sample in zip(clusterings, samples, strict=True)
-            if other.condition not in (None, one.condition)
+            if other.condition not in (None, condition)
         }
         k = min(len(np.unique(one.labels)), len(distinct_vectors(general)))
         others[_GENERAL] = general, kmeans(general, k, 0)
@@ -435,7 +438,7 @@ def compare_conditions(
         closest = max(agreement, key=agreement.__getitem__, default="")
         if closest and agreement[closest] >= _AGREE:
             log.info(
-                f"the clusters under {condition_text(one.condition)!r} agree with those under "
+                f"the clusters under {condition_text(condition)!r} agree with those under "
                 f"{closest!r} (adjusted mutual information {agreement[closest]:.2f}), although the "
                 f"nearest texts differ. If they should not, try --ignore {closest!r}"
             )

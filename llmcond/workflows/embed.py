@@ -153,8 +153,8 @@ def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[Vector
         sources = [column.source for column in columns.values() if column.source]
         if sources:
             raise UserError(
-                f"--ignore needs conditions as texts, and {sources[0]!r} is a column of them. Name "
-                "the condition of every row: --condition-text TEXT."
+                f"what to ignore needs conditions as texts, and {sources[0]!r} is a column of "
+                "them. Name the condition of every row: --condition-text TEXT."
             )
         ignoring_conditions = options.add_ignored([one.condition for one in columns.values()])
         columns = {

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from llmcond.base.errors import (
     LlmcondError,
@@ -23,7 +22,7 @@ from llmcond.base.errors import (
     install_command,
     shortened_repr,
 )
-from llmcond.base.files import digest_text
+from llmcond.base.files import digest_text, locked
 from llmcond.base.output import ProgressBar, format_duration, log
 from llmcond.base.records import check_record
 from llmcond.options.texts import ServerOptions
@@ -59,27 +58,19 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+        self._lock = ExitStack()
         self.answers: dict[str, Answer] = {}
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire()
-        except Timeout as error:
-            raise UserError(
-                f"another process writes {self.path}. Wait until it has finished, or name another "
-                "--out."
-            ) from error
-        try:
+        with ExitStack() as lock:
+            lock.enter_context(locked(self.path))
             self._read()
-        except BaseException:
-            self._lock.release()
-            raise
+            self._lock = lock.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        self._lock.close()
 
     def _read(self) -> None:
         if not self.path.is_file():

@@ -137,6 +137,7 @@ def test_wordings_are_averaged_and_ignored_conditions_removed(fitted):
         ((texts, PLACE), "'the place' ignores nothing"),
         ((texts[:30], condition), "30 distinct texts, and at least 50 are needed"),
         ((texts, PLACE, {"kind": labels}), "column 'kind' has fewer than 2 labels"),
+        ((texts, PLACE, {"kind": ["a", np.nan] * 30}), "column 'kind' has fewer than 2 labels"),
         ((texts, PLACE, {"kind": ["a", "b"]}), "column 'kind' has 2 labels for 60 texts"),
     ):
         with pytest.raises(UserError, match=message):

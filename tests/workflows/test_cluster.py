@@ -164,6 +164,7 @@ def test_clusters_that_agree_while_nearest_texts_differ_give_advice(caplog):
     assert "try --ignore 'the product'" in caplog.messages[0]
     caplog.clear()
     compare_conditions(clusterings[:1], samples[:1], model, collection)
+    compare_conditions(clusterings[2:], samples[2:], None, collection)  # embeds nothing
     assert caplog.messages == []
     general = SimpleNamespace(embed=lambda rows, file: samples[1])
     compare_conditions(clusterings[:1], samples[:1], general, collection)
