@@ -53,9 +53,10 @@ from llmcond.encoders.torch.forward import (
     plan_row_attention,
 )
 
-#: Smallest effect of a router on states, as a share of their norm. In Gemma a trial router changes
-#: them by rounding, 1e-5 in float32 and 0.006 in bfloat16; in other encoders by more than 0.05.
-_MIN_CHANGE = 0.02
+#: Smallest effect of a router on states, as a share of their norm, with weights in float32 and in
+#: 16 bit. In Gemma a trial router changes them by rounding, 1e-5 in float32 and 0.006 in bfloat16;
+#: in other encoders by more than 0.05, and by 0.02 in small ones with random weights.
+_MIN_CHANGE = 0.001, 0.015
 #: The attribute of a network that has its heavy router.
 _ROUTER_ATTRIBUTE = "csr_router"
 
@@ -259,11 +260,12 @@ def _find_attention_modules(network: Any, name: str) -> tuple[list[nn.Module], i
     if getattr(network, "_supports_attention_backend", False):
         network.set_attn_implementation(NAME)
         plain, doubled = trial.run(network), _TrialRouter(2.0).run(network)
+    exact = next(network.parameters()).dtype == torch.float32
     if not trial.modules:
         obstacle = "computes its attention without transformers' attention interface"
     elif len(set(trial.modules)) < len(trial.modules):
         obstacle = "shares its weights between layers, so only some of them cannot have a router"
-    elif (plain - doubled).norm() < _MIN_CHANGE * plain.norm():
+    elif (plain - doubled).norm() < _MIN_CHANGE[not exact] * plain.norm():
         # Gemma does this. Its vectors would silently ignore the condition.
         obstacle = "scales the output of its attention to a fixed norm, which undoes the router's"
     if obstacle:
