@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,21 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch import nn
 
 from llmcond.base.errors import LlmcondError, UserError, first_line, list_legal_values
 from llmcond.base.files import read_json, replace_atomically, write_json
-from llmcond.encoders.adapter import CONFIG, ROUTER, WEIGHTS, EncoderRecord, write_encoder_record
-from llmcond.encoders.checkpoint import settings_files
+from llmcond.encoders.adapter import (
+    CONFIG,
+    ROUTER,
+    WEIGHTS,
+    EncoderRecord,
+    read_lora,
+    special_fields,
+    write_encoder_record,
+)
+from llmcond.encoders.checkpoint import Checkpoint, settings_files
 from llmcond.encoders.loading import (
     POOLING_MODULES,
     load_config,
@@ -87,19 +96,25 @@ def prepare_accelerator(resolved: ResolvedEncoder) -> Accelerator:
     return Accelerator(mixed_precision=precision, cpu=resolved.device == "cpu")
 
 
-def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bool) -> None:
-    """Raise an error if the encoder is an adapter, or if quantised weights would have to change.
+def check_trainable(
+    resolved: ResolvedEncoder, settings: TuneSettings, merge: bool, named: Collection[str] = ()
+) -> TuneSettings:
+    """Return the settings to train an encoder with: an adapter keeps its rank, alpha and targets.
+
+    Args:
+        resolved: the encoder.
+        settings: the settings.
+        merge: whether adapters are merged into the weights.
+        named: names of the settings that the user has set.
 
     Raises:
-        UserError: the encoder is an adapter; quantised weights are to be trained or merged; or
-            files cannot be copied to the folder of the written weights.
+        UserError: the encoder is an ensemble, or an adapter that the settings do not fit; quantised
+            weights are to be trained or merged; or files cannot be copied to the folder of the
+            written weights.
     """
-    identity, name = resolved.identity, resolved.checkpoint.name
-    if resolved.checkpoint.adapter is not None:
-        raise UserError(
-            f"{name} is already an adapter. Merge it first (train-lora --merge), or train its base "
-            "encoder."
-        )
+    identity, adapter = resolved.identity, resolved.checkpoint.adapter
+    if adapter is not None:
+        settings = _adapter_settings(resolved.checkpoint, adapter, settings, named)
     if merge or settings.full:
         if identity.quantize != "none":  # rounding would remove the trained changes
             raise UserError(
@@ -108,6 +123,43 @@ def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bo
                 "train adapters without --merge."
             )
         settings_files(resolved.checkpoint.folder)  # raises before training instead of after
+    return settings
+
+
+def _adapter_settings(
+    checkpoint: Checkpoint, adapter: Path, settings: TuneSettings, named: Collection[str]
+) -> TuneSettings:
+    """Return the settings with the rank, alpha and targets of an adapter that is trained on."""
+    record, name = read_lora(adapter, checkpoint.name), checkpoint.name
+    if checkpoint.members or special_fields(record):
+        kind = "an ensemble" if checkpoint.members else "more than plain LoRA"
+        raise UserError(
+            f"{name} is {kind}, which cannot be trained further. Train its base encoder."
+        )
+    names = [key.removesuffix(".lora_A.weight") for key in load_file(adapter / WEIGHTS)]
+    targets = dict.fromkeys(
+        re.sub(r".*\.\d+\.", "", name) for name in names if not name.endswith(".lora_B.weight")
+    )
+    fixed = {"rank": record["r"], "alpha": float(record["lora_alpha"]), "target": tuple(targets)}
+    for key, value in fixed.items():
+        if key in named and getattr(settings, key) != value:
+            value_set = "full" if settings.full else getattr(settings, key)
+            raise UserError(
+                f"{name} is an adapter with {key} {value}, which is trained further, so --{key} "
+                f"cannot be {value_set}. Leave it out, or merge the adapter into its base first "
+                "(train-lora --merge)."
+            )
+    return replace(settings, **fixed)
+
+
+def base_of(resolved: ResolvedEncoder, model: str) -> tuple[str, Checkpoint]:
+    """Return the name and the checkpoint of what adapters are added to.
+
+    Of an adapter that is trained further, this is its base; otherwise it is the encoder itself,
+    whose name is ``model``.
+    """
+    base = resolved.checkpoint.base
+    return (model, resolved.checkpoint) if base is None else (base.name, base)
 
 
 def load_trainable(
@@ -117,7 +169,8 @@ def load_trainable(
 
     On a CPU, or if all weights are trained, weights are in float32 and products in the resolved
     type. Otherwise the frozen weights are in the resolved type, and adapters in float32. The
-    initial weights of adapters are sampled with ``seed``.
+    initial weights of adapters are sampled with ``seed``, unless the encoder is an adapter, which
+    is then trained further.
 
     Raises:
         UserError: the encoder lacks a target.
@@ -129,6 +182,8 @@ def load_trainable(
         folds = resolved.options.fold_latents and not settings.full
         options = replace(resolved.options, fold_latents=folds)
         resolved = replace(resolved, identity=replace(identity, dtype="float32"), options=options)
+    adapter = resolved.checkpoint.adapter
+    resolved = replace(resolved, checkpoint=replace(resolved.checkpoint, adapter=None))
     config = load_config(resolved.checkpoint, identity.attention)
     tokenizer = InputTokenizer(load_tokenizer(resolved.checkpoint, config), identity, name)
     if not settings.encoder_dropout:
@@ -142,6 +197,10 @@ def load_trainable(
             module.support_avx512bf16_for_cpu = False
     torch.manual_seed(seed)
     adapted = None if settings.full else add_adapters(loaded.network, settings, name)
+    if adapter is not None:
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(adapted, load_file(adapter / WEIGHTS))
     if settings.full:
         loaded.network.requires_grad_(True)
     train_router(loaded.network, identity, resolved.device)
@@ -292,6 +351,7 @@ def save_encoder(
             them.
     """
     resolved = trainable.resolved
+    model, base = base_of(resolved, model)
     whole = trainable.peft_model is None or merge
     if whole:
         if trainable.peft_model is not None:
@@ -314,11 +374,11 @@ def save_encoder(
         write_tensors(folder / ROUTER, router, _METADATA)
     tuned = EncoderRecord(
         base=None if whole else model,
-        revision=None if whole else resolved.checkpoint.commit,
+        revision=None if whole else base.commit,
         like=known.repo if known else None,
         settings={name: value for name, value in identity.to_json().items() if name in settings},
         quantize=identity.quantize,
-        base_weights=identity.weights,
+        base_weights=identity.weights if base is resolved.checkpoint else base.weights,
         cross=cross,
         dev_of=dev_of,
     )
@@ -341,7 +401,7 @@ def _save_adapter(trainable: TrainableEncoder, model: str, folder: Path) -> None
     config.inference_mode = True
     # peft reads this entry itself, so it must be the hub's name instead of an alias.
     config.base_model_name_or_path = hub_name(model, trainable.resolved) or model
-    config.revision = trainable.resolved.checkpoint.commit
+    config.revision = base_of(trainable.resolved, model)[1].commit
     with tempfile.TemporaryDirectory() as temporary:
         config.save_pretrained(temporary)
         write_json(folder / CONFIG, read_json(Path(temporary) / CONFIG))

@@ -219,7 +219,7 @@ def plan_training(
     teacher = find_teacher(options.teacher, options.teacher_rows, dataset)
     aspects = None if options.aspects is None else options.select(AspectSettings)
     samples = [] if aspects is None else read_aspect_datasets(Path(str(aspects.aspects)))
-    resolved = resolve_trainable(options, options.encoder_options(), settings)
+    resolved, settings = resolve_trainable(options, options.encoder_options(), settings)
     stage = plan_stage(options, dataset, resolved, teacher)
     names = {"separate": ["separate"], "both": [resolved.joint_prompt, "separate"]}
     names["alone"] = [str(task.prompt)]
@@ -388,8 +388,8 @@ def load_named_head(
 
 def resolve_trainable(
     options: TrainingOptions, encoder_options: EncoderOptions, settings: TuneSettings
-) -> ResolvedEncoder:
-    """Resolve an encoder, and check that it can be trained with the settings.
+) -> tuple[ResolvedEncoder, TuneSettings]:
+    """Resolve an encoder, and return it with the settings to train it with.
 
     Raises:
         UserError: the encoder cannot be trained with them, or a package for training is missing.
@@ -405,8 +405,7 @@ def resolve_trainable(
     require_libraries("training an encoder", "accelerate", "peft", extra="lora")
     from llmcond.finetune.encoder import check_trainable
 
-    check_trainable(resolved, settings, options.merge)
-    return resolved
+    return resolved, check_trainable(resolved, settings, options.merge, options.tune_settings())
 
 
 def _plan_objective(recipe: Recipe, changes: Mapping[str, str]) -> tuple[Recipe, ObjectiveSettings]:
@@ -465,7 +464,7 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
     check_rated_dataset(dataset)
     # A linear layer also reads the length of a vector, so vectors keep theirs by default.
     encoder_options = replace(options.encoder_options(), normalize=bool(options.normalize))
-    resolved = resolve_trainable(options, encoder_options, settings)
+    resolved, settings = resolve_trainable(options, encoder_options, settings)
     stage = plan_stage(options, dataset, resolved)
     if resolved.identity.routes_inside:
         raise UserError(

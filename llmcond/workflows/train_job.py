@@ -465,7 +465,9 @@ def train(job: TrainingJob) -> dict[str, Any]:
                 job.folder,
                 merge=options.merge,
                 cross=job.cross,
-                dev_of=job.dataset.digest if "dev" in job.trained_on else None,
+                dev_of=job.dataset.digest
+                if "dev" in job.trained_on
+                else resolved.checkpoint.dev_digest,
             )
             head = model.fitted_head(
                 {
@@ -538,12 +540,13 @@ def write_training_record(
     curves: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the model card and then the training record, log the scores, and return the summary."""
-    from llmcond.finetune.encoder import hub_name
+    from llmcond.finetune.encoder import base_of, hub_name
 
-    folder, base, model = job.folder, job.resolved, job.options.model
+    folder, encoder = job.folder, job.resolved
+    model, base = base_of(encoder, job.options.model)
     summary = {
         "run": str(folder),
-        "encoder": base.checkpoint.name,
+        "encoder": base.name,
         "head": trained_head.name,
         **trained_head.takes,
         "seed": job.seed,
@@ -558,8 +561,8 @@ def write_training_record(
         "made_of": job.config,
         "base": {
             "model": model,
-            "repo": hub_name(model, base),
-            "weights": base.identity.weights,
+            "repo": hub_name(model, encoder),
+            "weights": encoder.identity.weights if base is encoder.checkpoint else base.weights,
         },
         "data": job.dataset.to_json(),
         **provenance(),
