@@ -178,7 +178,7 @@ def draw_sample(
         for t in triples
     ]
     texts = [whole.texts[position] for position in ordered]
-    return AspectSample(whole.name, texts, whole.conditions, moved, whole.values)
+    return replace(whole, texts=texts, triples=moved)
 
 
 def _draw_triples(

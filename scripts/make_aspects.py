@@ -1,6 +1,7 @@
 """Generate texts that carry several attributes at once, and the conditions that ask for them.
 
     python scripts/make_aspects.py --out FOLDER [--texts 1500] [--seed 0] [--only DOMAIN ...]
+    python scripts/make_aspects.py --out FOLDER --left-out
 
 Each file ``scripts/aspects/DOMAIN.toml`` with templates becomes ``FOLDER/DOMAIN.json``. A template
 is a text with pieces in braces:
@@ -15,6 +16,8 @@ is a text with pieces in braces:
 Pieces may contain pieces. ``include`` names files whose values, words and conditions can also be
 used. ``manners`` is the share of texts that are rewritten in a manner, such as casual or terse.
 Values are sampled independently and uniformly, so that any two attributes of a domain are crossed.
+
+Files with a table ``[aspects]`` are reviews; see ``aspect_opinions.py``.
 
 The texts depend on the seed and the files only.
 """
@@ -32,6 +35,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from aspect_opinions import generate_opinions, opinion_wordings
 from common import Options
 
 FOLDER: Final = Path(__file__).resolve().parent / "aspects"
@@ -281,22 +285,25 @@ def generate(domain: Domain, number: int, seed: int) -> list[Text]:
     return list(texts.values())
 
 
-def to_json(domain: Domain, texts: Sequence[Text]) -> dict[str, Any]:
-    """Return the content of a domain's JSON file."""
-    attributes = dict.fromkeys(attribute for text in texts for attribute in sorted(text.attrs))
+def domain_json(name: str, number: int, seed: int) -> dict[str, Any]:
+    """Generate the content of a domain's JSON file."""
+    if "aspects" in read_toml(name):
+        content, rng = read_toml(name), Random(f"{seed}:{name}")
+        texts = generate_opinions(content, number, rng)
+        conditions = opinion_wordings(content, rng)
+    else:
+        domain = read_domain(name)
+        texts = [(text.text, text.attrs) for text in generate(domain, number, seed)]
+        attributes = dict.fromkeys(key for _, attrs in texts for key in sorted(attrs))
+        conditions = {key: to_wordings(domain.conditions[key]) for key in attributes}
     return {
-        "name": domain.name,
+        "name": name,
+        "complete": True,
         "texts": [
-            {
-                "text": text.text,
-                "attrs": {f"{domain.name}.{name}": value for name, value in text.attrs.items()},
-                "group": "",
-            }
-            for text in texts
+            {"text": text, "attrs": {f"{name}.{key}": value for key, value in attrs.items()}}
+            for text, attrs in texts
         ],
-        "conds": {
-            f"{domain.name}.{name}": to_wordings(domain.conditions[name]) for name in attributes
-        },
+        "conds": {f"{name}.{key}": wordings for key, wordings in conditions.items()},
     }
 
 
@@ -307,9 +314,9 @@ def to_wordings(condition: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def domain_names() -> list[str]:
-    """Return the names of the files that have templates; the others are only included."""
+    """Return the names of the files of domains; the others are only included."""
     names = sorted(path.stem for path in FOLDER.glob("*.toml"))
-    return [name for name in names if "templates" in read_toml(name)]
+    return [name for name in names if {"templates", "aspects"} & set(read_toml(name))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,15 +327,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", Path, out, required=True, metavar="FOLDER")
     add("--texts", 1500, "texts for each domain")
     add("--seed", 0, "random seed of the texts")
+    add("--left-out", False, "write the domains that training leaves out, instead of the others")
     add("--only", [], "domains", "all", choices=domain_names(), metavar="DOMAIN")
     args = parser.parse_args(argv)
-    domains = [read_domain(name) for name in args.only or domain_names()]
     args.out.mkdir(parents=True, exist_ok=True)
-    for domain in domains:
-        texts = generate(domain, args.texts, args.seed)
-        path = args.out / f"{domain.name}.json"
-        path.write_text(json.dumps(to_json(domain, texts), indent=1) + "\n", encoding="utf-8")
-        print(f"{path}: {len(texts)} texts")
+    names = [n for n in domain_names() if read_toml(n).get("left_out", False) == args.left_out]
+    for name in args.only or names:
+        content = domain_json(name, args.texts, args.seed)
+        path = args.out / f"{name}.json"
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"{path}: {len(content['texts'])} texts")
     return 0
 
 
