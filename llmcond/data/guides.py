@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt
 
 from llmcond.base.arrays import as_list
 from llmcond.base.errors import UserError, format_count, format_list, shortened_repr
@@ -219,11 +221,14 @@ class ConditionWordings:
         text: a noun phrase.
         question: a question; may be empty.
         others: further noun phrases.
+        kind: name of the kind of values, which mean the same under all conditions of the kind, as
+            "positive" under all opinions; empty: no such kind.
     """
 
     text: str
     question: str = ""
     others: tuple[str, ...] = ()
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +256,9 @@ class AspectSample:
         texts: the texts.
         conditions: wordings of the conditions, by their ids.
         triples: paired triples; may be empty.
+        complete: whether texts have all attributes that they mention, so that a text without an
+            attribute says nothing about its condition.
+        weight: how often training samples from the dataset, relative to others.
         values: for each condition, values that no text of the sample has, the most frequent first;
             filled by ``scripts/aspect_figures.py``.
     """
@@ -259,6 +267,8 @@ class AspectSample:
     texts: Sequence[AspectText]
     conditions: Mapping[str, ConditionWordings]
     triples: Sequence[Triple] = ()
+    complete: bool = False
+    weight: float = 1
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -315,6 +325,7 @@ class _WordingsRecord:
     text: str
     question: str | None = None
     para: Sequence[str] | str | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +335,8 @@ class _SampleRecord:
     texts: Sequence[Any]  # there may be very many
     conds: Mapping[str, str | _WordingsRecord]
     triples: Sequence[Any] | None = None
+    complete: bool = False
+    weight: Annotated[float, Gt(0)] = 1
 
 
 def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSample:
@@ -346,7 +359,10 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
         others = [wordings.para] if isinstance(wordings.para, str) else wordings.para or []
         text = check_text(wordings.text, f"{source}: the text of conds[{key!r}]", "Write a text.")
         conditions[key] = ConditionWordings(
-            text, wordings.question or "", tuple(filter(str.strip, others))
+            text,
+            wordings.question or "",
+            tuple(filter(str.strip, others)),
+            wordings.kind or "",
         )
     attributes = {key for text in texts for key in text.attributes}
     if not attributes & set(conditions):
@@ -359,7 +375,7 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
         _parse_triple(item, texts, conditions, f"{source}: triples[{i}]")
         for i, item in enumerate(record.triples or [])
     ]
-    return AspectSample(name, texts, conditions, triples)
+    return AspectSample(name, texts, conditions, triples, record.complete, record.weight)
 
 
 def _parse_text(item: Any, source: str) -> AspectText:

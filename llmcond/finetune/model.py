@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 from typing_extensions import override
 
 from llmcond.base.arrays import Positions
@@ -350,6 +350,11 @@ class BiEncoderModel(RatedModel[RatedInputs]):
             load_start(head, start.module)
         super().__init__(engine, head, recipe.kind, seed, metric)
         self.objective, self._aspects = total.to(engine.output_device), aspects
+        self.prototypes: nn.Parameter | None = None
+        if aspects is not None and aspects.classes:
+            shape = len(aspects.classes), self.fitted_head().dim_out
+            values, _ = seeded(lambda: torch.randn(shape), seed)
+            self.prototypes = nn.Parameter(values.to(engine.output_device))
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of some rows, a scalar; ``seed`` seeds dropout."""
@@ -385,11 +390,16 @@ class BiEncoderModel(RatedModel[RatedInputs]):
             embeddings, _ = self.head(*texts.batch(positions, used, vectors.float())).chunk(2)
             labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
             group, value = labels.to(embeddings.device)
-            return average_truncations(
+            loss = average_truncations(
                 lambda vectors: supervised_contrast(vectors, group, value, _TEMPERATURE),
                 self.objective.settings.matryoshka,
                 embeddings,
             )
+            if self.prototypes is not None:
+                loss = loss + classify_values(
+                    embeddings, self.prototypes, sampler.kinds, torch.from_numpy(sampled.label)
+                )
+            return loss
 
     def groups(self, inputs: RatedInputs) -> NDArray[np.int64]:
         """Return (n,) group numbers, the same for both rows of a contrastive pair."""
@@ -484,8 +494,12 @@ SHAPES = ((2, 3), (3, 3), (3, 4), (4, 3), (4, 2), (6, 2))
 _CANDIDATES = 12
 #: Minimum and maximum number of example values in a condition.
 _EXAMPLES = 2, 5
-#: The temperature of the contrastive loss of texts with attributes.
-_TEMPERATURE = 0.07
+#: The temperature of the contrastive loss of texts with attributes, and that of prototypes.
+_TEMPERATURE, _PROTOTYPE_TEMPERATURE = 0.07, 0.1
+#: Maximum number of values of a condition of its own kind that have prototypes.
+_MOST_CLASSES = 12
+#: Maximum number of texts in a group that say nothing about its condition.
+_ABSENT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,22 +509,30 @@ class AspectBatch:
     Attributes:
         rows: n texts, each paired with itself, under the condition of its group.
         group: (n,) group of each text.
-        value: (n,) number of the condition's value that each text has.
+        value: (n,) number of the condition's value that each text has; texts that say nothing about
+            the condition have numbers that no other text has.
+        label: (n,) position of the text's value in ``AspectSampler.classes``; -1: it is not there.
     """
 
     rows: Rows
     group: NDArray[np.int64]
     value: NDArray[np.int64]
+    label: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class _AspectCondition:
-    """A condition of a set: its wordings, and the texts that have each value."""
+    """A condition of a set: its wordings, and the texts that have each value, or none of them.
 
+    Its values have prototypes if ``kind`` is not empty, shared by conditions of one kind.
+    """
+
+    kind: str
     source: AspectSample
     wordings: ConditionWordings
     texts: Mapping[str, Sequence[int]]
     repeated: Sequence[str]
+    absent: Sequence[int]
 
     def shared(self, first: int, second: int) -> int:
         """Return the number of attributes that two texts share."""
@@ -523,8 +545,13 @@ class AspectSampler:
 
     A group is a table: texts of a row have the same value of the condition, and texts of a column
     share as many other attributes as possible. The text that is most similar in all other respects
-    therefore has another value, as in paired triples. Sets are sampled in proportion to the square
+    therefore has another value, as in paired triples. A share of the groups also has texts that say
+    nothing about the condition. Sets are sampled in proportion to their weight times the square
     root of their number of conditions.
+
+    Attributes:
+        classes: the values that have prototypes, as pairs of a kind and a value.
+        kinds: (len(classes),) number of each value's kind.
     """
 
     def __init__(
@@ -542,25 +569,35 @@ class AspectSampler:
                 f"--aspects {settings.aspects} has no condition with two values of which one "
                 "occurs in two texts, so there is nothing to learn from."
             )
-        self._weights = [len(set_conditions) ** 0.5 for set_conditions in self._sets]
+        self._weights = [
+            set_conditions[0].source.weight * len(set_conditions) ** 0.5
+            for set_conditions in self._sets
+        ]
+        named = [condition for conditions in self._sets for condition in conditions]
+        self.classes = sorted(
+            {(item.kind, value) for item in named for value in item.texts if item.kind}
+        )
+        names = sorted({kind for kind, _ in self.classes})
+        self.kinds = torch.tensor([names.index(kind) for kind, _ in self.classes])
+        self._label_of = {pair: position for position, pair in enumerate(self.classes)}
 
     def sample(self, seed: Sequence[int]) -> AspectBatch:
         """Sample the groups of a step; the same seed gives the same groups."""
         state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
         rng = random.Random(int(state[0]))  # noqa: S311  # not used for cryptography
-        texts: list[tuple[str, str, int, int]] = []
+        texts: list[tuple[str, str, int, int, int]] = []
         group = 0
         while len(texts) < self.settings.aspects_texts:
             condition, members = self._sample_group(rng)
-            texts += [(text, condition, group, value) for text, value in members]
+            texts += [(text, condition, group, value, label) for text, value, label in members]
             group += 1
-        sentences, conditions, groups, values = zip(*texts, strict=True)
+        sentences, conditions, groups, values, labels = zip(*texts, strict=True)
         number = np.arange(len(texts))
         rows = Rows(sentences, sentences, conditions, np.zeros(len(texts)), number + 1, "aspects")
-        return AspectBatch(rows, np.array(groups), np.array(values))
+        return AspectBatch(rows, np.array(groups), np.array(values), np.array(labels))
 
-    def _sample_group(self, rng: random.Random) -> tuple[str, list[tuple[str, int]]]:
-        """Return a condition, and texts with the number of each text's value."""
+    def _sample_group(self, rng: random.Random) -> tuple[str, list[tuple[str, int, int]]]:
+        """Return a condition, and texts with the number and the label of each text's value."""
         aspect = rng.choice(rng.choices(self._sets, self._weights)[0])
         n_values, n_texts = rng.choice(SHAPES)
         values = rng.sample(aspect.repeated, min(n_values, len(aspect.repeated)))
@@ -577,8 +614,15 @@ class AspectSampler:
                 if unused:
                     selected.add(max(unused, key=partial(aspect.shared, base)))
             numbered += [(i, number) for i in sorted(selected)]
+        labels = [self._label_of.get((aspect.kind, value), -1) for value in values]
+        if aspect.absent and rng.random() < self.settings.aspects_absent:
+            for base in rng.sample(first, min(len(first), rng.randint(1, _ABSENT))):
+                candidates = rng.sample(aspect.absent, min(len(aspect.absent), _CANDIDATES))
+                numbered.append((max(candidates, key=partial(aspect.shared, base)), len(labels)))
+                labels.append(-1)
         condition = self._word_condition(aspect, set(values), rng)
-        return condition, [(aspect.source.texts[i].text, number) for i, number in numbered]
+        source = aspect.source.texts
+        return condition, [(source[i].text, number, labels[number]) for i, number in numbered]
 
     def _word_condition(self, aspect: _AspectCondition, shown: set[str], rng: random.Random) -> str:
         """Return the condition in some wording; for a share of the groups, with example values.
@@ -610,8 +654,39 @@ def _find_conditions(sample: AspectSample) -> list[_AspectCondition]:
                 texts[text.attributes[key]].append(position)
         repeated = [value for value, positions in texts.items() if len(positions) > 1]
         if len(texts) > 1 and repeated:
-            conditions.append(_AspectCondition(sample, wordings, texts, repeated))
+            absent = [
+                position
+                for position, text in enumerate(sample.texts)
+                if sample.complete and key not in text.attributes and len(text.text) < _LONGEST_TEXT
+            ]
+            kind = wordings.kind or (f"{sample.name}.{key}" if len(texts) <= _MOST_CLASSES else "")
+            conditions.append(_AspectCondition(kind, sample, wordings, texts, repeated, absent))
     return conditions
+
+
+def classify_values(vectors: Tensor, prototypes: Tensor, kinds: Tensor, label: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the values of texts, a scalar; 0 if no text has a label.
+
+    The logits of a text are its cosines with the prototypes of all values of the same kind, divided
+    by a temperature. Each text is compared with learned vectors instead of other texts (as in
+    proxy-NCA, arXiv 1703.07464). Without this loss, groups whose texts share most of their words
+    teach nothing for many steps.
+
+    Args:
+        vectors: (n, k) embeddings.
+        prototypes: (c, k) learned vectors of the values.
+        kinds: (c,) kind of each value.
+        label: (n,) position of each text's value; -1: it has none.
+    """
+    label, kinds = label.to(vectors.device), kinds.to(vectors.device)
+    has_label = (label >= 0).nonzero()[:, 0]
+    if not len(has_label):
+        return vectors.sum() * 0
+    label = label[has_label]
+    unit = normalize(vectors.index_select(0, has_label), dim=1)
+    logits = unit @ normalize(prototypes, dim=1).T / _PROTOTYPE_TEMPERATURE
+    is_other = kinds[None, :] != kinds[label][:, None]
+    return cross_entropy(logits.masked_fill(is_other, -torch.inf), label)
 
 
 def supervised_contrast(

@@ -191,6 +191,8 @@ class AspectSettings:
         aspects_weight: weight of the contrastive loss; that of the squared error of ratings is 1.
         aspects_texts: texts per step; the last group may exceed this number.
         aspects_values: share of the groups whose condition names two to five example values.
+        aspects_absent: share of the groups with one or two texts that say nothing about the
+            condition, if the set has such texts; they are negatives of all others.
     """
 
     option_group: ClassVar[str] = "texts with attributes"
@@ -211,6 +213,11 @@ class AspectSettings:
     aspects_values: Annotated[float, Ge(0), Le(1)] = option(
         0.4,
         help="share of the groups whose condition names example values",
+        metavar="SHARE",
+    )
+    aspects_absent: Annotated[float, Ge(0), Le(1)] = option(
+        0.3,
+        help="share of the groups with texts that say nothing about the condition",
         metavar="SHARE",
     )
 

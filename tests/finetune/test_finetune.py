@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +29,15 @@ from llmcond.base.package import bundled_names
 from llmcond.base.run_log import TRAINING, log_path, read_log
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
-from llmcond.data.guides import read_aspect_datasets
+from llmcond.data.guides import AspectText, ConditionWordings, read_aspect_datasets
 from llmcond.data.rows import fold_of_pair
 from llmcond.finetune.loop import BEST, STATE, BatchSchedule, stage_rows
-from llmcond.finetune.model import SHAPES, AspectSampler, supervised_contrast
+from llmcond.finetune.model import (
+    SHAPES,
+    AspectSampler,
+    classify_values,
+    supervised_contrast,
+)
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.module import contrast_groups
@@ -498,6 +503,51 @@ def test_loss_compares_texts_within_groups_only():
     assert float(loss) == pytest.approx(math.log(5), abs=1e-5)
 
 
+def test_texts_without_the_attribute_are_negatives_of_all_others(aspects):
+    """Only in sets whose texts have every attribute that they mention."""
+    (sample,) = read_aspect_datasets(aspects)
+    silent = [AspectText(f"nobody is {where}", {"where": where}) for where in LOCATIONS]
+    settings = AspectSettings(aspects=str(aspects), aspects_texts=900, aspects_absent=1)
+    for complete in (False, True):
+        mixed = replace(sample, texts=[*sample.texts, *silent], complete=complete)
+        batch = AspectSampler([mixed], settings, None).sample([0, 1])
+        absent = [i for i, text in enumerate(batch.rows.sentence1) if text.startswith("nobody")]
+        people = ("the number of people", "who", "people")
+        of_people = [i for i in absent if str(batch.rows.condition[i]).startswith(people)]
+        assert bool(of_people) == complete
+        for i in of_people:
+            same = (batch.group == batch.group[i]) & (batch.value == batch.value[i])
+            assert same.sum() == 1
+            assert batch.label[i] == -1
+
+
+def test_conditions_of_a_kind_share_the_prototypes_of_their_values(aspects):
+    (sample,) = read_aspect_datasets(aspects)
+    settings = AspectSettings(aspects=str(aspects), aspects_texts=300)
+    separate = AspectSampler([sample], settings, None)
+    assert len(separate.classes) == 8
+    values = [
+        AspectText(t.text, dict.fromkeys(("a", "b"), t.attributes["who"])) for t in sample.texts
+    ]
+    conditions = {key: ConditionWordings(f"the {key}", kind="who") for key in ("a", "b")}
+    shared = AspectSampler([replace(sample, texts=values, conditions=conditions)], settings, None)
+    assert shared.classes == [("who", value) for value in sorted(PEOPLE)]
+    batch = shared.sample([0, 1])
+    for text, label in zip(batch.rows.sentence1, batch.label, strict=True):
+        assert shared.classes[label][1] in text
+
+
+def test_texts_are_classified_among_values_of_their_kind():
+    vectors = torch.tensor([[1.0, 0], [0, 1], [1, 0]])
+    prototypes, kinds = torch.tensor([[2.0, 0], [0, 3], [1, 1]]), torch.tensor([0, 0, 1])
+    loss = classify_values(vectors, prototypes, kinds, torch.tensor([0, 0, -1]))
+    right, wrong = math.log(1 + math.exp(-10)), math.log(1 + math.exp(10))
+    assert float(loss) == pytest.approx((right + wrong) / 2, rel=1e-5)
+    # The only value of its kind is certain; without labels there is nothing to learn.
+    for label in ([2, 2, -1], [-1, -1, -1]):
+        assert float(classify_values(vectors, prototypes, kinds, torch.tensor(label))) == 0
+
+
 def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp_path):
     options = ("--head", "none", "--rank", "full", "--epochs", 1)
     summary = train("run", *options, "--aspects", aspects, "--aspects-texts", 24)
@@ -511,6 +561,36 @@ def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp
     train("without", *options)
     digests = [digest_file(tmp_path / n / "model.safetensors") for n in ("run", "again", "without")]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_training_continues_from_an_adapter(train, command, aspects, tmp_path):
+    """It keeps its rank and its base, and its weights are the initial ones."""
+    tensors, records, last = [], [], ("--head", "none", "--epochs", 1)
+    start = ("--rank", 3, "--alpha", 5, "--target", "attention")
+    without_rank = command[:-2]
+    for name, options in (
+        ("first", start),
+        ("second", ("--model", tmp_path / "first", "--learning-rate", 1e-9)),
+        ("third", ("--model", tmp_path / "second", "--aspects", aspects)),
+    ):
+        train(name, *last, *options, base=command if name == "first" else without_rank)
+        tensors.append(load_file(tmp_path / name / "adapter_model.safetensors"))
+        records.append(json.loads((tmp_path / name / "training.json").read_text()))
+    for key, value in tensors[0].items():
+        assert torch.allclose(value, tensors[1][key], atol=1e-6)
+    assert any((value - tensors[2][key]).abs().max() > 1e-4 for key, value in tensors[1].items())
+    for name in ("adapter_config.json", "encoder.json"):
+        contents = [json.loads((tmp_path / run / name).read_text()) for run in ("first", "third")]
+        for content in contents:
+            content.pop("target_modules", None)
+        assert contents[0] == contents[1]
+    assert records[0]["base"] == records[2]["base"]
+    assert records[2]["made_of"]["settings"]["rank"] == 3
+    assert records[1]["made_of"]["encoder"]["weights"].endswith(records[0]["base"]["weights"])
+    options = ("--model", tmp_path / "first", "--head", "none")
+    for rank in (8, "full"):
+        message = train("bad", *options, "--rank", rank, command=run_rejected)
+        assert f"with rank 3, which is trained further, so --rank cannot be {rank}" in message
 
 
 # -- invalid input -----------------------------------------------------------------------------
