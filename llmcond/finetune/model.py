@@ -496,8 +496,6 @@ _CANDIDATES = 12
 _EXAMPLES = 2, 5
 #: The temperature of the contrastive loss of texts with attributes, and that of prototypes.
 _TEMPERATURE, _PROTOTYPE_TEMPERATURE = 0.07, 0.1
-#: Maximum number of values of a condition of its own kind that have prototypes.
-_MOST_CLASSES = 12
 #: Maximum number of texts in a group that say nothing about its condition.
 _ABSENT = 2
 
@@ -522,12 +520,8 @@ class AspectBatch:
 
 @dataclass(frozen=True, slots=True)
 class _AspectCondition:
-    """A condition of a set: its wordings, and the texts that have each value, or none of them.
+    """A condition of a set: its wordings, and the texts that have each value, or none of them."""
 
-    Its values have prototypes if ``kind`` is not empty, shared by conditions of one kind.
-    """
-
-    kind: str
     source: AspectSample
     wordings: ConditionWordings
     texts: Mapping[str, Sequence[int]]
@@ -550,7 +544,7 @@ class AspectSampler:
     root of their number of conditions.
 
     Attributes:
-        classes: the values that have prototypes, as pairs of a kind and a value.
+        classes: the values of conditions that have a kind, as pairs of the kind and the value.
         kinds: (len(classes),) number of each value's kind.
     """
 
@@ -574,9 +568,8 @@ class AspectSampler:
             for set_conditions in self._sets
         ]
         named = [condition for conditions in self._sets for condition in conditions]
-        self.classes = sorted(
-            {(item.kind, value) for item in named for value in item.texts if item.kind}
-        )
+        pairs = {(item.wordings.kind, value) for item in named for value in item.texts}
+        self.classes = sorted(pair for pair in pairs if pair[0])
         names = sorted({kind for kind, _ in self.classes})
         self.kinds = torch.tensor([names.index(kind) for kind, _ in self.classes])
         self._label_of = {pair: position for position, pair in enumerate(self.classes)}
@@ -614,7 +607,7 @@ class AspectSampler:
                 if unused:
                     selected.add(max(unused, key=partial(aspect.shared, base)))
             numbered += [(i, number) for i in sorted(selected)]
-        labels = [self._label_of.get((aspect.kind, value), -1) for value in values]
+        labels = [self._label_of.get((aspect.wordings.kind, value), -1) for value in values]
         if aspect.absent and rng.random() < self.settings.aspects_absent:
             for base in rng.sample(first, min(len(first), rng.randint(1, _ABSENT))):
                 candidates = rng.sample(aspect.absent, min(len(aspect.absent), _CANDIDATES))
@@ -659,8 +652,7 @@ def _find_conditions(sample: AspectSample) -> list[_AspectCondition]:
                 for position, text in enumerate(sample.texts)
                 if sample.complete and key not in text.attributes and len(text.text) < _LONGEST_TEXT
             ]
-            kind = wordings.kind or (f"{sample.name}.{key}" if len(texts) <= _MOST_CLASSES else "")
-            conditions.append(_AspectCondition(kind, sample, wordings, texts, repeated, absent))
+            conditions.append(_AspectCondition(sample, wordings, texts, repeated, absent))
     return conditions
 
 
