@@ -64,6 +64,8 @@ LICENCES = {
     "CC-BY-3.0": ("CC BY 3.0", "https://creativecommons.org/licenses/by/3.0/"),
     "CC-BY-4.0": ("CC BY 4.0", "https://creativecommons.org/licenses/by/4.0/"),
     "CC0-1.0": ("CC0 1.0", "https://creativecommons.org/publicdomain/zero/1.0/"),
+    "CDLA-Permissive-1.0": ("CDLA-Permissive-1.0", "https://cdla.dev/permissive-1-0/"),
+    "CDLA-Sharing-1.0": ("CDLA-Sharing-1.0", "https://cdla.dev/sharing-1-0/"),
     "MIT": ("MIT", "https://opensource.org/license/mit"),
 }
 
