@@ -8,14 +8,15 @@ each aspect. ``left_out = true`` keeps a domain for measurements.
 
 A review judges one to five aspects independently of each other. Next to each review there are
 others with the opposite opinion of one aspect, and otherwise the same words. A hidden attribute
-without a condition, ``frame``, marks them, so that groups of training texts combine them.
+without a condition, ``frame``, marks them, so that groups of training texts combine them. The
+attribute ``sentiment`` sums up the opinions of a review; its condition is that of other texts.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,6 +24,8 @@ from typing import Any, Final
 
 #: The values of an opinion, and the sign of each in the texts of a domain file.
 SIGNS: Final = {"+": "positive", "-": "negative", "0": "neutral"}
+#: The values of the sentiment of a whole text.
+SENTIMENTS: Final = frozenset({*SIGNS.values(), "mixed"})
 OPPOSITE: Final = {"positive": "negative", "negative": "positive"}
 CLAUSES: Final = {"positive": "praise", "negative": "blame", "neutral": "neutral"}
 WORDS: Final = tomllib.loads(
@@ -58,9 +61,8 @@ def generate_opinions(
     """
     texts: dict[str, dict[str, str]] = {}
     for written in content.get("texts", []):
-        texts[written["text"]] = {
-            aspect: SIGNS[sign] for aspect, sign in written.items() if aspect != "text"
-        }
+        values = {aspect: SIGNS[sign] for aspect, sign in written.items() if aspect != "text"}
+        texts[written["text"]] = values | {"sentiment": _sum_up(values.values())}
     frame = 0
     while len(texts) < number:
         count = rng.choices(*COUNTS)[0]
@@ -80,9 +82,16 @@ def generate_opinions(
                 variants.append([*opinions[:position], other, *opinions[position + 1 :]])
         for variant in variants:
             text = _join(variant, sentence, Random(seed))
-            texts[text] = attrs | {opinion.aspect: opinion.value for opinion in variant}
+            values = {opinion.aspect: opinion.value for opinion in variant}
+            texts[text] = attrs | values | {"sentiment": _sum_up(values.values())}
         frame += 1
     return list(texts.items())[:number]
+
+
+def _sum_up(opinions: Collection[str]) -> str:
+    """Return the sentiment of a text with some opinions."""
+    signs = set(opinions) - {"neutral"}
+    return "mixed" if len(signs) > 1 else next(iter(signs), "neutral")
 
 
 def opinion_wordings(content: Mapping[str, Any], rng: Random) -> dict[str, dict[str, Any]]:
@@ -97,9 +106,7 @@ def opinion_wordings(content: Mapping[str, Any], rng: Random) -> dict[str, dict[
         ]
         question = rng.choice(WORDS["questions"]).format(name=names[0])
         text = f"the opinion about {names[0]}"
-        conditions[aspect] = {
-            "text": text, "question": question, "para": para, "kind": "opinion"
-        }  # fmt: skip
+        conditions[aspect] = {"text": text, "question": question, "para": para}
     for fact, entry in content.get("facts", {}).items():
         conditions[fact] = {
             "text": entry["text"], "question": entry["question"], "para": entry["other"]

@@ -35,7 +35,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from aspect_opinions import generate_opinions, opinion_wordings
+from aspect_opinions import SENTIMENTS, generate_opinions, opinion_wordings
 from common import Options
 
 FOLDER: Final = Path(__file__).resolve().parent / "aspects"
@@ -290,12 +290,16 @@ def domain_json(name: str, number: int, seed: int) -> dict[str, Any]:
     if "aspects" in read_toml(name):
         content, rng = read_toml(name), Random(f"{seed}:{name}")
         texts = generate_opinions(content, number, rng)
-        conditions = opinion_wordings(content, rng)
+        sentiment = to_wordings(read_toml("common")["conditions"]["sentiment"])
+        conditions = opinion_wordings(content, rng) | {"sentiment": sentiment}
     else:
         domain = read_domain(name)
         texts = [(text.text, text.attrs) for text in generate(domain, number, seed)]
         attributes = dict.fromkeys(key for _, attrs in texts for key in sorted(attrs))
         conditions = {key: to_wordings(domain.conditions[key]) for key in attributes}
+    for key, wordings in conditions.items():
+        if {attrs[key] for _, attrs in texts if key in attrs} <= SENTIMENTS:
+            wordings["kind"] = "opinion"
     return {
         "name": name,
         "complete": True,

@@ -539,9 +539,10 @@ class AspectSampler:
 
     A group is a table: texts of a row have the same value of the condition, and texts of a column
     share as many other attributes as possible. The text that is most similar in all other respects
-    therefore has another value, as in paired triples. A share of the groups also has texts that say
-    nothing about the condition. Sets are sampled in proportion to their weight times the square
-    root of their number of conditions.
+    therefore has another value, as in paired triples. The texts of the first row share as few other
+    attributes as possible, so that they have little more than the value in common. A share of the
+    groups also has texts that say nothing about the condition. Sets are sampled in proportion to
+    their weight times the square root of their number of conditions.
 
     Attributes:
         classes: the values of conditions that have a kind, as pairs of the kind and the value.
@@ -597,7 +598,11 @@ class AspectSampler:
         others = [value for value in aspect.texts if value not in values]
         values += rng.sample(others, min(len(others), n_values - len(values)))
         texts = aspect.texts[values[0]]
-        first = rng.sample(texts, min(n_texts, len(texts)))
+        first = rng.sample(texts, 1)
+        while len(first) < min(n_texts, len(texts)):
+            sampled = rng.sample(texts, min(len(texts), _CANDIDATES))
+            if candidates := [i for i in sampled if i not in first]:
+                first.append(min(candidates, key=lambda i: sum(aspect.shared(i, j) for j in first)))
         numbered = [(i, 0) for i in first]
         for number, value in enumerate(values[1:], 1):
             texts, selected = aspect.texts[value], set[int]()

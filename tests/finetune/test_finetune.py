@@ -490,6 +490,19 @@ def test_value_numbers_match_attribute_values_in_each_group(aspects):
         assert (len(sizes), sizes[0]) in {(min(n, 4), m) for n, m in SHAPES}
 
 
+def test_first_value_has_texts_that_share_nothing_else(aspects):
+    settings = AspectSettings(aspects=str(aspects), aspects_texts=900)
+    batch = AspectSampler(read_aspect_datasets(aspects), settings, None).sample([0, 1])
+    shared = []
+    for group in range(batch.group.max() + 1):
+        first = np.flatnonzero((batch.group == group) & (batch.value == 0))
+        texts = [str(batch.rows.sentence1[i]) for i in first]
+        for pair in itertools.combinations(texts, 2):
+            shared.append(sum(all(word in t for t in pair) for word in PEOPLE + LOCATIONS + VERBS))
+    # One is the value of the condition; 1.4 would be the mean of pairs at random.
+    assert 1 <= np.mean(shared) < 1.15
+
+
 def test_loss_compares_texts_within_groups_only():
     vectors = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0.6, 0.8], [0.8, 0.6]])
     group, value = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 0, 0])
