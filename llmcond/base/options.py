@@ -185,7 +185,8 @@ class Options:
                 for others in (spec.needs, spec.conflicts)
             )
             if needed and not any(map(is_given, needed)):
-                raise UserError(f"{flag} needs {spec.needs}. Add it, or leave out {flag}.")
+                other = " or ".join(needed)
+                raise UserError(f"{flag} needs {other}. Add it, or leave out {flag}.")
             for other in filter(is_given, excluded):
                 raise UserError(f"{flag} cannot be given with {other}. Leave one of them out.")
 

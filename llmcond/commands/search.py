@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcond.base.errors import UserError, format_list
+from typing_extensions import override
+
+from llmcond.base.errors import UserError, format_list, shortened_repr
 from llmcond.base.options import Positive, check_source, option
 from llmcond.base.output import log
 from llmcond.base.text import (
     Condition,
     as_condition,
+    combine_values,
+    condition_key,
     condition_text,
     condition_titles,
     ignored_by,
@@ -82,14 +86,16 @@ class Search(IgnoreOption, DeviceOption, Command):
     query: str = option(flag="", metavar="QUERY", help="text to search for")
     condition: Sequence[str] = condition_option(
         "condition to search under; may be repeated. Without --values it has the values that the "
-        "index records"
-    )
-    weight: Sequence[float] = option(
+        "index records",
         (),
-        metavar="W",
+    )
+    weight: Sequence[str] = option(
+        (),
+        metavar="CONDITION=W",
         repeat=True,
-        help="weight of each condition in the score, a weighted sum of cosines (default: 1 each); "
-        "a negative weight moves down the texts that are similar under that condition",
+        help="condition to search under with its weight in the score, a weighted sum of cosines, "
+        "such as 'the place=0.5'; may be repeated, and each --condition without it has the weight "
+        "1. A negative weight moves down the texts that are similar under that condition",
     )
     k: Positive = option(10, flag="-k", metavar="K", help="number of hits")
     where: str | None = option(
@@ -118,24 +124,17 @@ class Search(IgnoreOption, DeviceOption, Command):
         Raises:
             UserError: an option is invalid, or there is no such index.
         """
-        if self.weight and len(self.weight) != len(self.condition):
-            raise UserError(
-                f"there are {len(self.weight)} --weight and {len(self.condition)} --condition. "
-                "Give one --weight for each --condition, in the same order."
-            )
         conditions = self.conditions()
-        if self.weight and len(conditions) < len(self.weight):
-            raise UserError(
-                "a --condition is repeated. Give each condition once, with a larger --weight."
-            )
-        weights = self.weight or [1.0] * len(conditions)
+        if not conditions:
+            raise UserError("there is no condition. Give --condition or --weight.")
+        weights = {key: weight for key, (_, weight) in self._weighted().items()}
         from llmcond.runs.similarity import report_foreign_texts
         from llmcond.search import Index
 
         index = Index.open(self.folder, device=self.device)
         hits = index.search(
             self.query,
-            dict(zip(conditions, weights, strict=True)),
+            {one: weights.get(condition_key(condition_text(one)), 1.0) for one in conditions},
             self.k,
             where=self.where,
             rerank=self.rerank,
@@ -147,6 +146,37 @@ class Search(IgnoreOption, DeviceOption, Command):
         if self.explain and hits.rows:
             _report_unconditional_scores(hits)
         return hits
+
+    @override
+    def conditions(self) -> list[str]:
+        """Return the conditions of ``--condition``, then those that only ``--weight`` names.
+
+        Raises:
+            UserError: as ``IgnoreOption.conditions``, or a weight has another form.
+        """
+        combined = combine_values(self.condition, self.values)
+        known = {condition_key(condition_text(one)) for one in combined}
+        added = [one for key, (one, _) in self._weighted().items() if key not in known]
+        return self.add_ignored([*combined, *added])
+
+    def _weighted(self) -> dict[str, tuple[str, float]]:
+        """Return the conditions of ``--weight`` and their weights, by ``condition_key``."""
+        weighted: dict[str, tuple[str, float]] = {}
+        for text in self.weight:
+            name, equals, number = text.rpartition("=")
+            try:
+                weight = float(equals and number)
+            except ValueError:
+                raise UserError(
+                    f"--weight is {shortened_repr(text)}; expected CONDITION=NUMBER, such as "
+                    "'the place=0.5'."
+                ) from None
+            condition = as_condition(name, "the condition of --weight")
+            key = condition_key(condition)
+            if key in weighted:
+                raise UserError(f"--weight names {condition!r} twice. Give it one weight.")
+            weighted[key] = condition, weight
+        return weighted
 
     def show(self, result: Hits, form: str) -> None:
         """Print a table."""

@@ -336,7 +336,7 @@ class IgnoreOption(ConditionOptions):
         (),
         metavar="TEXT",
         repeat=True,
-        needs="--condition",
+        needs="--condition or --weight",
         help="condition to ignore, such as 'the product': what the texts differ in under it is "
         f"removed from their embeddings; may be repeated. {OTHERS}: each --condition ignores the "
         "other ones",

@@ -75,13 +75,30 @@ def test_index_is_created_searched_and_updated(index, search, texts, capsys, tmp
     assert result["conditions"] == []  # a search prepares none
 
 
+def test_weights_belong_to_conditions(search):
+    def scores(*options):
+        return {row["id"]: row["score"] for row in search(*options)["results"]}
+
+    alone, colour = scores(*CONDITION), scores("--condition", "the colour")
+    weights = ("--weight", "The  place=0.5", "--weight", "the colour=-2")
+    for options in (weights, (*CONDITION, *weights)):
+        for name, score in scores(*options).items():
+            assert score == pytest.approx(0.5 * alone[name] - 2 * colour[name], abs=2e-3)
+    for name, score in scores(*CONDITION, *weights[2:]).items():
+        assert score == pytest.approx(alone[name] - 2 * colour[name], abs=2e-3)
+
+
 def test_invalid_search_reports_one_line(index, tmp_path, capsys):
     search = (index, "dogs", *CONDITION)
-    repeated = (*search, "--condition", "The  place", "--weight", "1")
     for arguments, expected in (
         ((tmp_path, "dogs", *CONDITION), "is not an index"),
-        ((*search, "--weight", "1", "--weight", "2"), "2 --weight and 1 --condition"),
-        ((*repeated, "--weight", "2"), "a --condition is repeated"),
+        ((index, "dogs"), "there is no condition. Give --condition or --weight"),
+        ((index, "dogs", "--ignore", "the colour"), "--ignore needs --condition or --weight"),
+        ((*search, "--weight", "0.5"), "expected CONDITION=NUMBER"),
+        ((*search, "--weight", "the place=much"), "expected CONDITION=NUMBER"),
+        ((*search, "--weight", " =1"), "the condition of --weight is empty"),
+        ((*search, "--weight", "A=1", "--weight", " a =2"), "--weight names 'a' twice"),
+        ((*search, "--weight", "the place=nan"), "the weight of 'the place' is nan"),
         ((*search, "--rerank", "3"), "every text anyway. Leave it out"),
     ):
         assert expected in run_rejected(capsys, "search", *arguments)
