@@ -27,8 +27,8 @@ from llmcond.encoders.spec import import_openvino
 
 #: Networks with more bytes are compiled each time, because hashing their weights takes as long.
 _MAX_CACHED_BYTES = 2**20
-#: The options that select tests with a mark, which do not run otherwise.
-_SELECTED_BY = {"--all": "slow", "--weights": "weights"}
+#: The marks of tests that run only with an option.
+_SELECTED_BY = {"--all": ("slow", "programs"), "--weights": ("weights",)}
 WORDS = (
     "a the two three men women children dogs ride play read sit walk in on at park beach kitchen "
     "street red blue green hat coat morning night happy sad rain sun colour number of people "
@@ -67,15 +67,21 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that run tests which are otherwise deselected."""
-    for option, mark in _SELECTED_BY.items():
-        parser.addoption(option, action="store_true", help=f"run also tests marked {mark}")
+    for option, marks in _SELECTED_BY.items():
+        selected = " and ".join(marks)
+        parser.addoption(option, action="store_true", help=f"run also tests marked {selected}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests with the marks of ``_SELECTED_BY``, unless they are requested or named."""
     if any("::" in argument for argument in config.args):
         return
-    left_out = [mark for option, mark in _SELECTED_BY.items() if not config.getoption(option)]
+    left_out = [
+        mark
+        for option, marks in _SELECTED_BY.items()
+        for mark in marks
+        if not config.getoption(option)
+    ]
     deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in set(deselected)]
