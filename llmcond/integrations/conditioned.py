@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import numpy as np
@@ -68,7 +69,9 @@ class ConditionedModel:
             UserError, LlmcondError: As ``llmcond.load_embedder``.
         """
         arguments = tuple(self._model.find_arguments.items())
-        return replace(_load(arguments, self.device), truncate_dim=self.truncate_dim)
+        with _loading:  # so that threads do not load the same model at once
+            embedder = _load(arguments, self.device)
+        return replace(embedder, truncate_dim=self.truncate_dim)
 
     @property
     def fingerprint(self) -> str:
@@ -105,21 +108,29 @@ class ConditionedModel:
 
     @classmethod
     def from_json(cls, settings: Mapping[str, Any], device: str = "auto") -> Self:
-        """Create an object from the output of ``to_json``.
+        """Create an object from the output of ``to_json``, or from some of the settings by hand.
+
+        Args:
+            settings: The condition and, if wanted, other arguments. ``values`` are its example
+                values. Only a ``fingerprint`` that is there is checked.
+            device: The device, unless it is one of the settings.
 
         Raises:
-            UserError: The settings are not such an output, or the model has changed since then.
+            UserError: The settings have no condition or an unknown name, or the model has changed
+                since then.
         """
         others = dict(settings)
         try:
-            text, values, fingerprint = map(others.pop, ("condition", "values", "fingerprint"))
-            model = cls(Condition(text, values) if values else text, **others, device=device)
+            text, values = others.pop("condition"), others.pop("values", ())
+            fingerprint = others.pop("fingerprint", None)
+            condition = Condition(text, values) if values else text
+            model = cls(condition, **{"device": device, **others})
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"the settings {shortened_repr(settings)} are not those of an llmcond model with a "
-                "condition."
+                f"condition ({error})."
             ) from error
-        if model.fingerprint != fingerprint:
+        if fingerprint not in (None, model.fingerprint):
             raise UserError(
                 f"the vectors under {str(model.condition)!r} are of another model than "
                 f"{model.model} is now: its weights, head or prompt have changed. Embed the texts "
@@ -131,6 +142,9 @@ class ConditionedModel:
     def _model(self) -> EmbeddingModel:
         run = resolve_run(self.model, revision=self.revision)
         return EmbeddingModel.find(run, self.head, self.prompt, device=self.device, quiet=True)
+
+
+_loading = Lock()
 
 
 @lru_cache
