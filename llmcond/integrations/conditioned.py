@@ -96,28 +96,28 @@ class ConditionedModel:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that determine the vectors, and the fingerprint."""
-        found_by = dict(self._model.find_arguments)
+        arguments = dict(self._model.find_arguments)
         return {
             "condition": condition_text(self.condition),
             "values": list(getattr(self.condition, "values", ())),
-            "model": found_by.pop("run", None) or found_by.pop("model"),
-            **found_by,
+            "model": arguments.pop("run", None) or arguments.pop("model"),
+            **arguments,
             "truncate_dim": self.truncate_dim,
             "fingerprint": self.fingerprint,
         }
 
     @classmethod
     def from_json(cls, settings: Mapping[str, Any], device: str = "auto") -> Self:
-        """Create an object from the output of ``to_json``, or from some of the settings by hand.
+        """Create an object from the output of ``to_json``, or from a part of it.
 
         Args:
-            settings: The condition and, if wanted, other arguments. ``values`` are its example
-                values. Only a ``fingerprint`` that is there is checked.
-            device: The device, unless it is one of the settings.
+            settings: The condition, and optionally its example values and any other arguments. If
+                they include a fingerprint, it is compared with that of the model.
+            device: The device, unless the settings include it.
 
         Raises:
-            UserError: The settings have no condition or an unknown name, or the model has changed
-                since then.
+            UserError: The settings have no condition or include an unknown one, or the model has
+                changed since the fingerprint was computed.
         """
         others = dict(settings)
         try:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+# mypy skips Haystack, so that its decorators have no types.
 from haystack import Document, component, default_to_dict
 
 from llmcond.integrations.conditioned import ConditionedModel
@@ -66,7 +67,7 @@ class ConditionalTextEmbedder(_ConditionalEmbedder):
         384
     """
 
-    @component.output_types(embedding=list[float])
+    @component.output_types(embedding=list[float])  # type: ignore[untyped-decorator]
     def run(self, text: str) -> dict[str, list[float]]:
         """Embed a text.
 
@@ -78,7 +79,7 @@ class ConditionalTextEmbedder(_ConditionalEmbedder):
         """
         return {"embedding": self.embed([text])[0].tolist()}
 
-    @component.output_types(embedding=list[float])
+    @component.output_types(embedding=list[float])  # type: ignore[untyped-decorator]
     async def run_async(self, text: str) -> dict[str, list[float]]:
         """Embed a text in another thread; see ``run``."""
         return await asyncio.to_thread(self.run, text)
@@ -103,7 +104,7 @@ class ConditionalDocumentEmbedder(_ConditionalEmbedder):
         384
     """
 
-    @component.output_types(documents=list[Document])
+    @component.output_types(documents=list[Document])  # type: ignore[untyped-decorator]
     def run(self, documents: list[Document]) -> dict[str, list[Document]]:
         """Embed the texts of documents.
 
@@ -123,7 +124,7 @@ class ConditionalDocumentEmbedder(_ConditionalEmbedder):
             ]
         }
 
-    @component.output_types(documents=list[Document])
+    @component.output_types(documents=list[Document])  # type: ignore[untyped-decorator]
     async def run_async(self, documents: list[Document]) -> dict[str, list[Document]]:
         """Embed the texts of documents in another thread; see ``run``."""
         return await asyncio.to_thread(self.run, documents)

@@ -2,11 +2,13 @@
 
 import asyncio
 import pickle
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from helpers.paths import ROOT
 
 import llmcond
 
@@ -82,3 +84,12 @@ def test_wrong_conditions_and_texts_are_errors(create):
     with pytest.raises(llmcond.UserError, match="sentence 2 of 2 is empty"):
         create("the place").embed_documents(["A dog runs.", ""])
     assert create("the place").embed_documents([]) == []
+
+
+def test_example_of_page_runs():
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [code] = [text for text in blocks if "llmcond.integrations.langchain" in text]
+    namespace = {}
+    exec(code, namespace)  # text of the page
+    assert namespace["hits"][0].page_content == "A man rides a horse."
