@@ -10,7 +10,7 @@ from llmcond.integrations.conditioned import ConditionedModel
 
 
 @dataclass(frozen=True)
-class ConditionalEmbeddings(ConditionedModel, Embeddings):  # type: ignore[misc]  # mypy skips LangChain
+class ConditionalEmbeddings(ConditionedModel, Embeddings):  # type: ignore[misc]  # mypy skips it
     """LangChain's embeddings under one condition.
 
     The arguments are those of ``ConditionedModel``. For another condition, create another object,

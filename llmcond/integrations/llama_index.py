@@ -11,7 +11,7 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llmcond.integrations.conditioned import ConditionedModel
 
 
-class ConditionalEmbedding(BaseEmbedding):  # type: ignore[misc]  # mypy skips LlamaIndex
+class ConditionalEmbedding(BaseEmbedding):  # type: ignore[misc]  # mypy skips it
     """LlamaIndex's embeddings under one condition.
 
     The arguments are those of ``ConditionedModel`` and of ``BaseEmbedding``, such as
