@@ -52,9 +52,9 @@ class ConditionedModel:
         condition = as_condition(self.condition)
         if ignored := ignored_by(condition):
             raise UserError(
-                f"what {', '.join(ignored)} is must be found from all texts, which this program does "
-                "not show at once. Use `llmcond index --ignore` or BERTopic's backend, or ignore "
-                "nothing."
+                f"what {', '.join(ignored)} is must be found from all texts, which this program "
+                "does not show at once. Use `llmcond index --ignore` or BERTopic's backend, or "
+                "ignore nothing."
             )
         object.__setattr__(self, "condition", condition)
 
