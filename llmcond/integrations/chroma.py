@@ -14,8 +14,8 @@ from llmcond.base.errors import UserError
 from llmcond.integrations.conditioned import ConditionedModel
 
 
-@register_embedding_function  # type: ignore[misc]  # chromadb's types are not read
-class ChromaEmbeddingFunction(ConditionedModel, EmbeddingFunction):  # type: ignore[misc]  # as above
+@register_embedding_function
+class ChromaEmbeddingFunction(ConditionedModel, EmbeddingFunction):  # type: ignore[misc]  # untyped base
     """An embedding function for a collection of Chroma, under one condition.
 
     Chroma stores its configuration with the collection. After this module has been imported, a

@@ -12,8 +12,8 @@ from typing_extensions import override
 from llmcond.integrations.conditioned import ConditionedModel
 
 
-@register("llmcond")  # type: ignore[misc]  # lancedb's types are not read
-class LanceEmbeddingFunction(TextEmbeddingFunction):  # type: ignore[misc]  # as above
+@register("llmcond")
+class LanceEmbeddingFunction(TextEmbeddingFunction):  # type: ignore[misc]  # untyped base
     """An embedding function for a column of a LanceDB table, under one condition.
 
     LanceDB stores its settings with the table. After this module has been imported, a table that is

@@ -1,8 +1,10 @@
 """The blocks of docs/vector-databases.md run, and give the vectors and rankings of llmcond."""
 
+import doctest
 import re
 import subprocess
 import sys
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -88,6 +90,13 @@ def test_vectors_are_those_of_the_embedder(page, embedder):
     points, _ = page["Qdrant"]["client"].scroll("tickets", with_vectors=True)
     vectors = {point.payload["text"]: point.vector["problem"] for point in points}
     np.testing.assert_allclose([vectors[text] for text in texts], problem, atol=1e-7)
+
+
+def test_examples_of_docstrings_run(in_tmp):
+    for name in ("chroma.ChromaEmbeddingFunction", "lancedb.LanceEmbeddingFunction"):
+        value = resolve_name(f"llmcond.integrations.{name}")
+        [test] = doctest.DocTestFinder(recurse=False).find(value, globs={})
+        assert doctest.DocTestRunner().run(test).failed == 0
 
 
 def test_reopening_in_another_process_needs_an_import(page):
