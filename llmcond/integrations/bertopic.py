@@ -10,6 +10,7 @@ import numpy as np
 from bertopic.backend import BaseEmbedder
 from numpy.typing import NDArray
 
+from llmcond.base.errors import UserError
 from llmcond.base.text import as_condition, ignored_by, ignoring, without_ignored
 from llmcond.heads.guide import Guide
 from llmcond.integrations.conditioned import ConditionedModel
@@ -68,11 +69,21 @@ class ConditionalBackend(BaseEmbedder):  # type: ignore[misc]  # BERTopic has no
         return self.embed(document, verbose)
 
     def embed(self, documents: Sequence[str], verbose: bool = False) -> NDArray[np.float32]:
-        """Embed documents or words, as ``embed_documents`` does once it knows what to ignore."""
+        """Embed documents or words, as ``embed_documents`` does once it knows what to ignore.
+
+        Raises:
+            UserError, LlmcondError: As ``embed_documents``, or it does not know what to ignore yet.
+        """
+        if ignored_by(self.condition) and not self._guides:
+            raise UserError(
+                f"what {str(self.condition)!r} ignores is not known yet. With embed_documents, "
+                "embed at least 50 documents first."
+            )
         embedder = replace(self.model.embedder, guides=self._guides)
         # KeyBERTInspired and MaximalMarginalRelevance fill short lists of words with "".
         is_filled = np.array([text != "" for text in documents], dtype=bool)
         vectors = np.zeros((len(is_filled), embedder.dim), dtype=np.float32)
         texts = [text for text in documents if text != ""]
-        vectors[is_filled] = embedder.encode(texts, self.condition, show_progress=verbose)
+        # BERTopic passes None for the names of zero-shot topics.
+        vectors[is_filled] = embedder.encode(texts, self.condition, show_progress=bool(verbose))
         return vectors
