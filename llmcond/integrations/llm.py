@@ -119,10 +119,8 @@ def add_condition(name: str, condition: str, values: str, **options: Any) -> Non
     from llmcond.integrations.conditioned import ConditionedModel
 
     known = llm.get_embedding_model_aliases().get(name)
-    if not re.fullmatch(r"[\w.-]+", name) or not (
-        known is None or isinstance(known, ConditionalModel)
-    ):
-        raise click.ClickException(
+    if not re.fullmatch(r"[\w.-]+", name) or (known and not isinstance(known, ConditionalModel)):
+        raise CommandError(
             f"the name {name!r} is that of another model, or has other characters than letters, "
             "digits, '-', '_' and '.'. Choose another name."
         )
@@ -134,7 +132,7 @@ def add_condition(name: str, condition: str, values: str, **options: Any) -> Non
     added = ConditionalModel(name, model.to_json())
     others = {key: value for key, value in _read_settings().items() if key != added.model_id}
     write_json(_settings_path(), {**others, added.model_id: added.settings})
-    click.echo(f"{added} with {dim} dimensions. Use it with: llm embed-multi -m {name}")
+    click.echo(f"{added}, with {dim} dimensions. Use it with -m {name}.")
 
 
 @commands.command("list")
@@ -151,7 +149,7 @@ def remove_condition(name: str) -> None:
     registered = _read_settings()
     others = {key: value for key, value in registered.items() if key.split("/")[1] != name}
     if others == registered:
-        raise click.ClickException(f"no condition is registered under {name!r}.")
+        raise CommandError(f"no condition is registered under {name!r}. See: llm llmcond list.")
     write_json(_settings_path(), others)
 
 
@@ -166,8 +164,8 @@ def _read_settings() -> dict[str, Any]:
 
 
 def _read_models() -> list[ConditionalModel]:
-    registered = _read_settings()
-    return [
-        ConditionalModel("topic", _READY),
-        *(ConditionalModel(key.split("/")[1], registered[key]) for key in registered),
-    ]
+    """Return the registered models in the order of registration, after the ready one."""
+    models = [ConditionalModel(key.split("/")[1], value) for key, value in _read_settings().items()]
+    ready = ConditionalModel("topic", _READY)
+    # Its condition may have been registered under its name.
+    return models if ready.model_id in {model.model_id for model in models} else [ready, *models]

@@ -120,7 +120,12 @@ def test_model_without_registration_is_the_bundled_one(run):
     from llmcond.integrations.llm import _READY
 
     assert ConditionedModel("the topic", model="minilm-conditions").to_json() == _READY
-    assert f"llmcond/topic/{_READY['fingerprint'][:12]} (the topic)" in run("embed-models")
+    line = f"llmcond: llmcond/topic/{_READY['fingerprint'][:12]} (the topic) (aliases: topic)"
+    assert line in run("embed-models").splitlines()
+    run("llmcond", "add", "topic", "the mood", "--model", "minilm-conditions")
+    assert "(the topic) (aliases" not in run("embed-models")
+    run("llmcond", "add", "topic", "the topic", "--model", "minilm-conditions")
+    assert run("embed-models").splitlines().count(line) == 1
 
 
 def test_start_of_llm_loads_no_model():
