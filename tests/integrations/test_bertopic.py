@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import ROOT, python_blocks
 from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA
 from sklearn.feature_extraction.text import CountVectorizer
@@ -114,7 +114,7 @@ def test_tutorial_has_the_recorded_figures(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "bertopic.md").read_text(encoding="utf-8")
     namespace = {}
-    for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+    for block in python_blocks(page):
         if "altair" not in block:
             exec(block, namespace)  # text of the page
     figures = [

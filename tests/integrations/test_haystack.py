@@ -3,10 +3,9 @@
 import asyncio
 import copy
 import pickle
-import re
 
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import run_block
 
 import llmcond
 
@@ -110,9 +109,5 @@ def test_pipeline_tells_equal_and_copied_components_from_each_other(components):
 
 
 def test_example_of_page_runs(components):
-    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    [code] = [text for text in blocks if "llmcond.integrations.haystack" in text]
-    namespace = {}
-    exec(code, namespace)  # text of the page
+    namespace = run_block("integrations.md", "llmcond.integrations.haystack")
     assert len(namespace["query"]) == len(namespace["documents"][0].embedding) == 384

@@ -2,13 +2,12 @@
 
 import asyncio
 import pickle
-import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import run_block
 
 import llmcond
 
@@ -87,9 +86,5 @@ def test_wrong_conditions_and_texts_are_errors(create):
 
 
 def test_example_of_page_runs():
-    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    [code] = [text for text in blocks if "llmcond.integrations.langchain" in text]
-    namespace = {}
-    exec(code, namespace)  # text of the page
+    namespace = run_block("integrations.md", "llmcond.integrations.langchain")
     assert namespace["hits"][0].page_content == "A man rides a horse."

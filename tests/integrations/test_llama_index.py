@@ -3,10 +3,9 @@
 import asyncio
 import copy
 import pickle
-import re
 
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import run_block
 
 import llmcond
 
@@ -105,9 +104,5 @@ def test_wrong_arguments_are_errors(create):
 
 
 def test_example_of_page_runs():
-    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    [code] = [text for text in blocks if "llmcond.integrations.llama_index" in text]
-    namespace = {}
-    exec(code, namespace)  # text of the page
+    namespace = run_block("integrations.md", "llmcond.integrations.llama_index")
     assert namespace["hits"][0].text == "A man rides a horse."

@@ -1,14 +1,13 @@
 """The blocks of docs/vector-databases.md run, and give the vectors and rankings of llmcond."""
 
 import doctest
-import re
 import subprocess
 import sys
 from pkgutil import resolve_name
 
 import numpy as np
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import ROOT, python_blocks
 
 import llmcond
 
@@ -26,7 +25,7 @@ def page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(sections["folder"])
         for section in PAGE.split("\n## "):
-            for block in re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
+            for block in python_blocks(section):
                 exec(block, variables)  # text of the page
             sections[section.partition("\n")[0]] = dict(variables)
         yield sections
