@@ -197,8 +197,8 @@ class TeacherOptions:
     teacher: str | Path | None = option(
         None,
         metavar="RUN",
-        help="run whose head labels additional training rows: train's sentence pairs under the "
-        "conditions of other rows",
+        help="run or bundled model whose head labels additional training rows: train's sentence "
+        "pairs under the conditions of other rows",
     )
     teacher_rows: Positive | None = option(
         None,

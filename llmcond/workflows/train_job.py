@@ -39,7 +39,7 @@ from llmcond.runs import Run, complete_run, head_name, head_record, open_run, po
 from llmcond.runs.cross import NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import Embedder, make_embedder
 from llmcond.runs.examples import load_examples
-from llmcond.runs.open import LazyEncoder, extract_run
+from llmcond.runs.open import LazyEncoder, extract_run, resolve_run
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.training_record import (
     RECORD,
@@ -143,7 +143,8 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     """Return the teacher of a run.
 
     Args:
-        folder: the run's folder; None: there is no teacher.
+        folder: the folder of a run, or the name of a bundled model or of one on the hub; None:
+            there is no teacher.
         rows: the number of rows to rate; None: as many as train has rated rows.
         dataset: the dataset of the student.
 
@@ -155,7 +156,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     """
     if folder is None:
         return None
-    run = open_run(Path(folder), cross=True)
+    run = open_run(resolve_run(folder), cross=True)
     splits, rows = run.trained_on, rows or int(dataset.splits["train"].rated.sum())
     if run.cross:
         name = NAME

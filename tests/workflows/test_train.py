@@ -155,6 +155,15 @@ def test_rated_rows_are_trained_on_and_recorded(train, workspace, tmp_path):
     assert digest_file(first) == digest_file(second)
 
 
+def test_bundled_model_is_teacher_and_encoder_without_head_is_not(workspace):
+    dataset = read_dataset(str(workspace / "rows.csv"))
+    teacher = find_teacher("minilm-csts", 12, dataset)
+    assert teacher.run.encoder_name == "minilm-csts"
+    assert teacher.trained_on == ("train", "dev")
+    with pytest.raises(UserError, match="minilm has no fitted head"):
+        find_teacher("minilm", 12, dataset)
+
+
 def test_ratings_match_teacher_and_survive_interruption(workspace, tmp_path, monkeypatch):
     dataset = read_dataset(str(workspace / "rows.csv"))
     teacher = find_teacher(workspace / "frozen", 12, dataset)
