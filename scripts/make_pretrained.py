@@ -2,11 +2,16 @@
 
     python scripts/make_pretrained.py runs/csts --name minilm-csts
     python scripts/make_pretrained.py runs/conditions
+    python scripts/make_pretrained.py runs/next --average models/minilm-conditions
 
 docs/results.md has the commands that trained the runs. The script writes what `llmcond push`
 uploads: the adapter, the head, the training record and the model card, without rows, features and
 paths. The model computes in float32, whatever its training used. Its card ends with its credits in
 models/credits.toml.
+
+``--average`` averages the weights of the adapter with those of an earlier stage (Wortsman and
+others, "Robust fine-tuning of zero-shot models", CVPR 2022), which retains more of what that stage
+knew.
 """
 
 from __future__ import annotations
@@ -18,22 +23,48 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import Options
-from make_credits import model_texts
+from make_credits import SECTION, model_texts
+from safetensors.torch import load_file, save_file
 
 from llmcond.base.files import read_json, write_json
 from llmcond.base.package import DEFAULT_MODEL, bundled_folder
+from llmcond.encoders.adapter import CARD, TRAINING_RECORD, WEIGHTS, identify
 from llmcond.runs import open_any_run
 from llmcond.runs.portable import save_portable_run
 
 
+def average_weights(folder: Path, other: Path, share: float) -> None:
+    """Average the adapter of a folder with another one, and record it.
+
+    Args:
+        folder: folder of the adapter, whose weights are replaced.
+        other: folder of another adapter with the same layers and rank.
+        share: share of the first adapter's weights.
+    """
+    first, second = load_file(folder / WEIGHTS), load_file(other / WEIGHTS)
+    mixed = {name: share * weight + (1 - share) * second[name] for name, weight in first.items()}
+    save_file(mixed, folder / WEIGHTS, metadata={"format": "pt"})
+    record, rest = read_json(folder / TRAINING_RECORD), round(1 - share, 6)
+    record["averaged_with"] = {"weights": open_any_run(other).identity.weights, "share": rest}
+    write_json(folder / TRAINING_RECORD, record)
+    body = (folder / CARD).read_text(encoding="utf-8").partition(SECTION)[0].rstrip()
+    text = (
+        f"{body}\n\n## Average\n\nAfter the training, the weights were averaged with those of "
+        f"`{other.name}`, whose share is {rest:g}.\n"
+    )
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
 def record_float32(folder: Path, name: str) -> None:
-    """Record the bundled name of the encoder, and that it computes in float32.
+    """Record the bundled name and the weights of the encoder, and that it computes in float32.
 
     CPUs without bfloat16 instructions take many times as long in bfloat16. Vectors of a model that
     was trained in bfloat16 then differ by rounding, which is harmless because the bundled model
     contains no features that they would have to match.
     """
-    identity = replace(open_any_run(folder).identity, dtype="float32")
+    identity = open_any_run(folder).identity
+    weights = identify(folder, name, identity.weights.partition(" on ")[2])
+    identity = replace(identity, dtype="float32", weights=weights)
     for path in (folder / "run.json", *folder.glob("heads/*/head.json")):
         record = read_json(path)
         record["encoder"] |= {
@@ -50,11 +81,15 @@ def main() -> None:
     parser.option("run", Path, "run folder that train-lora wrote")
     parser.option("--name", DEFAULT_MODEL, "name of the bundled model")
     parser.option("--out", bundled_folder("models"), "folder of the model", "models/")
+    parser.option("--average", Path, "folder of an adapter to average the weights with", "none")
+    parser.option("--share", 0.75, "share of the run's weights in the average")
     options = parser.parse_args()
     target = options.out / options.name
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, options.name)
         save_portable_run(options.run, folder)
+        if options.average:
+            average_weights(folder, options.average, options.share)
         record_float32(folder, options.name)
         for path, text in model_texts(folder, options.name).items():
             path.write_text(text, encoding="utf-8")

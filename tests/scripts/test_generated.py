@@ -1,18 +1,26 @@
-"""Generated files are valid: bundled data, credits, the memory table, and wording counts."""
+"""Generated files are valid: bundled data and models, credits, the memory table, word counts."""
 
 import runpy
 import sys
 
+import make_pretrained
 import memory_table
 import numpy as np
 import prose
 import pytest
+import torch
 from helpers.paths import ROOT
+from safetensors.torch import load_file
 from scipy.stats import spearmanr
 
+from llmcond import load_embedder
 from llmcond.base.arrays import cosine
+from llmcond.base.files import read_json
+from llmcond.base.package import bundled_folder
 from llmcond.data.datasets import read_dataset
+from llmcond.encoders.adapter import CARD, TRAINING_RECORD, WEIGHTS
 from llmcond.encoders.spec import EncoderInput
+from llmcond.runs import open_any_run
 
 
 def test_neither_condition_nor_sentences_alone_predict_rating_of_sample(minilm):
@@ -52,3 +60,24 @@ def test_wording_is_counted_and_limited(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prose, "LIMITS", {**dict.fromkeys(prose.LIMITS, 1), "words": 0})
     assert prose.main(["--root", str(tmp_path), "--check"]) == 1
     assert capsys.readouterr().out.startswith("words: 1, limit 0 (")
+
+
+def test_averaged_adapter_records_both(monkeypatch, tmp_path):
+    first, second = (
+        bundled_folder("models") / f"minilm-{name}" for name in ("opinions", "conditions")
+    )
+    options = ["--name", first.name, "--out", tmp_path, "--average", second, "--share", "0.75"]
+    monkeypatch.setattr(sys, "argv", ["make_pretrained", *map(str, [first, *options])])
+    make_pretrained.main()
+    folder = tmp_path / first.name
+    mixed, one, other = (load_file(path / WEIGHTS) for path in (folder, first, second))
+    assert mixed.keys() == one.keys() == other.keys()
+    for name, weight in mixed.items():
+        torch.testing.assert_close(weight, 0.75 * one[name] + 0.25 * other[name])
+    identity = load_embedder(str(folder)).encoder.identity
+    assert identity == open_any_run(folder).identity
+    assert identity.weights != open_any_run(first).identity.weights
+    averaged_with = {"weights": open_any_run(second).identity.weights, "share": 0.25}
+    assert read_json(folder / TRAINING_RECORD)["averaged_with"] == averaged_with
+    card = (folder / CARD).read_text(encoding="utf-8")
+    assert "averaged with those of `minilm-conditions`, whose share is 0.25." in card
