@@ -166,7 +166,8 @@ class ListModels(EncoderFlags, Command):
             Table.of_rows(models_in_brief()).print(form)
             log.info(
                 f"bundled models, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The "
-                "first is the default for embedding texts if you have no run of your data"
+                "first is the default for embedding texts if you have no run of your data. For "
+                "reviews that judge several things, name minilm-opinions"
             )
 
     def failed(self, result: Models) -> LlmcondError | None:
