@@ -14,8 +14,9 @@ is a text with pieces in braces:
 * ``{2-3 of a, b, c}`` is two or three of the names, as sentences in random order.
 
 Pieces may contain pieces. ``include`` names files whose values, words and conditions can also be
-used. ``manners`` is the share of texts that are rewritten in a manner, such as casual or terse.
-Values are sampled independently and uniformly, so that any two attributes of a domain are crossed.
+used. ``manners`` is the share of texts that are rewritten in a manner, such as casual or terse, and
+``weight`` says how often training samples the domain, relative to others. Values are sampled
+independently and uniformly, so that any two attributes of a domain are crossed.
 
 Files with a table ``[aspects]`` are reviews; see ``aspect_opinions.py``.
 
@@ -303,6 +304,7 @@ def domain_json(name: str, number: int, seed: int) -> dict[str, Any]:
     return {
         "name": name,
         "complete": True,
+        "weight": read_toml(name).get("weight", 1),
         "texts": [
             {"text": text, "attrs": {f"{name}.{key}": value for key, value in attrs.items()}}
             for text, attrs in texts
