@@ -167,7 +167,7 @@ class ListModels(EncoderFlags, Command):
             log.info(
                 f"bundled models, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The "
                 "first is the default for embedding texts if you have no run of your data. For "
-                "reviews that judge several things, name minilm-opinions"
+                "reviews and messages to a company, name minilm-opinions"
             )
 
     def failed(self, result: Models) -> LlmcondError | None:
