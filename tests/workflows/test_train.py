@@ -12,6 +12,7 @@ from helpers.flags import change_flags
 import llmcond
 from llmcond.base.errors import UserError
 from llmcond.base.files import digest_file
+from llmcond.base.package import pretrained_folder
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.runs.embedder import Embedder
@@ -112,7 +113,8 @@ def train(workspace, model, tmp_path, capsys):
 
     def call(folder, teacher, *options, command=run_json):
         arguments = ["--model", model, "--data", workspace / "rows.csv", *OPTIONS.split()]
-        arguments += ["--run", tmp_path / folder, "--teacher", workspace / teacher]
+        named = teacher if pretrained_folder(teacher) else workspace / teacher
+        arguments += ["--run", tmp_path / folder, "--teacher", named]
         return command(capsys, "train-lora", "--head", "none", *arguments, *options)
 
     return call
@@ -155,13 +157,9 @@ def test_rated_rows_are_trained_on_and_recorded(train, workspace, tmp_path):
     assert digest_file(first) == digest_file(second)
 
 
-def test_bundled_model_is_teacher_and_encoder_without_head_is_not(workspace):
-    dataset = read_dataset(str(workspace / "rows.csv"))
-    teacher = find_teacher("minilm-csts", 12, dataset)
-    assert teacher.run.encoder_name == "minilm-csts"
-    assert teacher.trained_on == ("train", "dev")
-    with pytest.raises(UserError, match="minilm has no fitted head"):
-        find_teacher("minilm", 12, dataset)
+def test_bundled_model_is_teacher(train):
+    summary = train("student", "minilm-csts", "--teacher-rows", 12)
+    assert summary["teacher"]["encoder"] == "minilm-csts"
 
 
 def test_ratings_match_teacher_and_survive_interruption(workspace, tmp_path, monkeypatch):
