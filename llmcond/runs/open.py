@@ -175,6 +175,12 @@ def resolve_run(
     return find_encoder_run(str(folder if find_model(str(folder)) is None else folder.absolute()))
 
 
+def local_folder(name: str | PurePath) -> Path:
+    """Return a folder, or, if it does not exist, that of the bundled model of this name."""
+    path = Path(name)
+    return path if path_exists(path) else pretrained_folder(str(name)) or path
+
+
 def _find_folder(reference: str | PurePath, *, is_model: bool) -> Path | None:
     """Return the folder of a run or model on this machine; None for a name of another one.
 

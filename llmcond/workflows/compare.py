@@ -17,10 +17,10 @@ from typing_extensions import override
 
 from llmcond.base.arrays import Positions
 from llmcond.base.errors import UserError, nearest, shortened_repr
-from llmcond.base.files import as_json, write_json
+from llmcond.base.files import as_json, path_exists, write_json
 from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.base.output import Displayed, log, make_frame
-from llmcond.base.package import bundled_names, pretrained_folder
+from llmcond.base.package import bundled_names
 from llmcond.base.system import provenance
 from llmcond.encoders import ResolvedEncoder, resolve
 from llmcond.evaluation.paired import MIN_PAIRS
@@ -54,6 +54,7 @@ from llmcond.runs.examples import (
     result_without_metrics,
     zero_shot_heads,
 )
+from llmcond.runs.open import local_folder
 from llmcond.runs.trials import Grid, Trial, combine_seeds, fit_trials
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
@@ -506,8 +507,7 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
         for source, _ in parts:
             if source not in runs:
                 # A name that is neither a folder nor a bundled model is not looked up on the hub.
-                bundled = None if Path(source).exists() else pretrained_folder(source)
-                runs[source] = open_any_run(bundled or Path(source), cross=True)
+                runs[source] = open_any_run(local_folder(source), cross=True)
     split = _choose_split(runs, options.split)
     systems = [
         _find_system(reference, parts, runs, split, options.device)
@@ -563,19 +563,19 @@ def _parse_reference(reference: str) -> list[tuple[str, str | None]]:
     Raises:
         UserError: a run or a head is missing.
     """
-    if Path(reference).exists():
+    if path_exists(Path(reference)):
         return [(reference, None)]
     parts: list[tuple[str, str | None]] = []
     for part in (part.strip() for part in reference.split(",")):
         # A path may contain colons, so the last one precedes the head, whose name has no slashes.
         source, colon, head = part.rpartition(":")
-        if Path(part).exists() or not colon or "/" in head or "\\" in head:
+        if path_exists(Path(part)) or not colon or "/" in head or "\\" in head:
             source, head = part, ""
         if not source or (colon and part.endswith(":")):
             raise UserError(
                 f"{reference!r} is not a system. Expected RUN, RUN:HEAD, or RUN:none for zero-shot."
             )
-        if not head and parts and parts[-1][1] and not Path(part).exists():
+        if not head and parts and parts[-1][1] and not path_exists(Path(part)):
             source, head = parts[-1][0], part
         parts.append((source, head or None))
     return parts

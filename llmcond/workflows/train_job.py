@@ -16,7 +16,6 @@ from llmcond.base.errors import UserError
 from llmcond.base.files import digest_text, write_json, write_text
 from llmcond.base.metrics import finite_or_none
 from llmcond.base.output import FitBar, format_duration, log
-from llmcond.base.package import pretrained_folder
 from llmcond.base.records import read_record
 from llmcond.base.run_log import TRAINING, RunLog, log_path
 from llmcond.base.system import provenance
@@ -40,7 +39,7 @@ from llmcond.runs import Run, complete_run, head_name, head_record, open_run, po
 from llmcond.runs.cross import NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import Embedder, make_embedder
 from llmcond.runs.examples import load_examples
-from llmcond.runs.open import LazyEncoder, extract_run
+from llmcond.runs.open import LazyEncoder, extract_run, local_folder
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.training_record import (
     RECORD,
@@ -156,9 +155,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     """
     if folder is None:
         return None
-    path = Path(folder)
-    bundled = None if path.exists() else pretrained_folder(str(folder))
-    run = open_run(bundled or path, cross=True)
+    run = open_run(local_folder(folder), cross=True)
     splits, rows = run.trained_on, rows or int(dataset.splits["train"].rated.sum())
     if run.cross:
         name = NAME

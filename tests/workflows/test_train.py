@@ -160,6 +160,7 @@ def test_rated_rows_are_trained_on_and_recorded(train, workspace, tmp_path):
 def test_bundled_model_is_teacher(train):
     summary = train("student", "minilm-csts", "--teacher-rows", 12)
     assert summary["teacher"]["encoder"] == "minilm-csts"
+    assert "there is no run at" in train("other", "x" * 300, command=run_rejected)
 
 
 def test_ratings_match_teacher_and_survive_interruption(workspace, tmp_path, monkeypatch):
