@@ -7,10 +7,12 @@ threads. OpenVINO computes each row of a product in the same way, however many r
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +319,33 @@ def compile_network(
         settings: Settings of OpenVINO's CPU plugin.
     """
     graph = make_graph(tensors, config)
-    return import_openvino().Core().compile_model(graph, "CPU", settings)
+    with _restore_signal_stack():
+        return import_openvino().Core().compile_model(graph, "CPU", settings)
+
+
+class _SignalStack(ctypes.Structure):
+    """``stack_t`` of Linux's C library."""
+
+    _fields_ = (("memory", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+@contextmanager
+def _restore_signal_stack() -> Iterator[None]:
+    """Restore the memory that this thread's signal handlers use as their stack.
+
+    Each ``openvino.Core`` replaces it, and its deletion restores it, even if that memory belonged
+    to another core that is gone. The next signal, such as Ctrl-C, would then end the process by a
+    segmentation fault.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before, library = _SignalStack(), ctypes.CDLL(None)
+    library.sigaltstack(None, ctypes.byref(before))
+    try:
+        yield
+    finally:
+        library.sigaltstack(ctypes.byref(before), None)
 
 
 class OpenVinoEngine:

@@ -343,6 +343,28 @@ def test_run_is_usable_without_openvino(extract, monkeypatch, caplog, dtype):
             extract("auto", dtype, "concat-sent-cond")
 
 
+# -- the process -------------------------------------------------------------------------------
+
+SIGNAL = """
+import gc, signal, llmcond
+
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+models = [llmcond.load_embedder(name) for name in ("minilm-csts", "minilm-conditions")]
+vectors = [model.encode(["a dog"], "the animal") for model in models]
+while models:  # the one that was loaded first is deleted first
+    del models[0]
+    gc.collect()
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_signals_are_handled_after_several_models_are_deleted():
+    result = subprocess.run(
+        [sys.executable, "-c", SIGNAL], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "handled\n"
+
+
 # -- telemetry ---------------------------------------------------------------------------------
 
 SPY = """
