@@ -42,6 +42,7 @@ from llmcond.prompts import load_prompt
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TICKETS: Final = ROOT / "docs" / "tickets.csv"
+TUTORIAL: Final = ROOT / "docs" / "tutorials" / "tickets.py"
 IMAGES: Final = ROOT / "docs" / "images"
 BENCHMARKS: Final = ROOT / "docs" / "benchmarks.md"
 
@@ -523,7 +524,7 @@ def draw_clusters() -> Picture:
 
 
 #: The condition of both panels of the picture about ignoring, and the mark of each problem.
-_PROBLEM: Final = "the type of problem"
+_PROBLEM: Final = "the problem | the complaint | what is wrong"
 _IGNORED: Final = "the product"
 _PROBLEM_MARKS: Final = {
     "billing": ("orange", "negative"),
@@ -534,14 +535,15 @@ _PROBLEM_MARKS: Final = {
 
 
 def draw_ignoring() -> Picture:
-    """Draw maps of the same support tickets by problem, before and after the product is ignored."""
+    """Draw maps of the tutorial's tickets by problem, before and after the product is ignored."""
     from sklearn.metrics import v_measure_score
 
     from llmcond.clustering import compute_maps
     from llmcond.evaluation.analyses import kmeans
 
-    with TICKETS.open(encoding="utf-8", newline="") as file:
-        tickets = list(csv.DictReader(file))
+    tutorial = TUTORIAL.read_text(encoding="utf-8")
+    table = tutorial.partition('TICKETS = """\\\n')[2].partition('"""')[0]
+    tickets = list(csv.DictReader(table.splitlines()))
     texts = [ticket["text"] for ticket in tickets]
     problems = [ticket["problem"] for ticket in tickets]
     condition = llmcond.Condition(_PROBLEM, ignore=[_IGNORED])
@@ -556,10 +558,9 @@ def draw_ignoring() -> Picture:
     maps = compute_maps(vectors, seed=0)
     alternative = (
         f"Two maps of the same {len(tickets)} support tickets under “{_PROBLEM}”, marked by "
-        "problem. Before, returns are in several groups that they share with other problems, and "
-        f"four clusters have a V-measure of {scores[0]}. With --ignore “{_IGNORED}”, tickets with "
-        "the same problem are closer together, though returns and deliveries still mix, and the "
-        f"V-measure is {scores[1]}."
+        f"problem. Before, four clusters have a V-measure of {scores[0]}. With --ignore "
+        f"“{_IGNORED}”, tickets with the same problem are closer together, though returns and "
+        f"deliveries still mix, and the V-measure is {scores[1]}."
     )
 
     def draw(sheet: Sheet) -> None:

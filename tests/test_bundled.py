@@ -22,9 +22,7 @@ def modification_times():
     return {str(path): path.stat().st_mtime_ns for path in bundled_folder("models").rglob("*")}
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("minilm-conditions", 12), ("minilm-opinions", 12), ("minilm-csts", 5)]
-)
+@pytest.mark.parametrize(("name", "size"), [("minilm-conditions", 12), ("minilm-csts", 5)])
 def test_bundled_files_are_small_and_consistent(name, size):
     folder = pretrained_folder(name)
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < size * 2**20

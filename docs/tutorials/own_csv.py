@@ -53,7 +53,7 @@ print(len(texts), "reviews")
 # %% [markdown]
 # ## Compare texts under a condition
 
-# %% expect=["the cuisine 0\\.5", "the service 0\\.7", "the sentiment 0\\.9"]
+# %% expect=["the cuisine 0\\.6", "the service 0\\.7", "the sentiment 0\\.8"]
 # !llmcond similarity "The pizza was burnt and nobody apologised." \
 #     "Sushi of the highest quality, served by a charming couple." \
 #     --condition "the cuisine" --condition "the service" --condition "the sentiment"
@@ -63,7 +63,7 @@ print(len(texts), "reviews")
 # condition has its own scale, so that a single number says little. Compare similarities under *one* condition, as
 # this cell does for the review about the pizza and all others:
 
-# %% expect=["spaghetti.*lasagne.*ravioli.*risotto.*gnocchi"]
+# %% expect=["spaghetti.*miso.*ravioli.*risotto.*gnocchi"]
 import llmcond
 
 embedder = llmcond.load_embedder()
@@ -72,17 +72,18 @@ for i in similarity.argsort()[::-1][1:6]:
     print(f"{similarity[i]:.2f}  {texts[i]}")
 
 # %% [markdown]
-# The nearest five are exactly the other Italian dishes, although none of them mentions a pizza or Italy.
+# Four of the nearest five are Italian dishes too, although none of them mentions a pizza or Italy. The miso soup is an
+# error.
 #
 # ## Check conditions
 #
 # `check-condition` compares the nearest texts under each condition, and lists pairs that a condition brings together.
 
-# %% expect=["the cuisine – 31 29", "the service 31 – 27", "answer pairs"]
+# %% expect=["the cuisine – 19 40", "the service 19 – 17", "answer pairs"]
 # !llmcond check-condition reviews.csv --condition "the cuisine" --condition "the service"
 
 # %% [markdown]
-# The two conditions have 31 % of the nearest texts in common, so they are not alike. Whether they work is another
+# The two conditions have 19 % of the nearest texts in common, so they are not alike. Whether they work is another
 # question, which your answers decide: `--ask` shows 20 pairs of texts, and measures how well the embeddings agree with
 # you ([how](../aspects.md#check-a-condition-on-your-texts)). Or look at results, which is the next step.
 #
@@ -94,26 +95,30 @@ for i in similarity.argsort()[::-1][1:6]:
 # !llmcond index reviews.csv --out reviews.index --id id --keep city year \
 #     --condition "the cuisine" --condition "the service"
 
-# %% expect=["The pizza was burnt.*spaghetti.*lasagne.*ravioli"]
-# !llmcond search reviews.index "We had pizza." --condition "the cuisine" -k 4
+# %% expect=["The pizza was burnt.*spaghetti.*ravioli"]
+# !llmcond search reviews.index "We had pizza." --condition "the cuisine" -k 3
 
 # %% [markdown]
-# All four are Italian, although only the first mentions a pizza. `--where "city = 'Rome'"` would only search the reviews of
+# All three are Italian, although only the first mentions a pizza. `--where "city = 'Rome'"` would only search the reviews of
 # a city.
 #
-# Now the other condition, with two opposite queries in Python. An index that is open answers in milliseconds.
+# Now two opposite queries in Python, under the other condition and a new one. An index that is open answers in
+# milliseconds, and a condition is encoded when it is first used.
 
-# %% expect=["unfriendly. .*grumpy waiter.* friendly. .*grumpy waiter"]
+# %% expect=["unfriendly. .*grumpy waiter.* friendly. .*grumpy waiter.* opinion .*unfriendly. .*grumpy.* friendly. .*polite"]
 index = llmcond.Index.open("reviews.index")
-for query in ["The waiter was unfriendly.", "The waiter was friendly."]:
-    print(query)
-    for hit in index.search(query, "the service", k=3).rows:
-        print(f"  {hit['score']:.2f}  {hit['text']}")
+for condition in ["the service", "the opinion about the service"]:
+    print(condition)
+    for query in ["The waiter was unfriendly.", "The waiter was friendly."]:
+        print(" ", query)
+        for hit in index.search(query, condition, k=3).rows:
+            print(f"    {hit['score']:.2f}  {hit['text']}")
 
 # %% [markdown]
-# Both queries find the same reviews: the model understands that "the service" is about the staff, and not whether they
-# are friendly. The check could not decide this, but the results do. [Group support tickets](tickets.md) shows how
-# labelled texts repair such a condition.
+# Under "the service", both queries find the same reviews, because both are about the staff. Under "the opinion about the
+# service", one finds the unhappy guests and the other the happy ones, whatever they say about the food. The check could
+# not decide which wording you need, but the results do. [Group support tickets](tickets.md) shows what to try where no
+# wording works.
 #
 # ## Write the vectors to a file
 #
@@ -158,7 +163,7 @@ url = match[0]
 # A request is JSON. This one only searches the reviews from Berlin. The answer has the hits with their columns. `/v1/embeddings` and `/v1/similarity` work in the same
 # way ([server](../server.md)).
 
-# %% expect=["1 r12 .* 2 r23"]
+# %% expect=["1 r23 .* 2 r12"]
 import json
 import urllib.request
 

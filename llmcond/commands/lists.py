@@ -166,8 +166,7 @@ class ListModels(EncoderFlags, Command):
             Table.of_rows(models_in_brief()).print(form)
             log.info(
                 f"bundled models, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The "
-                "first is the default for embedding texts if you have no run of your data. For "
-                "reviews and messages to a company, name minilm-opinions"
+                "first is the default for embedding texts if you have no run of your data"
             )
 
     def failed(self, result: Models) -> LlmcondError | None:

@@ -29,7 +29,7 @@ _READY: dict[str, Any] = {
     "model": "minilm-conditions",
     "head": "none@concat-cond-sent+c",
     "truncate_dim": None,
-    "fingerprint": "c477fde6b847e40100fad394809a59b7",
+    "fingerprint": "10186a9e1d62e1e00cea9f38fc3cff3d",
 }
 
 

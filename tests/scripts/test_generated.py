@@ -1,6 +1,7 @@
 """Generated files are valid: bundled data and models, credits, the memory table, word counts."""
 
 import runpy
+import shutil
 import sys
 
 import make_pretrained
@@ -10,7 +11,7 @@ import prose
 import pytest
 import torch
 from helpers.paths import ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 
 from llmcond import load_embedder
@@ -63,9 +64,10 @@ def test_wording_is_counted_and_limited(tmp_path, monkeypatch, capsys):
 
 
 def test_averaged_adapter_records_both(monkeypatch, tmp_path):
-    first, second = (
-        bundled_folder("models") / f"minilm-{name}" for name in ("opinions", "conditions")
-    )
+    first, second = bundled_folder("models") / "minilm-conditions", tmp_path / "earlier"
+    shutil.copytree(first, second)
+    weights = load_file(first / WEIGHTS)
+    save_file({name: weight + 1 for name, weight in weights.items()}, second / WEIGHTS)
     options = ["--name", first.name, "--out", tmp_path, "--average", second, "--share", "0.75"]
     monkeypatch.setattr(sys, "argv", ["make_pretrained", *map(str, [first, *options])])
     make_pretrained.main()
@@ -80,4 +82,4 @@ def test_averaged_adapter_records_both(monkeypatch, tmp_path):
     averaged_with = {"weights": open_any_run(second).identity.weights, "share": 0.25}
     assert read_json(folder / TRAINING_RECORD)["averaged_with"] == averaged_with
     card = (folder / CARD).read_text(encoding="utf-8")
-    assert "averaged with those of `minilm-conditions`, whose share is 0.25." in card
+    assert "averaged with those of `earlier`, whose share is 0.25." in card
