@@ -98,7 +98,7 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 # Group the tickets under two conditions. `--labels` names the column with the right answers for each condition. It only
 # adds the last table.
 
-# %% expect=["problem: 4 clusters", "kettle, spout, leaks", "sentiment mood 64 5\\d\\.", "problem problem 64 [0-2]\\."]
+# %% expect=["problem: 4 clusters", "kettle, spout, leaks", "sentiment mood 64 [56]\\d\\.", "problem problem 64 [0-4]\\."]
 # !llmcond cluster tickets.csv --out groups.csv \
 #     --condition "the sentiment" --labels mood \
 #     --condition "the problem" --labels problem
@@ -135,7 +135,7 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 #
 # Now group the tickets in that way.
 
-# %% expect=["problem 64 4[2-6]\\.", "money, paid"]
+# %% expect=["problem 64 4\\d\\.", "money, paid"]
 # !llmcond cluster tickets.csv --clusters 4 --labels problem \
 #     --condition "the problem | the complaint | what is wrong" --ignore "the product"
 
@@ -146,7 +146,7 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 #
 # If your table has a column with what to ignore, `--ignore-column` removes it more exactly.
 
-# %% expect=["problem 64 5[3-7]\\.", "return, send, parcel"]
+# %% expect=["problem 64 5\\d\\.", "return, send, parcel"]
 # !llmcond cluster tickets.csv --clusters 4 --labels problem \
 #     --condition "the problem | the complaint | what is wrong" --ignore-column product
 
@@ -169,7 +169,7 @@ with Path("labelled.csv").open("w", newline="", encoding="utf-8") as file:
     writer.writerow(["text", "condition", "label"])
     writer.writerows([ticket["text"], "the problem", ticket["problem"]] for ticket in sample)
 
-# %% expect=["the problem problem 24 (6[5-9]|7\\d)\\.", "invoice, money.* billing 8", "courier, .* delivery 1\\d"]
+# %% expect=["the problem problem 24 [67]\\d\\.", "invoice, money.* billing 8", "courier, .* delivery 1\\d"]
 # !llmcond cluster tickets.csv --guide labelled.csv --out guided.csv \
 #     --condition "the problem" --labels problem --ignore-column product
 
