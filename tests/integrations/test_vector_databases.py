@@ -99,17 +99,18 @@ def test_examples_of_docstrings_run(in_tmp):
 
 
 def test_reopening_in_another_process_needs_an_import(page):
+    text = "The parcel with my kettle is late."
     chroma = "chromadb; print(chromadb.PersistentClient('tickets.chroma')"
-    chroma += ".get_collection('problems').query(query_texts='late', n_results=1)['documents'])"
+    chroma += f".get_collection('problems').query(query_texts='{text}', n_results=1)['documents'])"
     lance = "lancedb; print(lancedb.connect('tickets.lancedb').open_table('tickets')"
-    lance += ".search('late', vector_column_name='problem').to_list())"
+    lance += f".search('{text}', vector_column_name='problem').limit(1).to_list())"
     for module, code, message in (
         ("chroma", chroma, "Embedding function llmcond not found"),
         ("lancedb", lance, "KeyError: 'llmcond'"),
     ):
         assert message in run_python(f"import {code}", page["folder"]).stderr
         run = run_python(f"import llmcond.integrations.{module}, {code}", page["folder"])
-        assert "The parcel with my kettle is late." in run.stdout, run.stderr
+        assert text in run.stdout, run.stderr
 
 
 def test_other_conditions_and_changed_models_are_errors(page, monkeypatch):
