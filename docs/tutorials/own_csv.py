@@ -99,8 +99,8 @@ for i in similarity.argsort()[::-1][1:6]:
 # !llmcond search reviews.index "We had pizza." --condition "the cuisine" -k 3
 
 # %% [markdown]
-# All three are Italian, although only the first mentions a pizza. `--where "city = 'Rome'"` would only search the reviews of
-# a city.
+# All three are Italian, although only the first mentions a pizza. `--where "city = 'Rome'"` would only search the
+# reviews of a city.
 #
 # Now two opposite queries in Python, under the other condition and a new one. An index that is open answers in
 # milliseconds, and a condition is encoded when it is first used.

@@ -98,12 +98,12 @@ def test_examples_of_docstrings_run(in_tmp):
         assert doctest.DocTestRunner().run(test).failed == 0
 
 
-def test_reopening_in_another_process_needs_an_import(page):
-    text = "The parcel with my kettle is late."
+def test_reopening_in_another_process_needs_an_import(page, expected):
+    query, (text, _) = page["pgvector"]["query"], expected["late"][0]
     chroma = "chromadb; print(chromadb.PersistentClient('tickets.chroma')"
-    chroma += f".get_collection('problems').query(query_texts='{text}', n_results=1)['documents'])"
+    chroma += f".get_collection('problems').query(query_texts={query!r}, n_results=1)['documents'])"
     lance = "lancedb; print(lancedb.connect('tickets.lancedb').open_table('tickets')"
-    lance += f".search('{text}', vector_column_name='problem').limit(1).to_list())"
+    lance += f".search({query!r}, vector_column_name='problem').limit(1).to_list())"
     for module, code, message in (
         ("chroma", chroma, "Embedding function llmcond not found"),
         ("lancedb", lance, "KeyError: 'llmcond'"),

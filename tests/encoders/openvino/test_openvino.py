@@ -350,7 +350,6 @@ import gc, signal, llmcond
 
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
 models = [llmcond.load_embedder(name) for name in ("minilm-csts", "minilm-conditions")]
-vectors = [model.encode(["a dog"], "the animal") for model in models]
 while models:  # the one that was loaded first is deleted first
     del models[0]
     gc.collect()
