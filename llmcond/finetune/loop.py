@@ -170,6 +170,8 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 OnStep = Callable[[TrainingProgress, int, Mapping[str, Any]], None]
 #: State of AdamW for each weight.
 _MOMENTS = "exp_avg", "exp_avg_sq"
+#: Maximum time between two checkpoints in seconds; on a CPU, a step may take half a minute.
+_CHECKPOINT_SECONDS = 600
 
 
 class BatchSchedule:
@@ -326,7 +328,8 @@ class Trainer(Generic[R]):
             OutOfMemoryError: a step does not fit into memory.
         """
         settings = self._settings
-        started = time.monotonic() - self.progress.seconds
+        saved = time.monotonic()
+        started = saved - self.progress.seconds
         self.model.train()
         epoch, parts = -1, list[list[NDArray[np.int64]]]()
         while not self.progress.done:
@@ -349,8 +352,10 @@ class Trainer(Generic[R]):
             if scored:
                 self._evaluate(next_epoch + 1)
             on_step(self.progress, self.steps, entry)
-            if scored or self.progress.step % settings.checkpoint_steps == 0:
+            waited = time.monotonic() - saved >= _CHECKPOINT_SECONDS
+            if scored or waited or self.progress.step % settings.checkpoint_steps == 0:
                 self._save()
+                saved = time.monotonic()
 
     def _learning_rate(self, step: int) -> float:
         """Return the learning rate of the encoder in a step."""

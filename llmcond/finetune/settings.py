@@ -58,7 +58,8 @@ class TuneSettings:
         early_stopping_patience: number of dev evaluations without a better score after which
             training stops.
         evaluations: dev evaluations per epoch.
-        checkpoint_steps: steps between two checkpoints; each evaluation writes one too.
+        checkpoint_steps: maximum number of steps between two checkpoints. One is also written at
+            each evaluation, and ten minutes after the last one.
         gradient_checkpointing: whether activations are recomputed in the backward pass.
     """
 

@@ -192,6 +192,13 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(tiny_bert, data
         build_trainer(tiny_bert, data, folder, **settings)
 
 
+def test_checkpoint_is_due_after_some_time(tiny_bert, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("llmcond.finetune.loop._CHECKPOINT_SECONDS", 0)
+    start = partial(build_trainer, tiny_bert, data, tmp_path / "t", epochs=1)
+    # The step that is interrupted is not saved.
+    assert resume_training(start, 2).progress.step == 1
+
+
 def test_killed_training_resumes_bit_equal(tiny_bert, data, tmp_path):
     command = ["train-lora", "--model", tiny_bert, "--data", data, "--head", "mlp", "--dim", "8"]
     command += "--epochs 2 --pooling mean --batch-size 8 --checkpoint-steps 5 --rank 4".split()
