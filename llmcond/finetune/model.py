@@ -9,13 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy, normalize, softplus
 from typing_extensions import override
 
 from llmcond.base.arrays import Positions
@@ -395,6 +396,9 @@ class BiEncoderModel(RatedModel[RatedInputs]):
                 self.objective.settings.matryoshka,
                 embeddings,
             )
+            if (sampled.twin >= 0).any():
+                twin = torch.from_numpy(sampled.twin).to(group.device)
+                loss = loss + contrast_conditions(embeddings, group, value, twin)
             if self.prototypes is not None:
                 loss = loss + classify_values(
                     embeddings, self.prototypes, sampler.kinds, torch.from_numpy(sampled.label)
@@ -510,12 +514,14 @@ class AspectBatch:
         value: (n,) number of the condition's value that each text has; texts that say nothing about
             the condition have numbers that no other text has.
         label: (n,) position of the text's value in ``AspectSampler.classes``; -1: it is not there.
+        twin: (n,) position of the same text under another condition; -1: there is none.
     """
 
     rows: Rows
     group: NDArray[np.int64]
     value: NDArray[np.int64]
     label: NDArray[np.int64]
+    twin: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,10 +529,19 @@ class _AspectCondition:
     """A condition of a set: its wordings, and the texts that have each value, or none of them."""
 
     source: AspectSample
+    key: str
     wordings: ConditionWordings
     texts: Mapping[str, Sequence[int]]
     repeated: Sequence[str]
     absent: Sequence[int]
+
+    def value(self, position: int) -> str | None:
+        """Return the value that a text has; None: it says nothing about the condition."""
+        return self.source.texts[position].attributes.get(self.key)
+
+    def agree(self, first: int, second: int) -> bool:
+        """Return whether two texts have the same value of the condition."""
+        return self.value(first) == self.value(second) is not None
 
     def shared(self, first: int, second: int) -> int:
         """Return the number of attributes that two texts share."""
@@ -541,8 +556,9 @@ class AspectSampler:
     share as many other attributes as possible. The text that is most similar in all other respects
     therefore has another value, as in paired triples. The texts of the first row share as few other
     attributes as possible, so that they have little more than the value in common. A share of the
-    groups also has texts that say nothing about the condition. Sets are sampled in proportion to
-    their weight times the square root of their number of conditions.
+    groups also has texts that say nothing about the condition. The texts of another share form a
+    second group, under the condition under which most pairs of them change. Sets are sampled in
+    proportion to their weight times the square root of their number of conditions.
 
     Attributes:
         classes: the values of conditions that have a kind, as pairs of the kind and the value.
@@ -564,6 +580,7 @@ class AspectSampler:
                 f"--aspects {settings.aspects} has no condition with two values of which one "
                 "occurs in two texts, so there is nothing to learn from."
             )
+        self._conditions_of = {conditions[0].source.name: conditions for conditions in self._sets}
         self._weights = [
             set_conditions[0].source.weight * len(set_conditions) ** 0.5
             for set_conditions in self._sets
@@ -580,18 +597,62 @@ class AspectSampler:
         state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
         rng = random.Random(int(state[0]))  # noqa: S311  # not used for cryptography
         texts: list[tuple[str, str, int, int, int]] = []
+        twin: list[int] = []
         group = 0
         while len(texts) < self.settings.aspects_texts:
-            condition, members = self._sample_group(rng)
-            texts += [(text, condition, group, value, label) for text, value, label in members]
+            aspect, members = self._sample_group(rng)
+            position = {i: n for n, i in enumerate(members, len(texts))}
+            texts += self._describe(aspect, members, group, rng)
+            twin += [-1] * len(members)
             group += 1
+            if rng.random() >= self.settings.aspects_twins:
+                continue
+            if (twins := self._find_twins(aspect, members)) is not None:
+                for n, i in enumerate(twins[1], len(texts)):
+                    twin[position[i]] = n
+                    twin.append(position[i])
+                texts += self._describe(*twins, group, rng)
+                group += 1
         sentences, conditions, groups, values, labels = zip(*texts, strict=True)
         number = np.arange(len(texts))
         rows = Rows(sentences, sentences, conditions, np.zeros(len(texts)), number + 1, "aspects")
-        return AspectBatch(rows, np.array(groups), np.array(values), np.array(labels))
+        numbers = map(np.array, (groups, values, labels, twin))
+        return AspectBatch(rows, *numbers)
 
-    def _sample_group(self, rng: random.Random) -> tuple[str, list[tuple[str, int, int]]]:
-        """Return a condition, and texts with the number and the label of each text's value."""
+    def _describe(
+        self, aspect: _AspectCondition, members: Sequence[int], group: int, rng: random.Random
+    ) -> list[tuple[str, str, int, int, int]]:
+        """Return the text, condition, group, number of the value, and label of each member."""
+        values = [aspect.value(i) for i in members]
+        distinct = [value for value in dict.fromkeys(values) if value is not None]
+        condition = self._word_condition(aspect, set(distinct), rng)
+        source, described = aspect.source.texts, []
+        for n, (i, value) in enumerate(zip(members, values, strict=True), len(distinct)):
+            number = n if value is None else distinct.index(value)
+            label = self._label_of.get((aspect.wordings.kind, value or ""), -1)
+            described.append((source[i].text, condition, group, number, label))
+        return described
+
+    def _find_twins(
+        self, aspect: _AspectCondition, members: Sequence[int]
+    ) -> tuple[_AspectCondition, list[int]] | None:
+        """Return the condition under which most pairs of texts change, and the texts that it has.
+
+        A pair changes if its texts agree under one of the two conditions and differ under the
+        other. The result is None if no pair changes under any condition of the set.
+        """
+        best, most = None, 0
+        for other in self._conditions_of[aspect.source.name]:
+            part = [i for i in members if other.value(i) is not None or aspect.source.complete]
+            changed = sum(
+                aspect.agree(*pair) != other.agree(*pair) for pair in combinations(part, 2)
+            )
+            if changed > most:
+                most, best = changed, (other, part)
+        return best
+
+    def _sample_group(self, rng: random.Random) -> tuple[_AspectCondition, list[int]]:
+        """Return a condition, and the positions of texts in its set."""
         aspect = rng.choice(rng.choices(self._sets, self._weights)[0])
         n_values, n_texts = rng.choice(SHAPES)
         values = rng.sample(aspect.repeated, min(n_values, len(aspect.repeated)))
@@ -603,24 +664,20 @@ class AspectSampler:
             sampled = rng.sample(texts, min(len(texts), _CANDIDATES))
             if candidates := [i for i in sampled if i not in first]:
                 first.append(min(candidates, key=lambda i: sum(aspect.shared(i, j) for j in first)))
-        numbered = [(i, 0) for i in first]
-        for number, value in enumerate(values[1:], 1):
+        members = list(first)
+        for value in values[1:]:
             texts, selected = aspect.texts[value], set[int]()
             for base in first:
                 candidates = rng.sample(texts, min(len(texts), _CANDIDATES))
                 unused = [i for i in candidates if i not in selected]
                 if unused:
                     selected.add(max(unused, key=partial(aspect.shared, base)))
-            numbered += [(i, number) for i in sorted(selected)]
-        labels = [self._label_of.get((aspect.wordings.kind, value), -1) for value in values]
+            members += sorted(selected)
         if aspect.absent and rng.random() < self.settings.aspects_absent:
             for base in rng.sample(first, min(len(first), rng.randint(1, _ABSENT))):
                 candidates = rng.sample(aspect.absent, min(len(aspect.absent), _CANDIDATES))
-                numbered.append((max(candidates, key=partial(aspect.shared, base)), len(labels)))
-                labels.append(-1)
-        condition = self._word_condition(aspect, set(values), rng)
-        source = aspect.source.texts
-        return condition, [(source[i].text, number, labels[number]) for i, number in numbered]
+                members.append(max(candidates, key=partial(aspect.shared, base)))
+        return aspect, list(dict.fromkeys(members))
 
     def _word_condition(self, aspect: _AspectCondition, shown: set[str], rng: random.Random) -> str:
         """Return the condition in some wording; for a share of the groups, with example values.
@@ -657,7 +714,7 @@ def _find_conditions(sample: AspectSample) -> list[_AspectCondition]:
                 for position, text in enumerate(sample.texts)
                 if sample.complete and key not in text.attributes and len(text.text) < _LONGEST_TEXT
             ]
-            conditions.append(_AspectCondition(sample, wordings, texts, repeated, absent))
+            conditions.append(_AspectCondition(sample, key, wordings, texts, repeated, absent))
     return conditions
 
 
@@ -710,3 +767,26 @@ def supervised_contrast(
     has_positive = count > 0
     summed = log_share.masked_fill(~positive, 0).sum(1)
     return -(summed[has_positive] / count[has_positive]).mean()
+
+
+def contrast_conditions(vectors: Tensor, group: Tensor, value: Tensor, twin: Tensor) -> Tensor:
+    """Return the loss of pairs that agree under one condition and differ under another, a scalar.
+
+    The cosine of such a pair should be larger under the condition under which it agrees.
+
+    Args:
+        vectors: (n, k) embeddings.
+        group: (n,) group of each text; the texts of a group have the same condition.
+        value: (n,) number of each text's value.
+        twin: (n,) position of the same text in the other group; -1: it is in one group only.
+    """
+    unit = normalize(vectors, dim=1)
+    first = (twin > torch.arange(len(twin)).to(twin.device)).nonzero()[:, 0]
+    cosines, agree = [], []
+    for positions in (first, twin[first]):
+        part = unit.index_select(0, positions)
+        cosines.append(part @ part.T)
+        agree.append(value[positions][:, None] == value[positions])
+    pairs = torch.triu(group[first][:, None] == group[first], 1) & (agree[0] != agree[1])
+    margin = (cosines[0] - cosines[1]) * (agree[0].float() - agree[1].float())
+    return softplus(-margin[pairs] / _TEMPERATURE).mean()

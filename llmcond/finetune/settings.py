@@ -194,6 +194,9 @@ class AspectSettings:
         aspects_values: share of the groups whose condition names two to five example values.
         aspects_absent: share of the groups with one or two texts that say nothing about the
             condition, if the set has such texts; they are negatives of all others.
+        aspects_twins: share of the groups whose texts form a second group, under another condition
+            of the same set. A further loss compares the two similarities of each pair that agrees
+            under one condition and differs under the other.
     """
 
     option_group: ClassVar[str] = "texts with attributes"
@@ -219,6 +222,11 @@ class AspectSettings:
     aspects_absent: Annotated[float, Ge(0), Le(1)] = option(
         0.3,
         help="share of the groups with texts that say nothing about the condition",
+        metavar="SHARE",
+    )
+    aspects_twins: Annotated[float, Ge(0), Le(1)] = option(
+        0.5,
+        help="share of the groups whose texts are also compared under a second condition",
         metavar="SHARE",
     )
 

@@ -36,6 +36,7 @@ from llmcond.finetune.model import (
     SHAPES,
     AspectSampler,
     classify_values,
+    contrast_conditions,
     supervised_contrast,
 )
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
@@ -474,7 +475,9 @@ def aspects(tmp_path_factory) -> Path:
 
 
 def test_value_numbers_match_attribute_values_in_each_group(aspects):
-    settings = AspectSettings(aspects=str(aspects), aspects_texts=500, aspects_values=0)
+    settings = AspectSettings(
+        aspects=str(aspects), aspects_texts=500, aspects_values=0, aspects_twins=0
+    )
     batch = AspectSampler(read_aspect_datasets(aspects), settings, None).sample([0, 1])
     legal_values = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
     legal_values |= {"the place": LOCATIONS, "park or street": LOCATIONS}
@@ -498,7 +501,7 @@ def test_value_numbers_match_attribute_values_in_each_group(aspects):
 
 
 def test_first_value_has_texts_that_share_nothing_else(aspects):
-    settings = AspectSettings(aspects=str(aspects), aspects_texts=900)
+    settings = AspectSettings(aspects=str(aspects), aspects_texts=900, aspects_twins=0)
     batch = AspectSampler(read_aspect_datasets(aspects), settings, None).sample([0, 1])
     shared = []
     for group in range(batch.group.max() + 1):
@@ -539,6 +542,46 @@ def test_texts_without_the_attribute_are_negatives_of_all_others(aspects):
             same = (batch.group == batch.group[i]) & (batch.value == batch.value[i])
             assert same.sum() == 1
             assert batch.label[i] == -1
+
+
+def test_twins_are_the_same_texts_under_another_condition(aspects):
+    (sample,) = read_aspect_datasets(aspects)
+    # Half of the texts say nothing about the place.
+    texts = [
+        AspectText(text.text, {k: v for k, v in text.attributes.items() if n % 2 or k != "where"})
+        for n, text in enumerate(sample.texts)
+    ]
+    for complete, share in itertools.product((False, True), (0, 1)):
+        settings = AspectSettings(aspects=str(aspects), aspects_texts=300, aspects_twins=share)
+        mixed = replace(sample, texts=texts, complete=complete)
+        batch = AspectSampler([mixed], settings, None).sample([0, 1])
+        first = np.flatnonzero(batch.twin > np.arange(len(batch.twin)))
+        assert bool(len(first)) == bool(share)
+        twins = batch.twin[first]
+        assert (batch.twin[twins] == first).all()
+        changed = dict.fromkeys(batch.group[first], 0)
+        for i, j in zip(first, twins, strict=True):
+            assert batch.rows.sentence1[i] == batch.rows.sentence1[j]
+            assert batch.group[i] != batch.group[j]
+        for (i, k), (j, m) in itertools.combinations(zip(first, twins, strict=True), 2):
+            assert (batch.group[i] == batch.group[j]) == (batch.group[k] == batch.group[m])
+            if batch.group[i] == batch.group[j]:
+                agree = batch.value[i] == batch.value[j], batch.value[k] == batch.value[m]
+                changed[batch.group[i]] += agree[0] != agree[1]
+        assert all(changed.values())
+
+
+def test_loss_across_conditions_compares_pairs_that_change():
+    vectors = torch.tensor([[1.0, 0], [1, 0], [0, 1], [2, 0], [0, 3], [0, 1], [1, 1]])
+    group = torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    value, twin = torch.tensor([0, 0, 1, 0, 1, 1, 0]), torch.tensor([3, 4, 5, 0, 1, 2, -1])
+    # Under the first condition, texts 0 and 1 agree with the cosine 1; under the second, they
+    # differ with the cosine 0. For 1 and 2 it is the other way round. 0 and 2 differ under both.
+    expected = math.log(1 + math.exp(-1 / 0.07))
+    loss = contrast_conditions(vectors, group, value, twin)
+    assert float(loss) == pytest.approx(expected, rel=1e-3)
+    swapped = contrast_conditions(vectors[[3, 4, 5, 0, 1, 2, 6]], group, value, twin)
+    assert float(swapped) == pytest.approx(math.log(1 + math.exp(1 / 0.07)), rel=1e-5)
 
 
 def test_conditions_of_a_kind_share_the_prototypes_of_their_values(aspects):
