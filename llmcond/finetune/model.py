@@ -389,16 +389,16 @@ class BiEncoderModel(RatedModel[RatedInputs]):
         vectors = texts.texts.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
             embeddings, _ = self.head(*texts.batch(positions, used, vectors.float())).chunk(2)
-            labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
-            group, value = labels.to(embeddings.device)
+            labels = torch.from_numpy(np.stack([sampled.group, sampled.value, sampled.twin]))
+            group, value, twin = labels.to(embeddings.device)
             loss = average_truncations(
-                lambda vectors: supervised_contrast(vectors, group, value, _TEMPERATURE),
+                lambda vectors: (
+                    supervised_contrast(vectors, group, value, _TEMPERATURE)
+                    + contrast_conditions(vectors, group, value, twin)
+                ),
                 self.objective.settings.matryoshka,
                 embeddings,
             )
-            if (sampled.twin >= 0).any():
-                twin = torch.from_numpy(sampled.twin).to(group.device)
-                loss = loss + contrast_conditions(embeddings, group, value, twin)
             if self.prototypes is not None:
                 loss = loss + classify_values(
                     embeddings, self.prototypes, sampler.kinds, torch.from_numpy(sampled.label)
@@ -580,7 +580,6 @@ class AspectSampler:
                 f"--aspects {settings.aspects} has no condition with two values of which one "
                 "occurs in two texts, so there is nothing to learn from."
             )
-        self._conditions_of = {conditions[0].source.name: conditions for conditions in self._sets}
         self._weights = [
             set_conditions[0].source.weight * len(set_conditions) ** 0.5
             for set_conditions in self._sets
@@ -600,14 +599,16 @@ class AspectSampler:
         twin: list[int] = []
         group = 0
         while len(texts) < self.settings.aspects_texts:
-            aspect, members = self._sample_group(rng)
+            aspects = rng.choices(self._sets, self._weights)[0]
+            aspect = rng.choice(aspects)
+            members = self._sample_group(aspect, rng)
             position = {i: n for n, i in enumerate(members, len(texts))}
             texts += self._describe(aspect, members, group, rng)
             twin += [-1] * len(members)
             group += 1
             if rng.random() >= self.settings.aspects_twins:
                 continue
-            if (twins := self._find_twins(aspect, members)) is not None:
+            if (twins := _find_twins(aspects, aspect, members)) is not None:
                 for n, i in enumerate(twins[1], len(texts)):
                     twin[position[i]] = n
                     twin.append(position[i])
@@ -616,8 +617,9 @@ class AspectSampler:
         sentences, conditions, groups, values, labels = zip(*texts, strict=True)
         number = np.arange(len(texts))
         rows = Rows(sentences, sentences, conditions, np.zeros(len(texts)), number + 1, "aspects")
-        numbers = map(np.array, (groups, values, labels, twin))
-        return AspectBatch(rows, *numbers)
+        return AspectBatch(
+            rows, np.array(groups), np.array(values), np.array(labels), np.array(twin)
+        )
 
     def _describe(
         self, aspect: _AspectCondition, members: Sequence[int], group: int, rng: random.Random
@@ -633,27 +635,8 @@ class AspectSampler:
             described.append((source[i].text, condition, group, number, label))
         return described
 
-    def _find_twins(
-        self, aspect: _AspectCondition, members: Sequence[int]
-    ) -> tuple[_AspectCondition, list[int]] | None:
-        """Return the condition under which most pairs of texts change, and the texts that it has.
-
-        A pair changes if its texts agree under one of the two conditions and differ under the
-        other. The result is None if no pair changes under any condition of the set.
-        """
-        best, most = None, 0
-        for other in self._conditions_of[aspect.source.name]:
-            part = [i for i in members if other.value(i) is not None or aspect.source.complete]
-            changed = sum(
-                aspect.agree(*pair) != other.agree(*pair) for pair in combinations(part, 2)
-            )
-            if changed > most:
-                most, best = changed, (other, part)
-        return best
-
-    def _sample_group(self, rng: random.Random) -> tuple[_AspectCondition, list[int]]:
-        """Return a condition, and the positions of texts in its set."""
-        aspect = rng.choice(rng.choices(self._sets, self._weights)[0])
+    def _sample_group(self, aspect: _AspectCondition, rng: random.Random) -> list[int]:
+        """Return the positions of a group's texts in the set of its condition."""
         n_values, n_texts = rng.choice(SHAPES)
         values = rng.sample(aspect.repeated, min(n_values, len(aspect.repeated)))
         others = [value for value in aspect.texts if value not in values]
@@ -677,7 +660,7 @@ class AspectSampler:
             for base in rng.sample(first, min(len(first), rng.randint(1, _ABSENT))):
                 candidates = rng.sample(aspect.absent, min(len(aspect.absent), _CANDIDATES))
                 members.append(max(candidates, key=partial(aspect.shared, base)))
-        return aspect, list(dict.fromkeys(members))
+        return list(dict.fromkeys(members))
 
     def _word_condition(self, aspect: _AspectCondition, shown: set[str], rng: random.Random) -> str:
         """Return the condition in some wording; for a share of the groups, with example values.
@@ -716,6 +699,28 @@ def _find_conditions(sample: AspectSample) -> list[_AspectCondition]:
             ]
             conditions.append(_AspectCondition(sample, key, wordings, texts, repeated, absent))
     return conditions
+
+
+def _find_twins(
+    aspects: Sequence[_AspectCondition], aspect: _AspectCondition, members: Sequence[int]
+) -> tuple[_AspectCondition, list[int]] | None:
+    """Return the condition under which most pairs of texts change, and the texts that it has.
+
+    A pair changes if its texts agree under one of the two conditions and differ under the other.
+    The result is None if no pair changes under any condition of the set.
+
+    Args:
+        aspects: all conditions of the set.
+        aspect: the condition of the group.
+        members: positions of the group's texts in the set.
+    """
+    best, most = None, 0
+    for other in aspects:
+        part = [i for i in members if other.value(i) is not None or aspect.source.complete]
+        changed = sum(aspect.agree(*pair) != other.agree(*pair) for pair in combinations(part, 2))
+        if changed > most:
+            most, best = changed, (other, part)
+    return best
 
 
 def classify_values(vectors: Tensor, prototypes: Tensor, kinds: Tensor, label: Tensor) -> Tensor:
@@ -772,7 +777,8 @@ def supervised_contrast(
 def contrast_conditions(vectors: Tensor, group: Tensor, value: Tensor, twin: Tensor) -> Tensor:
     """Return the loss of pairs that agree under one condition and differ under another, a scalar.
 
-    The cosine of such a pair should be larger under the condition under which it agrees.
+    The cosine of such a pair should be larger under the condition under which it agrees. The loss
+    is 0 if there is no such pair.
 
     Args:
         vectors: (n, k) embeddings.
@@ -789,4 +795,4 @@ def contrast_conditions(vectors: Tensor, group: Tensor, value: Tensor, twin: Ten
         agree.append(value[positions][:, None] == value[positions])
     pairs = torch.triu(group[first][:, None] == group[first], 1) & (agree[0] != agree[1])
     margin = (cosines[0] - cosines[1]) * (agree[0].float() - agree[1].float())
-    return softplus(-margin[pairs] / _TEMPERATURE).mean()
+    return softplus(-margin[pairs] / _TEMPERATURE).sum() / pairs.sum().clamp(min=1)

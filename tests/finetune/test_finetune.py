@@ -582,6 +582,7 @@ def test_loss_across_conditions_compares_pairs_that_change():
     assert float(loss) == pytest.approx(expected, rel=1e-3)
     swapped = contrast_conditions(vectors[[3, 4, 5, 0, 1, 2, 6]], group, value, twin)
     assert float(swapped) == pytest.approx(math.log(1 + math.exp(1 / 0.07)), rel=1e-5)
+    assert float(contrast_conditions(vectors, group, value, torch.full((7,), -1))) == 0
 
 
 def test_conditions_of_a_kind_share_the_prototypes_of_their_values(aspects):
@@ -610,7 +611,7 @@ def test_texts_are_classified_among_values_of_their_kind():
         assert float(classify_values(vectors, prototypes, kinds, torch.tensor(label))) == 0
 
 
-def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp_path):
+def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp_path, monkeypatch):
     options = ("--head", "none", "--rank", "full", "--epochs", 1)
     summary = train("run", *options, "--aspects", aspects, "--aspects-texts", 24)
     assert summary["aspects"] == ["scenes"]
@@ -621,8 +622,14 @@ def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp
     assert fitted_on.endswith("rows.csv and texts of 1 dataset")
     train("again", *options, "--aspects", aspects, "--aspects-texts", 24)
     train("without", *options)
-    digests = [digest_file(tmp_path / n / "model.safetensors") for n in ("run", "again", "without")]
-    assert digests[0] == digests[1] != digests[2]
+    monkeypatch.setattr("llmcond.finetune.model.contrast_conditions", lambda *_: 0.0)
+    train("one-condition", *options, "--aspects", aspects, "--aspects-texts", 24)
+    run_digest, again, *others = (
+        digest_file(tmp_path / name / "model.safetensors")
+        for name in ("run", "again", "without", "one-condition")
+    )
+    assert run_digest == again
+    assert len({run_digest, *others}) == 3
 
 
 def test_training_continues_from_an_adapter(train, command, aspects, tmp_path):
