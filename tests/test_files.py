@@ -80,7 +80,7 @@ def test_file_without_json_object_is_a_user_error(path):
     for content, message in (
         (b"{", "not a readable JSON file"),
         (b'{"a": "\xe9"}', "not a readable JSON file"),
-        (b"[1]", "holds a JSON list, not an object"),
+        (b"[1]", r"contains \[1\]; expected a JSON object"),
     ):
         path.write_bytes(content)
         with pytest.raises(UserError, match=f"{path}.*{message}"):

@@ -149,7 +149,7 @@ def shortened_repr(value: object, max_length: int = 80) -> str:
 
 
 def format_list(values: Sequence[object], most: int = 20) -> str:
-    """Return a list of values for a message, of at most ``max_length`` values, each cut."""
+    """Return a list of values for a message, of at most ``most`` values, each cut."""
     shown = ", ".join(map(shortened_repr, values[:most])) or "none"
     return shown if len(values) <= most else f"{shown} and {len(values) - most:,} more"
 

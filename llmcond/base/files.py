@@ -27,6 +27,7 @@ from llmcond.base.errors import (
     disk_full_error,
     install_command,
     is_disk_full,
+    shortened_repr,
 )
 
 #: Age from which a temporary file counts as abandoned. Files in use are written to more often.
@@ -402,7 +403,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable JSON file: {error}.") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object.")
+        raise UserError(f"{path} contains {shortened_repr(value)}; expected a JSON object.")
     return value
 
 

@@ -502,7 +502,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_record(record: Any, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise UserError(f"{where} contains a {type(record).__name__}; expected an object.")
+        raise UserError(f"{where} contains {shortened_repr(record)}; expected an object.")
     return record
 
 

@@ -346,7 +346,12 @@ def test_file_is_rejected_in_one_line(tmp_path: Path):
         ("rows.jsonl", LINE + b'{"sentence1": "a"}\n', {}, ["row 2 of rows.jsonl: sentence2 is"]),
         ("rows.csv", HEADER + b"a,b,c,1\na,b\n", {}, ["line 3 has 2 fields, but its header has 4"]),
         ("rows.csv", HEADER + b'a,b,c,1\n"a"x,b,c,1\n', {}, ["line 3 is malformed"]),
-        ("rows.jsonl", LINE + b'["a", "b"]\n', {}, ["line 2 contains a list; expected an object"]),
+        (
+            "rows.jsonl",
+            LINE + b'["a", "b"]\n',
+            {},
+            ["line 2 contains ['a', 'b']; expected an object"],
+        ),
         ("a.csv", lines("id,text", '2,"b', "3,c"), {}, ["a.csv line 2", "before it is closed"]),
         ("a.txt", b"a\n\nb\n", {}, ["line 2 of a.txt: text is empty", "--skip-empty"]),
         ("a.csv", "text\nhi\n".encode("utf-16-le"), {}, ["a.csv seems", "--encoding utf-16-le"]),
