@@ -72,11 +72,20 @@ def list_wordings(wordings: ConditionWordings, n: int) -> list[str]:
     """Return the first n different wordings of a condition.
 
     The noun phrases of the set come first, then its question, then what templates add.
+
+    Raises:
+        UserError: The condition has fewer wordings.
     """
     bare = wordings.text.removeprefix("the ")
     added = [template.format(text=wordings.text, bare=bare) for template in _TEMPLATES]
     texts = [wordings.text, *wordings.others, wordings.question, *added]
-    return list(dict.fromkeys(filter(None, texts)))[:n]
+    texts = list(dict.fromkeys(filter(None, texts)))
+    if len(texts) < n:
+        raise UserError(
+            f"the condition {wordings.text!r} has only {len(texts)} wordings, fewer than {n}. "
+            "Lower --wordings."
+        )
+    return texts[:n]
 
 
 def read_samples(folder: Path, names: Sequence[str] = (), seed: int = 0) -> list[AspectSample]:
@@ -369,8 +378,8 @@ def cluster_texts(sample: AspectSample) -> dict[str, list[int]]:
     """Return the positions of the texts to cluster by condition.
 
     These are the texts of 3 to 10 values with at least 8 texts. A condition with more values is
-    reduced to its ten commonest ones, and one with more than 240 texts to equally many texts per
-    value. Of more than six conditions, those with the most texts are clustered.
+    reduced to its ten commonest ones. Each of n values has at most 240 / n of its texts. Of more
+    than six conditions, those with the most texts are clustered.
     """
     texts = {}
     for condition in sorted(sample.conditions):

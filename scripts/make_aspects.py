@@ -191,15 +191,6 @@ class Domain:
     manners: float
 
 
-@dataclass(frozen=True)
-class Text:
-    """A generated text, the number of its template, and its attributes."""
-
-    text: str
-    template: int
-    attrs: dict[str, str]
-
-
 @dataclass
 class Draft:
     """The values and the pieces chosen so far for one text."""
@@ -268,22 +259,21 @@ def read_domain(name: str) -> Domain:
     return Domain(name, main.get("templates", []), **tables, manners=main.get("manners", 0.0))
 
 
-def generate(domain: Domain, number: int, seed: int) -> list[Text]:
-    """Generate distinct texts of a domain; fewer than ``number`` if it has no more."""
+def generate(domain: Domain, number: int, seed: int) -> dict[str, dict[str, str]]:
+    """Return the attributes of distinct texts; fewer than ``number`` if the domain has no more."""
     rng = Random(f"{seed}:{domain.name}")
-    texts: dict[str, Text] = {}
+    texts: dict[str, dict[str, str]] = {}
     for _ in range(number):
         for _ in range(TRIES):
-            template = rng.randrange(len(domain.templates))
             draft = Draft(domain, rng)
-            text = tidy(draft.expand(domain.templates[template]))
+            text = tidy(draft.expand(rng.choice(domain.templates)))
             if rng.random() < domain.manners:
                 draft.attrs["manner"] = manner = rng.choice(list(MANNERS))
                 text = MANNERS[manner](text, rng)
             if text not in texts:
-                texts[text] = Text(text, template, draft.attrs)
+                texts[text] = draft.attrs
                 break
-    return list(texts.values())
+    return texts
 
 
 def domain_json(name: str, number: int, seed: int) -> dict[str, Any]:
@@ -295,11 +285,12 @@ def domain_json(name: str, number: int, seed: int) -> dict[str, Any]:
         conditions = opinion_wordings(content, rng) | {"sentiment": sentiment}
     else:
         domain = read_domain(name)
-        texts = [(text.text, text.attrs) for text in generate(domain, number, seed)]
+        texts = list(generate(domain, number, seed).items())
         attributes = dict.fromkeys(key for _, attrs in texts for key in sorted(attrs))
         conditions = {key: to_wordings(domain.conditions[key]) for key in attributes}
     for key, wordings in conditions.items():
-        if {attrs[key] for _, attrs in texts if key in attrs} <= SENTIMENTS:
+        values = {attrs[key] for _, attrs in texts if key in attrs}
+        if values and values <= SENTIMENTS:
             wordings["kind"] = "opinion"
     return {
         "name": name,

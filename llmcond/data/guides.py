@@ -316,8 +316,8 @@ def read_triples(path: Path, values: Mapping[str, Any] | None = None) -> AspectS
         return parse_sample(values, path.stem, str(path)) if values.get("triples") else None
     # A file with triples only refers to the texts of the dataset itself.
     content = read_json(triples_path)
-    inherited = {key: values[key] for key in ("texts", "conds") if key not in content}
-    return parse_sample({**content, **inherited}, path.stem, str(triples_path))
+    inherited = {key: values[key] for key in ("texts", "conds") if key in values}
+    return parse_sample({**inherited, **content}, path.stem, str(triples_path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +349,8 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
 
     Raises:
         LlmcondError: the content does not follow the format.
-        UserError: a text is empty, or a triple is not valid.
+        UserError: a text, its attributes, the text of a condition or a triple is not valid, or no
+            attribute matches a condition.
     """
     record = check_record(values, _SampleRecord, source, "Correct the file.")
     texts = [_parse_text(item, f"{source}: texts[{i}]") for i, item in enumerate(record.texts)]
@@ -360,7 +361,7 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
         text = check_text(wordings.text, f"{source}: the text of conds[{key!r}]", "Write a text.")
         conditions[key] = ConditionWordings(
             text,
-            wordings.question or "",
+            (wordings.question or "").strip(),
             tuple(filter(str.strip, others)),
             wordings.kind or "",
         )

@@ -8,7 +8,7 @@ from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.base.errors import LlmcondError, UserError
-from llmcond.data.guides import parse_sample, read_guide
+from llmcond.data.guides import parse_sample, read_guide, read_triples
 
 LOCATION, MOOD = "the place", "the mood"
 WHO = ("two men", "three women", "children", "two dogs")
@@ -102,12 +102,24 @@ def test_embed_matches_the_guided_embedder(capsys, rows, tiny_run, embedder):
     assert run_json(capsys, *command, "--guide", "both.csv")["rows"] == len(texts)
 
 
+def test_triples_need_the_texts_of_their_dataset(tmp_path):
+    (tmp_path / "triples").mkdir()
+    for path, content in (("n.json", "{}"), ("triples/n.json", '{"triples": []}')):
+        (tmp_path / path).write_text(content)
+    with pytest.raises(LlmcondError, match="the key 'texts' is missing"):
+        read_triples(tmp_path / "n.json")
+
+
 def test_datasets_of_aspects_are_checked():
     texts = [{"text": name, "attrs": {"who": who, "year": year}} for name, who, year in ASPECTS]
     values = {"name": "n", "texts": texts, "conds": {"who": "the person", "year": {"text": "y"}}}
     sample = parse_sample({**values, "triples": [[0, 1, 2, "who", "year"]]}, "n", "n.json")
     assert sample.texts[0].attributes == {"who": "a man", "year": "2020"}
     assert (sample.conditions["who"].text, sample.triples[0].other) == ("the person", "year")
+    blank = parse_sample(
+        {**values, "conds": {"who": {"text": "w", "question": " "}}}, "n", "n.json"
+    )
+    assert blank.conditions["who"].question == ""
     for changes, message in (
         (
             {"conds": {"who": {"text": "a", "para": 3}}},

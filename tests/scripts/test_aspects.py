@@ -15,6 +15,7 @@ from aspect_figures import (
     sample_mentions,
 )
 
+from llmcond.base.errors import UserError
 from llmcond.data.guides import AspectSample, AspectText, ConditionWordings, Triple
 
 WHO, WHERE = "who", "where"
@@ -55,6 +56,8 @@ def test_wordings_are_distinct_and_known_ones_come_first():
     assert texts[:4] == ["the tone", "the mood", "What is the tone?", "tone"]
     assert len(set(texts)) == 5
     assert len(list_wordings(ConditionWordings("tone"), 5)) == 5
+    with pytest.raises(UserError, match="'tone' has only 5 wordings, fewer than 6"):
+        list_wordings(ConditionWordings("tone"), 6)
 
 
 def test_vectors_that_follow_conditions_have_perfect_figures():
