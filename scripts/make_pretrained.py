@@ -1,8 +1,8 @@
-"""Write a trained encoder with its head into models/, as the bundled model.
+r"""Write a trained encoder with its head into models/, as a bundled model.
 
     python scripts/make_pretrained.py runs/csts --name minilm-csts
-    python scripts/make_pretrained.py runs/conditions
-    python scripts/make_pretrained.py runs/next --average models/minilm-conditions
+    python scripts/make_pretrained.py runs/next --name minilm-conditions \
+        --average models/minilm-conditions
 
 docs/results.md has the commands that trained the runs. The script writes what `llmcond push`
 uploads: the adapter, the head, the training record and the model card, without rows, features and
@@ -27,7 +27,7 @@ from make_credits import SECTION, model_texts
 from safetensors.torch import load_file, save_file
 
 from llmcond.base.files import read_json, write_json
-from llmcond.base.package import DEFAULT_MODEL, bundled_folder
+from llmcond.base.package import bundled_folder
 from llmcond.encoders.adapter import CARD, TRAINING_RECORD, WEIGHTS, identify
 from llmcond.runs import open_any_run
 from llmcond.runs.portable import save_portable_run
@@ -76,10 +76,12 @@ def record_float32(folder: Path, name: str) -> None:
 
 
 def main() -> None:
-    """Stage the run, and replace the bundled model by it."""
+    """Stage the run, and replace the bundled model of this name by it."""
     parser = Options(__doc__)
     parser.option("run", Path, "run folder that train-lora wrote")
-    parser.option("--name", DEFAULT_MODEL, "name of the bundled model")
+    parser.option(
+        "--name", str, "name of the model, which replaces any of this name", required=True
+    )
     parser.option("--out", bundled_folder("models"), "folder of the model", "models/")
     parser.option("--average", Path, "folder of an adapter to average the weights with", "none")
     parser.option("--share", 0.75, "share of the run's weights in the average")
