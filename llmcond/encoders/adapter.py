@@ -90,7 +90,8 @@ class EncoderRecord:
         quantize: quantisation of the base's weights in training.
         base_weights: ``EncoderIdentity.weights`` of the base in training.
         cross: whether it was trained as a cross-encoder.
-        dev_of: digest of the dataset whose dev rows it was trained on; None: no dev rows.
+        dev_of: digests of the datasets whose dev rows it was trained on, separated by spaces; None:
+            no dev rows.
         members: number of adapters of an ensemble, each in one of ``member_folders``; 1: it is not
             an ensemble.
     """
@@ -104,6 +105,11 @@ class EncoderRecord:
     cross: bool = False
     dev_of: str | None = None
     members: int = 1
+
+    @property
+    def dev_digests(self) -> tuple[str, ...]:
+        """The digests of ``dev_of``."""
+        return tuple((self.dev_of or "").split())
 
 
 def member_folders(folder: Path, members: int) -> tuple[Path, ...]:

@@ -79,7 +79,7 @@ class Checkpoint:
         recorded_settings: settings that training recorded, by their names in ``EncoderOptions``;
             includes ``quantize`` if the base of an adapter was quantised.
         cross: whether it was trained as a cross-encoder, whose vectors are not embeddings.
-        dev_digest: digest of the dataset whose dev rows it was trained on; None: no dev rows.
+        dev_digests: digests of the datasets whose dev rows it was trained on.
         random_device: the device that generates its random weights, for benchmarks without weight
             files. None: the weights are read from files.
         members: the folders of an ensemble's adapters, each applied to a copy of the base;
@@ -97,7 +97,7 @@ class Checkpoint:
     adapter: Path | None = None
     recorded_settings: Mapping[str, Any] = field(default_factory=dict)
     cross: bool = False
-    dev_digest: str | None = None
+    dev_digests: tuple[str, ...] = ()
     random_device: str | None = None
     members: tuple[Path, ...] = ()
     base: Checkpoint | None = None
@@ -441,7 +441,7 @@ def _read_folder(
         config = {} if known else read_settings(folder / "config.json", {})
         if config.get("model_type") == "nvembed":  # unique to NV-Embed-v2
             known = find_model("nvidia/NV-Embed-v2")
-        record = tuned.settings, tuned.cross, tuned.dev_of
+        record = tuned.settings, tuned.cross, tuned.dev_digests
         return Checkpoint(name, folder, known, repo, None, *record)
     if not (folder / CONFIG).is_file():
         ensemble = read_encoder_record(folder)
@@ -502,7 +502,7 @@ def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoi
         adapter=folder,
         recorded_settings=settings,
         cross=base.cross or tuned.cross,
-        dev_digest=tuned.dev_of or base.dev_digest,
+        dev_digests=tuple(dict.fromkeys((*base.dev_digests, *tuned.dev_digests))),
         base=base,
     )
 

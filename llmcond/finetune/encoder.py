@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -336,7 +336,7 @@ def save_encoder(
     *,
     merge: bool,
     cross: bool = False,
-    dev_of: str | None = None,
+    dev_of: Iterable[str] = (),
 ) -> None:
     """Write the trained weights of an encoder into a folder that can be named as a model.
 
@@ -347,8 +347,8 @@ def save_encoder(
         merge: whether adapters are added to the weights; then all weights are written.
         cross: whether it was trained as a cross-encoder, so that its vectors are not used as
             embeddings.
-        dev_of: digest of the data whose dev rows it was trained on, so that it is not scored on
-            them.
+        dev_of: digests of the datasets whose dev rows it was trained on, so that it is not scored
+            on them.
     """
     resolved = trainable.resolved
     model, base = base_of(resolved, model)
@@ -380,7 +380,7 @@ def save_encoder(
         quantize=identity.quantize,
         base_weights=identity.weights if base is resolved.checkpoint else base.weights,
         cross=cross,
-        dev_of=dev_of,
+        dev_of=" ".join(dict.fromkeys(dev_of)) or None,
     )
     write_encoder_record(folder, tuned)
 

@@ -178,7 +178,7 @@ def create_manifest(
         # The encoder was trained in another folder, on the same data.
         **(
             {"trained_on": ["train", "dev"]}
-            if resolved.checkpoint.dev_digest == data["digest"]
+            if data["digest"] in resolved.checkpoint.dev_digests
             else {}
         ),
         "data": data,

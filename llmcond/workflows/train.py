@@ -126,7 +126,7 @@ def plan_stage(
             "dev file."
         )
     check_fold_count(dev.take(dev.rated), stage.folds)
-    trained_on_dev = [options.model] if resolved.checkpoint.dev_digest == dataset.digest else []
+    trained_on_dev = [options.model] if dataset.digest in resolved.checkpoint.dev_digests else []
     if teacher is not None and teacher.was_trained_on_dev(dataset):
         trained_on_dev.append(f"the teacher {teacher.run.folder}")
     if stage.folds and trained_on_dev:

@@ -75,6 +75,7 @@ class Teacher:
         rows: the number of rows to rate.
         record: what identifies the teacher: the digests of encoder and head, and ``rows``.
         trained_on: the splits that its encoder or its head was trained on.
+        dev_digests: digests of the datasets whose dev rows its encoder was trained on.
     """
 
     run: Run
@@ -82,6 +83,7 @@ class Teacher:
     rows: int
     record: Mapping[str, Any]
     trained_on: tuple[str, ...]
+    dev_digests: tuple[str, ...]
 
     def record_fields(self) -> dict[str, Any]:
         """Return the names of encoder and head for the training record, with an adapter's base."""
@@ -93,7 +95,8 @@ class Teacher:
     def was_trained_on_dev(self, dataset: Dataset) -> bool:
         """Return whether the teacher was trained on the dev rows of a dataset."""
         is_same_data = self.run.manifest["data"]["digest"] == dataset.digest
-        return is_same_data and "dev" in self.trained_on
+        is_known = dataset.digest in self.dev_digests
+        return is_known or (is_same_data and "dev" in self.trained_on)
 
     def rate(self, train: Rows, seed: int, folder: Path, device: str) -> Rows:
         """Return new rows, which train does not contain, with the teacher's ratings.
@@ -180,7 +183,9 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
         "head": run.head_record(name)["weights_sha256"],
         "rows": rows,
     }
-    return Teacher(run, name, rows, record, tuple(dict.fromkeys(splits)))
+    # The encoder may have been trained on other data than those of the run.
+    dev_digests = run.resolve_encoder("cpu").checkpoint.dev_digests
+    return Teacher(run, name, rows, record, tuple(dict.fromkeys(splits)), dev_digests)
 
 
 def sample_unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
@@ -301,7 +306,7 @@ class TrainingJob:
     @property
     def _dev_is_known(self) -> bool:
         """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
-        if self.resolved.checkpoint.dev_digest == self.dataset.digest:
+        if self.dataset.digest in self.resolved.checkpoint.dev_digests:
             return True
         return self.teacher is not None and self.teacher.was_trained_on_dev(self.dataset)
 
@@ -465,9 +470,10 @@ def train(job: TrainingJob) -> dict[str, Any]:
                 job.folder,
                 merge=options.merge,
                 cross=job.cross,
-                dev_of=job.dataset.digest
-                if "dev" in job.trained_on
-                else resolved.checkpoint.dev_digest,
+                dev_of=(
+                    *resolved.checkpoint.dev_digests,
+                    *[job.dataset.digest] * ("dev" in job.trained_on),
+                ),
             )
             head = model.fitted_head(
                 {

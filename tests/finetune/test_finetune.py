@@ -451,6 +451,22 @@ def test_dev_is_not_used_for_scores_or_selection(rows_file, staged, tmp_path, ca
     assert (summary["n_dev"], summary["dev_spearman"], summary["selected_on"]) == (0, None, None)
 
 
+def test_dev_of_earlier_data_is_remembered(
+    stage_command, staged, write_rows, small_rows, tmp_path, capsys
+):
+    """Training on dev of other data, and rating as a teacher, do not hide that dev is known."""
+    other_rows = write_rows([row for number, row in enumerate(small_rows) if number % 3])
+    later, options = tmp_path / "later", ("--model", staged, "--data", other_rows)
+    run_json(capsys, *change_flags(stage_command, *options, "--run", later, "--folds", 0))
+    records = [json.loads((folder / "encoder.json").read_text()) for folder in (staged, later)]
+    first, both = (record["dev_of"].split() for record in records)
+    assert both[0] == first[0]
+    assert (len(first), len(both)) == (1, 2)
+    teacher = ("--teacher", later, "--teacher-rows", 5, "--run", tmp_path / "bad")
+    message = run_rejected(capsys, *stage_command, *teacher)
+    assert f"the teacher {later} was trained on dev" in message
+
+
 # -- texts with attributes ---------------------------------------------------------------------
 
 PEOPLE = ["two men", "three women", "children", "two dogs"]
