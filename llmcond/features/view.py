@@ -262,8 +262,12 @@ class FeatureView:
                 "only one of them has a condition. Choose a head of joint features, such as linear."
             )
 
-    def check_texts(self) -> None:
-        """Raise a UserError for controls, which cannot embed a text under a given condition."""
+    def check_texts(self, columns: bool = False) -> None:
+        """Raise a UserError for prompts that cannot embed a text under a given condition.
+
+        These are controls, and prompts that read further columns, unless the texts have them
+        (``columns``).
+        """
         effects = {
             "left-out": "it leaves the condition out",
             "shuffled": "it replaces a row's condition by that of another row",
@@ -275,12 +279,18 @@ class FeatureView:
                     f"{effects[prompt.control]}. Name a --prompt that is not a control, or a "
                     "--head that was fitted on such a prompt."
                 )
+            if prompt.fields and not columns:
+                raise UserError(
+                    f"the prompt {prompt.name} reads the column {prompt.fields[0]!r}, which only "
+                    "the rows of its run have. Name a --prompt that reads only the sentence and "
+                    "the condition, or a --head that was fitted on such a prompt."
+                )
 
     def inputs(self, rows: Sequence[tuple[str, str]]) -> ViewInputs:
         """Return every required input of (sentence, condition) rows, row by row.
 
         Raises:
-            UserError: A prompt is a control, whose inputs depend on the whole split.
+            UserError: As ``check_texts``.
         """
         self.check_texts()
         return ViewInputs(rows, [getattr(prompt, part) for prompt, part in self.required_parts()])

@@ -230,7 +230,7 @@ def plan_training(
     # Separate features come last, where heads that take both kinds expect them.
     prompts = sorted(prompts, key=lambda prompt: prompt.separate)
     view = recipe_view(recipe, prompts, subtract)
-    view.check_texts()
+    view.check_texts(columns=aspects is None)
     check_router_used(prompts, options.encoder_options(), task)
     config = training_config(
         options,

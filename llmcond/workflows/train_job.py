@@ -154,7 +154,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
         The teacher; None if there is none.
 
     Raises:
-        UserError: there is no such run, it has no head, or its head does not give ratings.
+        UserError: there is no such run, it has no head, or its head cannot rate new rows.
     """
     if folder is None:
         return None
@@ -171,6 +171,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
                 "its encoder (llmcond train-lora)."
             )
         saved_head, reason = run.load_head(default_head[0]), default_head[1]
+        saved_head.view.check_texts()
         log.info(f"teacher: {saved_head.name} of {folder}, {reason}")
         if not getattr(saved_head.head.settings, "mse", 1.0):
             raise UserError(

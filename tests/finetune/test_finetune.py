@@ -681,6 +681,27 @@ def test_training_continues_from_an_adapter(train, command, aspects, tmp_path):
 # -- invalid input -----------------------------------------------------------------------------
 
 
+def test_prompt_of_further_columns_cannot_embed_other_texts(
+    train, aspects, write_rows, small_rows, tmp_path
+):
+    (tmp_path / "note.toml").write_text(
+        'description = "d"\nsource = "s"\nfields = ["note"]\n'
+        '[conditional]\ntext = "{sentence} ({note}) {condition}"\n'
+        '[unconditional]\ntext = "{condition}"\n'
+    )
+    header = "sentence1,sentence2,condition,label,note"
+    rows = [(*row, "n") for n, row in enumerate(small_rows) if n % 3]
+    options = ("--head", "none", "--epochs", 1, "--data", write_rows(rows, "noted.csv", header))
+    message = "the prompt note reads the column 'note', which only the rows of its run have"
+    noted = (*options, "--prompt", "note.toml")
+    assert message in train("bad", *noted, "--aspects", aspects, command=run_rejected)
+    train("run", *noted)
+    with pytest.raises(UserError, match=message):
+        llmcond.load_embedder(tmp_path / "run")
+    teacher = ("--teacher", tmp_path / "run", "--teacher-rows", 5)
+    assert message in train("bad", *options, *teacher, command=run_rejected)
+
+
 def test_only_links_within_checkpoint_are_copied(train, tiny_bert, tmp_path):
     secret, model = tmp_path / "id_rsa", Path(shutil.copytree(tiny_bert, tmp_path / "model"))
     secret.write_text("a secret")
