@@ -288,8 +288,8 @@ class RatedInputs(RatedData):
     def batch(self, rows: Positions, used: Positions, vectors: Tensor) -> Batch:
         """Return rows as a training batch of a head: first sentences, then second ones.
 
-        ``distinct_inputs``, (u,), is the result of the method ``distinct_inputs`` for these rows;
-        ``vectors``, (u, dim), are the vectors of those inputs.
+        ``used``, (u,), is the result of ``distinct_inputs`` for these rows; ``vectors``, (u, dim),
+        are the vectors of those inputs.
         """
 
         def vectors_of(column: Positions) -> Tensor:
@@ -358,7 +358,7 @@ class BiEncoderModel(RatedModel[RatedInputs]):
             self.prototypes = nn.Parameter(values.to(engine.output_device))
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
-        """Return the mean loss of some rows, a scalar; ``seed`` seeds dropout."""
+        """Return the mean loss of some rows, a scalar; ``seed`` seeds dropout and groups."""
         self.seed_dropout(seed)
         used = inputs.distinct_inputs(rows)
         vectors = inputs.texts.embed(self.engine, used)
@@ -740,7 +740,8 @@ def classify_values(vectors: Tensor, prototypes: Tensor, kinds: Tensor, label: T
     label, kinds = label.to(vectors.device), kinds.to(vectors.device)
     has_label = (label >= 0).nonzero()[:, 0]
     if not len(has_label):
-        return vectors.sum() * 0
+        # The optimiser leaves out weights without a gradient, but a resumed training would not.
+        return (vectors.sum() + prototypes.sum()) * 0
     label = label[has_label]
     unit = normalize(vectors.index_select(0, has_label), dim=1)
     logits = unit @ normalize(prototypes, dim=1).T / _PROTOTYPE_TEMPERATURE
