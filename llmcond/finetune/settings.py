@@ -190,7 +190,8 @@ class AspectSettings:
     Attributes:
         aspects: folder with one file NAME.json per set (see ``llmcond.data.guides``).
         aspects_weight: weight of the contrastive loss; that of the squared error of ratings is 1.
-        aspects_texts: texts per step; the last group may exceed this number.
+        aspects_texts: texts per step and process. Each part of a step has its share of them, which
+            its last group may exceed.
         aspects_values: share of the groups whose condition names two to five example values.
         aspects_absent: share of the groups with one or two texts that say nothing about the
             condition, if the set has such texts; they are negatives of all others.

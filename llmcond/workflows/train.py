@@ -11,6 +11,7 @@ inputs are sentence pairs of train under the conditions of other rows.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -313,7 +314,12 @@ class _PairJob(TrainingJob):
             )
         sampler = None
         if self.aspects is not None:
-            sampler = AspectSampler(self.samples, self.aspects, tokenizer)
+            # Each part of a step samples its share of the texts.
+            share = math.ceil(
+                self.aspects.aspects_texts / self.settings.gradient_accumulation_steps
+            )
+            aspects = replace(self.aspects, aspects_texts=share)
+            sampler = AspectSampler(self.samples, aspects, tokenizer)
         model = BiEncoderModel(
             trainable.engine,
             recipe,

@@ -643,8 +643,20 @@ def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp
     assert fitted_on.endswith("rows.csv and texts of 1 dataset")
     train("again", *options, "--aspects", aspects, "--aspects-texts", 24)
     train("without", *options)
-    monkeypatch.setattr("llmcond.finetune.model.contrast_conditions", lambda *_: 0.0)
+    sizes: list[int] = []
+
+    def count(vectors, *_):
+        sizes.append(len(vectors))
+        return 0.0
+
+    monkeypatch.setattr("llmcond.finetune.model.contrast_conditions", count)
     train("one-condition", *options, "--aspects", aspects, "--aspects-texts", 24)
+    assert min(sizes) >= 24
+    sizes.clear()
+    # Each part of a step has its share of the texts, with one group at least.
+    parts = ("--aspects-texts", 24, "--gradient-accumulation-steps", 4)
+    train("parts", *options, "--aspects", aspects, *parts)
+    assert min(sizes) < 12
     run_digest, again, *others = (
         digest_file(tmp_path / name / "model.safetensors")
         for name in ("run", "again", "without", "one-condition")
