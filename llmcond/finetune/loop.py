@@ -237,12 +237,12 @@ class Trainer(Generic[R]):
         settings: TuneSettings,
         accelerator: Accelerator,
         state: TrainingState,
-        learning_rate_scale: float = 1.0,
+        learning_rate_scale: float | None = None,
     ) -> None:
         """Prepare training, and resume an earlier one if it was stopped.
 
-        Rows of ``dev`` select the weights; without them the last weights are kept. All learning
-        rates are multiplied by ``learning_rate_scale``.
+        Rows of ``dev`` select the weights; without them the last weights are kept. In a last stage,
+        all learning rates are multiplied by ``learning_rate_scale``.
 
         Raises:
             UserError: training was begun with other settings, or there are too few rows.
@@ -254,7 +254,8 @@ class Trainer(Generic[R]):
             model.groups(train), settings, self._seed, accelerator.num_processes
         )
         self.steps = self._schedule.steps * settings.epochs
-        self._weights, self._learning_rate_scale = model.trained_parameters(), learning_rate_scale
+        self._weights, self._is_stage = model.trained_parameters(), learning_rate_scale is not None
+        self._learning_rate_scale = 1.0 if learning_rate_scale is None else learning_rate_scale
         averaged_weights = self._weights if settings.ema_decay else {}
         self._average = {name: value.detach().clone() for name, value in averaged_weights.items()}
         self.progress = TrainingProgress()
@@ -420,16 +421,21 @@ class Trainer(Generic[R]):
         if math.isfinite(value):
             return
         settings = self._settings
-        saved = "nothing was saved yet"
+        saved = f"nothing was saved in {self._state.folder} yet"
         if (self._state.folder / STATE).is_file():
             saved = f"the last checkpoint is in {self._state.folder}"
         if self.progress.best_step:
             saved += f", and the best weights are those of step {self.progress.best_step:,}"
+        rate = settings.learning_rate * self._learning_rate_scale
+        rate = min(rate / 4, default_learning_rate(settings.rank))
         raise UserError(
             f"{what} became {value} in step {step + 1:,} of {self.steps:,} (epoch "
-            f"{step // self._schedule.steps + 1}); {saved}. Lower --learning-rate, to about "
-            f"{min(settings.learning_rate / 4, default_learning_rate(settings.rank)):g}, in "
-            "another --run."
+            f"{step // self._schedule.steps + 1}); {saved}. "
+            + (
+                f"Lower --then-learning-rate, to about {rate:g}."
+                if self._is_stage
+                else f"Lower --learning-rate, to about {rate:g}, in another --run."
+            )
         )
 
     def _evaluate(self, epoch: int) -> None:

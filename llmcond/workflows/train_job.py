@@ -209,9 +209,12 @@ def sample_unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
     used = set(zip(pair, condition, strict=True))
     possible = len(first_rows) * len(set(condition)) - len(used)
     if count > possible / 2:  # beyond that, sampling would mostly hit rows that are used already
+        most = possible // 2
+        advice = f"Give --teacher-rows {most}, or fewer" if most else "Leave out --teacher"
         raise UserError(
-            f"--teacher-rows is {count:,}, but {rows.file} gives {possible:,} new combinations of "
-            f"sentence pairs and conditions. Ask for at most half of them, {possible // 2:,}."
+            f"the teacher is to rate {count:,} new rows, but {rows.file} gives {possible:,} new "
+            "combinations of sentence pairs and conditions, of which at most half are used. "
+            f"{advice}."
         )
     row_indices, texts = list[int](), list[str]()
     while len(row_indices) < count:

@@ -762,3 +762,8 @@ def test_non_finite_loss_stops_training_and_keeps_checkpoint(train, tmp_path):
     assert "the last checkpoint is in wild/training" in message
     assert "--learning-rate" in message
     assert (tmp_path / "wild" / "training" / STATE).is_file()
+    options = "--head mlp --dim 8 --epochs 1 --max-grad-norm 0 --warmup 0 --learning-rate 1e-35"
+    options += " --then dev --then-learning-rate 100"
+    message = train("stage", *options.split(), command=run_rejected)
+    assert "nothing was saved in stage/training/then yet" in message
+    assert "Lower --then-learning-rate, to about 0.001." in message

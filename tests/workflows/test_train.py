@@ -214,7 +214,7 @@ def test_invalid_options_report_one_line(command, workspace, train, tmp_path, ca
     changes = {"mse": "0", "cosent": "1", "epochs": "1"}
     llmcond.fit_head(run=other_scale, head="linear", set=changes)
     for teacher, options, message in (
-        ("frozen", "--teacher-rows 15", "at most half of them, 14"),
+        ("frozen", "--teacher-rows 15", "Give --teacher-rows 14, or fewer"),
         ("frozen", "--task kgc", "--teacher is for rated pairs"),
         (bare, "", "has no fitted head"),
         (other_scale, "", "on another scale"),
