@@ -69,9 +69,10 @@ class ConditionedModel:
         Raises:
             UserError, LlmcondError: As ``llmcond.load_embedder``.
         """
-        arguments = tuple(self._model.find_arguments.items())
+        model = self._model
+        arguments, identity = tuple(model.find_arguments.items()), json.dumps(model.identity)
         with _loading:  # so that threads do not load the same model at once
-            embedder = _load(arguments, self.device)
+            embedder = _load(arguments, self.device, identity)
         return replace(embedder, truncate_dim=self.truncate_dim)
 
     @property
@@ -149,7 +150,7 @@ _loading = Lock()
 
 
 @lru_cache
-def _load(arguments: tuple[tuple[str, str], ...], device: str) -> Embedder:
-    """Load a model by its ``find_arguments``."""
+def _load(arguments: tuple[tuple[str, str], ...], device: str, _identity: str) -> Embedder:
+    """Load a model by its ``find_arguments``; one with another identity is loaded again."""
     options: dict[str, Any] = dict(arguments)
     return EmbeddingModel.find(**options, device=device, quiet=True).load()

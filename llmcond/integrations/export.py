@@ -20,10 +20,9 @@ from llmcond.base.arrays import Array
 from llmcond.base.errors import LlmcondError, UserError, shortened_repr
 from llmcond.base.files import check_new_folder, create_folder_atomically, write_json, write_text
 from llmcond.base.output import Displayed
-from llmcond.base.package import pretrained_folder
 from llmcond.base.system import versions
 from llmcond.base.text import wordings
-from llmcond.encoders.checkpoint import find_hub_source, read_settings
+from llmcond.encoders.checkpoint import read_settings
 from llmcond.encoders.loading import (
     load_config,
     load_model,
@@ -43,6 +42,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.template import InputTemplate
 from llmcond.report.card import render_card
 from llmcond.runs.embedder import Embedder, describe, load_embedder
+from llmcond.runs.open import open_any_run
 from llmcond.runs.portable import copy_run, read_credits, strip_path
 from llmcond.runs.similarity import Vectors
 
@@ -681,7 +681,7 @@ def _write_any_condition(run: Path, out: Path, embedder: Embedder) -> ExportResu
     result = ExportResult(out, [], "any", modules, dtype, embedder.dim, None, [note], about)
     with create_folder_atomically(out) as folder:
         checkpoint = embedder.encoder.resolved.checkpoint
-        copy_run(run, embedder.name, embedder.view.name, checkpoint, folder)
+        copy_run(run, embedder.name, embedder.view, checkpoint, folder)
         write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _MODULE}])
         _write_settings(folder, {})
         return _finish_export(folder, result, embedder, run, expected)
@@ -703,12 +703,11 @@ def _finish_export(
     licence = known.licence if known else None
     # The command contains no local paths.
     words = ["llmcond", "export", "--format", "sentence-transformers", "--out", result.out.name]
-    source = find_hub_source(run)
-    if source is not None:
-        words += ["--model", source.repo, "--revision", source.commit]
-    else:
-        words += ["--model" if run == pretrained_folder(run.name) else "--run", run.name]
-    words += ["--head", str(result.about["head"])]
+    opened = open_any_run(run)
+    zero_shot = opened.zero_shot_arguments(embedder.view)
+    head = zero_shot if embedder.name == "none" else {"head": embedder.name}
+    for name, value in {**opened.find_arguments, **head}.items():
+        words += [f"--{name}", strip_path(value)]
     words += [word for condition in result.conditions for word in ("--condition", condition)]
     works = read_credits(checkpoint.adapter or checkpoint.folder)
     card = render_card(

@@ -217,7 +217,8 @@ def _hash_embedder(embedder: Embedder) -> str:
     head, prompts = embedder.head, [prompt.digest for prompt in embedder.view.prompts]
     tensors = {name: np.ascontiguousarray(value) for name, value in head.tensors.items()}
     weights = digest_bytes(save_tensors(tensors), size=16).hex()
-    settings = repr(head.settings) if head.dim_in else ""
+    # Zero-shot has no settings, but may subtract.
+    settings = repr(head.settings) if head.dim_in else "" if embedder.view.subtract else "plain"
     return digest_text(embedder.encoder.identity.fingerprint, *prompts, settings, weights)
 
 

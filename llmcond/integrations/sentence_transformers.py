@@ -75,7 +75,7 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has
         """Write the files that ``load`` reads."""
         embedder = self.embedder
         checkpoint = embedder.encoder.resolved.checkpoint
-        copy_run(self.run, embedder.name, embedder.view.name, checkpoint, Path(output_path))
+        copy_run(self.run, embedder.name, embedder.view, checkpoint, Path(output_path))
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Self:

@@ -1012,8 +1012,9 @@ class EmbeddingModel:
     @property
     def find_arguments(self) -> dict[str, str]:
         """The arguments of ``find``, as strings, that find this model again."""
-        prompt = {} if self.head.is_fitted else {"prompt": self.view.name}
-        return {**self.run.find_arguments, "head": self.head.reference, **prompt}
+        fitted, run = self.head.is_fitted, self.run
+        head = {"head": self.head.name} if fitted else run.zero_shot_arguments(self.view)
+        return {**run.find_arguments, **head}
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from llmcond.encoders.checkpoint import (
     settings_files,
     weight_files,
 )
+from llmcond.features.view import FeatureView
 from llmcond.heads.storage import weights_path
 from llmcond.runs.open import open_any_run
 from llmcond.runs.run import IN_RUN_FOLDER, Run, read_manifest
@@ -452,7 +453,7 @@ def list_files(folder: Path) -> list[Path]:
 EXPORT_SETTINGS = "llmcond.json"
 
 
-def copy_run(run: Path, head: str, prompt: str, checkpoint: Checkpoint, out: Path) -> None:
+def copy_run(run: Path, head: str, view: FeatureView, checkpoint: Checkpoint, out: Path) -> None:
     """Write a copy of a run to ``out/run``, and its selected head or prompt to ``out``.
 
     The files of a trained encoder, and of one that is a local folder, are copied too; others are
@@ -461,7 +462,7 @@ def copy_run(run: Path, head: str, prompt: str, checkpoint: Checkpoint, out: Pat
     Args:
         run: folder of the run.
         head: name of the head; ``none``: zero-shot.
-        prompt: name of the prompt, for zero-shot embeddings.
+        view: the features of zero-shot embeddings.
         checkpoint: checkpoint of the run's encoder.
         out: folder of the copy.
 
@@ -489,8 +490,8 @@ def copy_run(run: Path, head: str, prompt: str, checkpoint: Checkpoint, out: Pat
         record_copy = _tidy_record({**record, "encoder": head_encoder}, {})
         write_json(target / folder / "head.json", record_copy)
         shutil.copyfile(weights_path(run / folder, record), target / folder / "head.safetensors")
-    selected = {"head": head, "prompt": prompt if head == "none" else None}
-    write_json(out / EXPORT_SETTINGS, selected)
+    selected = open_any_run(run).zero_shot_arguments(view) if head == "none" else {"head": head}
+    write_json(out / EXPORT_SETTINGS, {"prompt": None, **selected})
 
 
 def read_export(folder: Path) -> dict[str, Any]:

@@ -231,7 +231,7 @@ class RunHead(Generic[H_co]):
 
     @property
     def reference(self) -> str:
-        """The value of ``--head`` that selects it: its name, or ``none`` for zero-shot."""
+        """Its name, or ``none`` for zero-shot."""
         return self.name if self.is_fitted else self.recipe
 
     @property
@@ -725,6 +725,12 @@ class Run:
     def zero_shot_view(self, prompt: Prompt) -> FeatureView:
         """Return the features of zero-shot under a prompt, with subtraction by default."""
         return self.zero_shot_views(prompt)[-1 if self.kind.subtracts else 0]
+
+    def zero_shot_arguments(self, view: FeatureView) -> dict[str, str]:
+        """Return the head, and perhaps the prompt, that find the zero-shot head of a view again."""
+        if view.subtract == self.zero_shot_view(view.prompts[0]).subtract:
+            return {"head": "none", "prompt": view.name}
+        return {"head": head_name("none", view)}
 
     def head_record(self, name: str) -> dict[str, Any]:
         """Return the content of a head's ``head.json``.

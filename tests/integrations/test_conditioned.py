@@ -1,12 +1,17 @@
 """Models with one condition: their vectors, and the settings that programs store."""
 
 import pickle
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import llmcond
 from llmcond.integrations.conditioned import ConditionedModel
+from llmcond.runs import open_run
+from llmcond.runs.embedder import EmbeddingModel
+from llmcond.runs.run import zero_shot_head
 
 TEXTS = ["Two women read a book at the beach.", "Two women cook at night."]
 CUISINE = llmcond.Condition("the cuisine | the kitchen", ["Italian", "Thai"])
@@ -30,6 +35,30 @@ def test_stored_settings_give_the_same_model(condition):
     model.embed(TEXTS)
     assert len(pickle.dumps(model)) < 1000  # no weights
     assert pickle.loads(pickle.dumps(model)) == model
+
+
+def test_head_that_was_fitted_again_is_loaded_again(tiny_run, tmp_path):
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    for seed in (0, 1):
+        settings = {"epochs": "1", "batch_size": "16"}
+        llmcond.fit_head(run=run, head="linear", dim=4, set=settings, seed=seed)
+        vectors = ConditionedModel("the activity", run, "linear").embed(TEXTS)
+        expected = llmcond.load_embedder(run, "linear").encode(TEXTS, "the activity")
+        np.testing.assert_array_equal(vectors, expected)
+
+
+def test_zero_shot_with_and_without_subtraction_is_selected_again(tiny_run):
+    run = open_run(tiny_run)
+    models = [
+        EmbeddingModel(run, zero_shot_head(view))
+        for prompt in run.prompts().values()
+        for view in run.zero_shot_views(prompt)
+    ]
+    assert len(models) > len(run.prompts())
+    for model in models:
+        assert EmbeddingModel.find(**model.find_arguments).identity == model.identity
+        stored = ConditionedModel("the activity", tiny_run, model.head.name).to_json()
+        assert ConditionedModel.from_json(stored).to_json() == stored
 
 
 def test_fingerprints_differ_where_vectors_do():

@@ -103,6 +103,12 @@ def test_accuracy_of_triples_matches_embedder(wrapper, tiny_run, aspects):
 # -- what mteb requires of tasks and models ------------------------------------------------------
 
 
+def test_revisions_differ_where_vectors_do(wrapper, tiny_run):
+    names = ("none@concat-sent-cond", "none@concat-sent-cond+c")
+    models = [wrapper.MtebEncoder(tiny_run, head=name) for name in names]
+    assert len({model.mteb_model_meta.revision for model in models}) == 2
+
+
 def test_proposed_tasks_import_nothing_of_llmcond():
     source = (Path(llmcond.__file__).parent / "integrations" / "mteb_tasks.py").read_text()
     modules = [node.module for node in ast.walk(ast.parse(source)) if hasattr(node, "module")]
