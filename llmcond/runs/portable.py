@@ -274,10 +274,12 @@ def stage_run(
             raise UserError(
                 f"{folder / head} is damaged: its two files do not belong together. Fit it again."
             )
-    default_head = run.default_head()
     # The default head is recorded, because a copy does not show which head was fitted last.
-    defaults = [name for name in (default_head or ())[:1] if name in names] or names[:1]
-    stage_record(RUN_RECORD, **({"default_head": defaults[0]} if defaults else {}))
+    default = (run.default_head() or ("",))[0]
+    if names and default not in names:
+        default = run.best_head({name: run.head_record(name) for name in names}) or names[-1]
+        log.info(f"{folder}: the default of the copy is the head {default}")
+    stage_record(RUN_RECORD, **({"default_head": default} if names else {}))
     if tuned:
         stage_record(TRAINING_RECORD)
         stage_record(ENCODER_RECORD)

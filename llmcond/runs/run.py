@@ -691,20 +691,26 @@ class Run:
             return self.manifest["default_head"], "the run's default"
         metric = get_metric(self.dev_metric)
         records = {name: self.head_record(name) for name in names}
-        scores = {name: dev_score(record, metric.name) for name, record in records.items()}
-        scored = {name: score for name, score in scores.items() if score is not None}
         on_dev = {name for name in names if "dev" in training_splits(records[name])}
-        if not scored:
+        best = self.best_head(records)
+        if best is None:
             return names[-1], "fitted last" + (", on dev too" if names[-1] in on_dev else "")
-        best = metric.best(scored, key=scored.__getitem__)
+        score = dev_score(records[best], metric.name)
         zero_shot = records[best].get("zero_shot") or {}
         limit = zero_shot.get(f"dev_{metric.name}")
-        if isinstance(limit, float) and metric.best(scored[best], limit) == limit:
+        if isinstance(limit, float) and metric.best(score, limit) == limit:
             return zero_shot["name"], f"no head is better than zero-shot on dev, {best} neither"
         others = f" of {len(names)} heads" if len(names) > 1 else ""
         unscored = f"; fitted on dev, so without a dev score: {', '.join(sorted(on_dev))}"
-        why = f"best{others} on dev, {metric.heading} {metric.format(scored[best])}"
+        why = f"best{others} on dev, {metric.heading} {metric.format(score)}"
         return best, why + (unscored if on_dev else "")
+
+    def best_head(self, records: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """Return the head with the best score on dev, by its record; None if none has a score."""
+        metric = get_metric(self.dev_metric)
+        scores = {name: dev_score(record, metric.name) for name, record in records.items()}
+        scored = {name: score for name, score in scores.items() if score is not None}
+        return metric.best(scored, key=scored.__getitem__) if scored else None
 
     def set_default_head(self, name: str) -> None:
         """Record the default head.

@@ -18,7 +18,9 @@ import llmcond
 from llmcond import push
 from llmcond.base.errors import LlmcondError, UserError
 from llmcond.cli import run
-from llmcond.runs.portable import _PATH
+from llmcond.runs import open_any_run
+from llmcond.runs.portable import _PATH, save_portable_run
+from llmcond.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -235,6 +237,14 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(hub, frozen, capsys, tmp_pat
         assert text in card
     np.testing.assert_array_equal(encode_texts(REPO), expected)
     np.testing.assert_array_equal(encode_texts(REPO, LINEAR), expected_linear)
+
+
+def test_best_head_is_the_default_of_a_copy_if_zero_shot_was(frozen, monkeypatch, tmp_path):
+    monkeypatch.setattr(Run, "default_head", lambda _: ("none@separate", "best on dev"))
+    for best in open_any_run(frozen).head_names():
+        monkeypatch.setattr(Run, "best_head", lambda _self, records, best=best: best)
+        save_portable_run(frozen, tmp_path / best)
+        assert json.loads((tmp_path / best / "run.json").read_text())["default_head"] == best
 
 
 def test_frozen_hub_encoder_is_named_with_its_commit(hub, monkeypatch, base, data, tmp_path):
