@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import llm
 
-from llmcond.base.errors import UserError
+from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ConditionalModel(llm.EmbeddingModel):  # type: ignore[misc]  # llm is not 
         """
         try:
             yield from self.model.embed(items).tolist()
-        except UserError as error:
+        except LlmcondError as error:
             raise CommandError(str(error)) from error
 
 
@@ -127,7 +127,7 @@ def add_condition(name: str, condition: str, values: str, **options: Any) -> Non
     try:
         model = ConditionedModel(Condition(condition, values) if values else condition, **options)
         dim = model.embedder.dim
-    except UserError as error:
+    except LlmcondError as error:
         raise CommandError(str(error)) from error
     added = ConditionalModel(name, model.to_json())
     others = {key: value for key, value in _read_settings().items() if key != added.model_id}

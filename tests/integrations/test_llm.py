@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from helpers.paths import ROOT
 
 import llmcond
+from llmcond.integrations.conditioned import ConditionedModel
 
 TEXTS = ["two men ride", "a dog plays in the park", "women read at the beach", "rain"]
 
@@ -53,6 +54,14 @@ def read_vectors(folder, collection):
     stored = llm.Collection(collection, Database(folder / "embeddings.db"), create=False)
     rows = stored.db["embeddings"].rows_where("collection_id = ?", [stored.id], order_by="id")
     return np.array([llm.decode(row["embedding"]) for row in rows]), stored.model_id
+
+
+def test_errors_of_other_causes_are_one_line(run, monkeypatch):
+    def fail(*_):
+        raise llmcond.LlmcondError("the hub cannot be reached")
+
+    monkeypatch.setattr(ConditionedModel, "embedder", property(fail))
+    assert run("llmcond", "add", "places", "the place", fails=True).endswith("be reached\n")
 
 
 def test_collections_keep_their_condition(run, table, tmp_path, tiny_run):
