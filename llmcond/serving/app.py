@@ -449,6 +449,8 @@ class Endpoints:
             "condition": condition,
         }
         lengths = {name: len(value) for name, value in fields.items() if not isinstance(value, str)}
+        for name in (name for name, number in lengths.items() if not number):
+            raise invalid_value_error(name, f"{name} is empty; give at least one text.")
         count = next(iter(lengths.values()), 1)
         if set(lengths.values()) - {count}:
             listing = ", ".join(f"{number} in {name}" for name, number in lengths.items())

@@ -179,15 +179,15 @@ class Gate:
             batcher: the queue in front of the model.
             metrics: the server's metrics.
             keys: valid API keys; without any, no key is required.
-            settings: limits, and the address. If the server listens on this machine only, and has
-                no keys, requests under any host name but localhost are rejected: otherwise a
+            settings: limits, and the numeric address. If only this machine can reach it, and there
+                are no keys, requests under any host name but localhost are rejected: otherwise a
                 website that is open in a browser on this machine could let its own name resolve to
                 this server (DNS rebinding), and read whatever the server returns.
         """
         self.app, self._batcher, self._metrics = app, batcher, metrics
         self._keys, self._timeout = keys, settings.timeout
         self._max_requests = settings.max_concurrent_requests
-        self._checks_host = settings.host in _LOCAL and not keys
+        self._checks_host = ipaddress.ip_address(settings.host).is_loopback and not keys
         self._in_progress = 0
         self.closing = False
 
@@ -317,8 +317,6 @@ def _check_host(host: str) -> None:
 
 #: Forward passes per batch. Inputs are sorted by length across the passes, which saves padding.
 _PASSES = 2
-#: Addresses that only this machine can reach.
-_LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def load_model(served: ServedSource) -> ServedModel:

@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -107,8 +107,8 @@ def serve(served: ServedSource, settings: ServerSettings) -> ServeResult:
         from llmcond.serving.model_server import ModelServer, load_model
 
         loaded = load_model(served)
-        running = ModelServer(loaded, settings, keys)
         host, port = listening.getsockname()[:2]
+        running = ModelServer(loaded, replace(settings, host=host), keys)
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if not keys and not ipaddress.ip_address(host).is_loopback:
             log.warning(

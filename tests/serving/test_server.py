@@ -202,6 +202,8 @@ def test_server_describes_itself_without_local_paths(embedder, tmp_path):
 
 #: Fields that replace those of a valid body: the field that the error names, and its message.
 INVALID_FIELDS = [
+    ("similarity", {"sentence1": "a", "sentence2": []}, "sentence2", "sentence2 is empty"),
+    ("similarity", {"sentence1": "a", "condition": []}, "condition", "condition is empty"),
     ("embeddings", {"conditon": 1}, "conditon", "Did you mean 'condition'"),
     ("embeddings", {"input": None}, "input", "'input' is null: it should be a text or a list"),
     ("embeddings", {"input": [[1], [2]]}, "input", "input holds token ids"),
@@ -320,6 +322,12 @@ def test_server_without_keys_accepts_only_local_hosts(client, embedder):
         assert (response.status, response.error["code"]) == (403, "host")
     with serve(ServedModel(embedder), (b"k3y",)) as (client_with_key, _):
         assert client_with_key.get("/healthz", Host="example.org").status == 200
+
+
+def test_every_loopback_address_accepts_only_local_hosts(embedder):
+    for address, status in (("127.0.0.2", 403), ("::1", 403), ("0.0.0.0", 200)):
+        with serve(ServedModel(embedder), host=address) as (client, _):
+            assert client.get("/healthz", Host="example.org").status == status
 
 
 def test_only_pages_of_named_origins_may_send_requests(client, embedder):
