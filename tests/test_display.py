@@ -13,7 +13,7 @@ import pytest
 
 import llmcond
 from llmcond.base.metrics import METRICS
-from llmcond.base.output import Displayed, ExtractionBar, FitBar
+from llmcond.base.output import Displayed, ExtractionBar, FitBar, Table
 from llmcond.clustering import Clustering
 from llmcond.heads import PairArrays
 from llmcond.search.query import Hits
@@ -42,6 +42,13 @@ def test_result_is_one_line_in_terminal_and_table_in_notebook():
     assert "the first 20 of 30 rows" in html
     assert "0.1235" in html
     assert "searched 30" in html
+
+
+def test_headings_cannot_end_a_cell_in_markdown():
+    table = Table.of_rows([{"the fault | what is wrong": "a|b", "n": 1}])
+    lines = table.document("markdown").splitlines()
+    assert r"the fault \| what is wrong" in lines[0]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {3}
 
 
 def test_copies_of_results_are_equal(tiny_run):

@@ -7,6 +7,7 @@ import pytest
 
 from llmcond.base.errors import UserError
 from llmcond.base.files import (
+    check_output,
     digest_file,
     digest_files,
     digest_text,
@@ -64,6 +65,16 @@ def test_paths_that_cannot_be_files_are_reported(path):
         with pytest.raises(UserError, match=f"cannot write {wrong}"):
             write_text(wrong, "x")
     assert sorted(path.parent.iterdir()) == [path, path.parent / "folder"]
+
+
+def test_only_files_of_splits_are_inputs_of_a_folder(tmp_path):
+    for name in ("evaluation.html", "latest.csv", "dev.csv", "my-test.csv"):
+        (tmp_path / name).touch()
+    for name in ("evaluation.html", "latest.csv"):
+        check_output(tmp_path / name, (".html", ".csv"), [tmp_path])
+    for name in ("dev.csv", "my-test.csv"):
+        with pytest.raises(UserError, match="is an input of the same command"):
+            check_output(tmp_path / name, (".csv",), [tmp_path])
 
 
 def test_json_round_trip(tmp_path):

@@ -249,7 +249,8 @@ def _is_input(path: Path, source: Path) -> bool:
         return False
     if source.is_dir():
         within = source.resolve() in path.resolve().parents
-        return within and re.search("train|dev|val|test", path.name, re.IGNORECASE) is not None
+        split = r"(?:^|[-_.])(?:train|dev|val|valid|validation|test)(?:[-_.]|$)"
+        return within and re.search(split, path.name, re.IGNORECASE) is not None
     return path.samefile(source)
 
 

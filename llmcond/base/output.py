@@ -479,11 +479,12 @@ class Table:
         """Return the table as Markdown, LaTeX or HTML, with its note above it."""
         from tabulate import tabulate
 
+        headings = [escape_control_characters(column.heading) for column in self.columns]
         cells = [[_escape_cell(text, form) for text in column.texts] for column in self.columns]
         alignment = ["right" if c.kind == "figures" else "left" for c in self.columns]
         text = tabulate(
             list(zip(*cells, strict=True)),
-            [escape_control_characters(column.heading) for column in self.columns],
+            [_escape_cell(heading, form) for heading in headings],
             _DOCUMENTS.get(form, form),
             disable_numparse=True,
             colalign=alignment if form == "latex" else None,
