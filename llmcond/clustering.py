@@ -604,7 +604,10 @@ def describe_clusters(
     pattern = word_pattern(cleaned)
     words = [list(find_words(text, pattern)) for text in cleaned]
     if answers is not None:
-        names = {number: _frequent_answers(answers, labels == number) for number in numbers}
+        key_of = {answer: condition_key(answer) for answer in set(answers)}
+        keys = [key_of[answer] for answer in answers]
+        spellings = dict(zip(keys, answers, strict=True))
+        names = {n: _frequent_answers(keys, spellings, labels == n) for n in numbers}
     else:
         terms = _find_terms(words, labels, numbers, frequent)
         if embed is not None:
@@ -627,10 +630,11 @@ def describe_clusters(
     return clusters
 
 
-def _frequent_answers(answers: Sequence[str], inside: NDArray[np.bool_]) -> str:
+def _frequent_answers(
+    keys: Sequence[str], spellings: Mapping[str, str], inside: NDArray[np.bool_]
+) -> str:
     """Return the most frequent answers of a cluster that at least a tenth of its texts share."""
-    spellings = {condition_key(answer): answer for answer in answers}
-    counts = Counter(condition_key(answers[i]) for i in np.flatnonzero(inside).tolist())
+    counts = Counter(keys[i] for i in np.flatnonzero(inside).tolist())
     common = counts.most_common(3)
     frequent = [spellings[key] for key, n in common if 10 * n >= inside.sum()]
     return ", ".join(frequent or [spellings[common[0][0]]])

@@ -75,6 +75,16 @@ def test_output_that_cannot_be_written_is_reported_before_any_work(
     assert sorted(str(path) for path in folder.rglob("*")) == before
 
 
+def test_answers_and_ranges_are_inputs_of_embed(capsys, folder):
+    (folder / "ranges.npy").touch()
+    (folder / "more.csv").write_text("text\na dog\n")
+    command = ("embed", "more.csv", "--condition-text", "the animal", "--out")
+    for flag, name in (("--answers", "texts.csv"), ("--ranges", "ranges.npy")):
+        precision = () if flag == "--answers" else ("--precision", "int8")
+        message = run_rejected(capsys, *command, name, flag, name, *precision)
+        assert message == f"{name} is an input of the same command; name another file."
+
+
 def test_all_outputs_are_checked():
     names = ("out", "report", "plot", "plot_steps", "predictions", "figures")
     unchecked = {

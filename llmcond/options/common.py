@@ -336,7 +336,7 @@ class IgnoreOption(ConditionOptions):
         (),
         metavar="TEXT",
         repeat=True,
-        needs="--condition or --weight",
+        needs="--condition or --condition-text or --weight",
         help="condition to ignore, such as 'the product': what the texts differ in under it is "
         f"removed from their embeddings; may be repeated. {OTHERS}: each --condition ignores the "
         "other ones",
@@ -378,7 +378,7 @@ class IgnoreOptions(IgnoreOption):
     ignore_column: Sequence[str] = option(
         (),
         metavar="COL",
-        needs="--condition",
+        needs="--condition or --condition-text",
         help="columns of known labels to ignore, such as the product of each text",
     )
     ignore_directions: Positive | None = option(

@@ -147,7 +147,8 @@ class EmbedOptions(
         super().__post_init__()
         out = Path(self.out)
         if not self.is_streamed:
-            check_output(out, EMBEDDING_SUFFIXES, [self.texts, self.guide])
+            inputs = [self.texts, self.guide, self.answers, self.ranges]
+            check_output(out, EMBEDDING_SUFFIXES, inputs)
             if out.is_symlink():  # Its target is written, and the link stays.
                 out = out.resolve()
                 object.__setattr__(self, "out", out)

@@ -548,7 +548,7 @@ class Embedder(SimilarityModel):
         condition = as_condition(condition)
         guides: dict[str | None, Guide] = {**self.guides}
         guides.pop(condition, None)
-        plain = replace(self, guides={**guides})
+        plain = replace(self, guides={})  # The map is applied to vectors without a guide.
         guides[condition] = fit_ignoring_map(
             plain.encode, texts, condition, columns, directions, self.head
         )

@@ -544,6 +544,11 @@ class Index:
                 f"the index has no column {unknown[0]!r}. {nearest(unknown[0], self.columns)} "
                 "Store it with the texts first: llmcond index TEXTS --keep COLUMN"
             )
+        if not len(table):
+            raise UserError(
+                f"{self.folder} has no texts yet, in which what to ignore could be found. Add "
+                "texts first."
+            )
         taken = np.unique(np.linspace(0, len(table) - 1, min(len(table), _MAX_READ)).astype(int))
         rows = table.take(taken, ["text", *columns])
         texts = rows["text"].to_pylist()
@@ -551,6 +556,7 @@ class Index:
         target = without_ignored(condition)
         model.guides.pop(condition, None)
         version = IndexVersion(table, self._views, model)
+        version.guides = Guides()  # The map is applied to vectors without a guide.
 
         def encode(sample: Sequence[str], under: str) -> Array:
             numbers = np.array([positions[text] for text in sample], dtype=np.int64)

@@ -57,8 +57,9 @@ class ChatClient(ServerClient):
             try:
                 return await self._request(messages, template, seed, self._structured)
             except RefusedError as error:
-                # Only this question is rejected, for example because it is too long.
-                return Answer(str(error), None, None, 0.0)
+                # Only this question is rejected, for example because it is too long. A text that
+                # begins with "<" is not parsed as an answer.
+                return Answer(f"<{error}>", None, None, 0.0)
         try:
             answer, self._structured = await self._request(messages, template, seed, True), True
         except (RefusedError, BrokenError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ from llmcond.runs.similarity import Vectors, report_foreign_texts
 #: The labels of pairs that are the same and different, and of skipped ones, as ``extract`` reads
 #: them.
 _SAME, _DIFFERENT, _SKIPPED = "5", "1", "-1"
+_COLUMNS = "sentence1", "sentence2", "condition", "label"
 #: The number of example pairs, and the smallest rank of a pair that is near.
 _EXAMPLES, _NEAR = 3, 0.98
 #: The name of the ranking without a condition.
@@ -448,7 +450,8 @@ class _PairAnswers:
         path: the file; None: the answers are in memory only.
 
     Raises:
-        UserError: the file is not a table of answers.
+        UserError: the file is not a table of answers, or has columns or labels that writing it
+            would lose.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -456,6 +459,15 @@ class _PairAnswers:
         self._answers: dict[tuple[str, str, str], bool | None] = {}
         if path is not None and path.is_file():
             rows, _ = read_rows(path)
+            with path.open(encoding="utf-8-sig", newline="") as stream:
+                columns = next(csv.reader(stream), [])
+            is_known = np.isnan(rows.rating) | np.isin(rows.rating, (0, 1))
+            if set(columns) != set(_COLUMNS) or not is_known.all():
+                raise UserError(
+                    f"{path} has other columns or labels than answers of check-condition "
+                    f"({', '.join(_COLUMNS)}; {_SAME}, {_DIFFERENT} and {_SKIPPED}), which would "
+                    "be lost. Name another --out."
+                )
             for first, second, condition, rating in zip(
                 rows.sentence1, rows.sentence2, rows.condition, rows.rating, strict=True
             ):
@@ -485,7 +497,7 @@ class _PairAnswers:
             return
         labels = {True: _SAME, False: _DIFFERENT, None: _SKIPPED}
         rows = [(*question, labels[answer]) for question, answer in self._answers.items()]
-        write_csv(self._path, ("sentence1", "sentence2", "condition", "label"), rows)
+        write_csv(self._path, _COLUMNS, rows)
 
 
 @contextmanager
@@ -638,13 +650,13 @@ def _ask_judge(
             runner.ask(pair_questions)
         finally:
             ratings = [runner.parsed_answer(question) for question in pair_questions]
-            table.add(
-                {
-                    question: None if np.isnan(rating) else bool(rating > 0.5)
-                    for question, rating in zip(missing, ratings, strict=True)
-                    if rating is not None
-                }
-            )
+            rated = {
+                question: None if np.isnan(rating) else bool(rating > 0.5)
+                for question, rating in zip(missing, ratings, strict=True)
+                if rating is not None
+            }
+            if rated:
+                table.add(rated)
     unread = sum(rating is None for rating in ratings)
     if missing and unread == len(missing):
         raise UserError(

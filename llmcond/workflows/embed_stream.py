@@ -522,12 +522,11 @@ def _check_parts(
 
 def _check_same(out: str, recorded: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     changes = []
-    for name in config:
-        if recorded.get(name) != config[name]:
-            is_digest = name in ("encoder", "prompt", "head", "guides")
-            changes.append(
-                name if is_digest else f"{name} {recorded.get(name)!r}, not {config[name]!r}"
-            )
+    for name in dict.fromkeys([*config, *recorded]):
+        before, now = recorded.get(name), config.get(name)
+        if before != now:
+            is_digest = name in ("encoder", "prompt", "head", "guides", "answers")
+            changes.append(name if is_digest else f"{name} {before!r}, not {now!r}")
     if changes:
         raise UserError(
             f"{out} was started with another {'; '.join(changes)}. Give the same options as "

@@ -13,7 +13,7 @@ from llmcond.base.errors import UserError
 from llmcond.base.files import is_folder, path_exists
 from llmcond.base.options import IndexPrecision
 from llmcond.base.output import Displayed
-from llmcond.base.text import distinct_conditions, without_ignored
+from llmcond.base.text import distinct_conditions, ignored_by, without_ignored
 from llmcond.data.datasets import read_collection, read_text_file
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.heads.guide import Guide, Guides
@@ -91,6 +91,11 @@ def index_texts(options: IndexOptions) -> IndexResult:
         index = Index.build(out, conditions=plain, **model_options)
     else:
         keep = list(dict.fromkeys([*keep, *options.ignore_column]))
+        if options.answers is None and ORIGINAL in TextTable(out).columns and ORIGINAL not in keep:
+            raise UserError(
+                f"{out} holds answers in place of texts, and the texts in its column {ORIGINAL!r}. "
+                "Give --answers."
+            )
         other_columns = [*keep, *([id_column] if id_column else [])]
         collection = read_collection(texts, options.text, list(dict.fromkeys(other_columns)), read)
         columns: Mapping[str, Any] = {name: collection.columns[name] for name in keep}
@@ -147,7 +152,7 @@ def _fit_maps(
 ) -> None:
     """Find what conditions ignore, and fit or remove their guides."""
     for condition in conditions:
-        if options.ignore or options.ignore_column:
+        if options.ignore_column or ignored_by(condition):
             index.ignore(condition, options.ignore_column, options.ignore_directions)
     for guide_texts in labelled:
         index.add_guide(guide_texts)

@@ -262,11 +262,17 @@ class QuestionRunner:
     def ask_first(self, questions: Sequence[Question]) -> list[Question]:
         """Ask the first few questions, for a forecast of the others, and return them.
 
+        They are about different texts, and have an answer or may still get one.
+
         Raises:
             UserError: as ``ask``, or none of the answers can be parsed.
             LlmcondError: as ``ask``.
         """
-        first = list(questions[:_N_FIRST])
+        open_questions = (one for one in questions if self._look_up(one) != (None, None))
+        by_text: dict[tuple[str, ...], Question] = {}
+        for question in open_questions:
+            by_text.setdefault(tuple(question.values.values()), question)
+        first = list(by_text.values())[:_N_FIRST]
         self.ask(first)
         self._check_readable(first)
         return first

@@ -650,6 +650,21 @@ def test_wordings_are_averaged_and_ignored_conditions_removed(build, head: str, 
     assert not reopen(index).guides[ignoring].labels
 
 
+def test_guide_of_a_condition_does_not_change_what_it_ignores(build):
+    """A condition that ignores others is a condition of its own."""
+    ignoring, digests = Condition(LOCATION, ignore=[NUMBER]), []
+    for name in ("plain", "guided"):
+        index = build(TEXTS, name=name, conditions=[LOCATION])
+        if name == "guided":
+            index.guide(TEXTS[:20], LABELS, LOCATION)
+        embedder = index.embedder.ignoring(TEXTS, ignoring)
+        index.prepare([ignoring])
+        digests.append([each.guides[ignoring].digest for each in (index, embedder)])
+    assert digests[0] == digests[1]
+    with pytest.raises(UserError, match="has no texts yet"):
+        build(name="bare").search(QUERY, ignoring)
+
+
 def test_columns_of_index_can_be_ignored(build):
     people = [text.split()[1] for text in TEXTS]
     index = build(TEXTS, head="linear", columns={"people": people})

@@ -149,12 +149,26 @@ def test_unusable_answers_are_requested_again_then_left_out(capsys):
         result = run_json(capsys, *make_command(server, *LOCATION, source=rest))
     assert (result["unanswered"], result["questions"]) == (2, 6 + 3 + 3 * 3)
     assert len(read_csv("answers.csv")) == 4
+    # Texts without an answer, which come first now, do not keep others from being asked.
+    with ChatServer(answer_badly) as server:
+        result = run_json(capsys, *make_command(server, *LOCATION))
+    assert (result["unanswered"], result["questions"]) == (2, 0)
     with ChatServer(lambda body: "{") as server:
         line = run_rejected(capsys, *make_command(server, *PEOPLE))
     assert "no answer of rater to the first 3 questions can be read" in line
     with ChatServer(answer) as server:  # another seed asks only for what is missing
         result = run_json(capsys, *make_command(server, *LOCATION, "--seed", 1))
     assert (result["questions"], len(read_csv("answers.csv"))) == (2 + 2, 6)
+
+
+def test_error_of_a_server_is_no_answer(capsys):
+    def reject_dogs(body, _number):
+        return Fault(413, text="too long") if texts_of(body)[1].startswith("a dog") else None
+
+    with ChatServer(answer, reject_dogs) as server:
+        result = run_json(capsys, *make_command(server, *LOCATION, "--no-presence"))
+    assert result["unanswered"] == 2
+    assert not any("too long" in row["answer"] for row in read_csv("answers.csv"))
 
 
 def test_killed_command_resumes(capsys, tmp_path):
@@ -265,7 +279,7 @@ def test_answer_is_embedded_instead_of_the_text(run_copy, table, write_rows, con
     assert abs(both - text).max() > 0.01
 
 
-def test_part_by_part_output_equals_that_of_a_file(run_copy, table, two_threads):
+def test_part_by_part_output_equals_that_of_a_file(capsys, run_copy, table, two_threads):
     embed("file.parquet", run_copy, "--answers", table, "--answers-as", "both")
     embed("folder", run_copy, "--answers", table, "--answers-as", "both", "--workers", 2)
     embed("folder", run_copy, "--answers", table, "--answers-as", "both")  # resumes
@@ -274,6 +288,8 @@ def test_part_by_part_output_equals_that_of_a_file(run_copy, table, two_threads)
         for name in ("file.parquet", "folder")
     )
     np.testing.assert_allclose(file, folder, atol=2e-3)
+    command = ("embed", "texts.parquet", "--condition-text", "the place", "--out", "folder")
+    assert "started with another answers" in run_rejected(capsys, *command, "--run", run_copy)
 
 
 def test_missing_answers_are_counted(capsys, run_copy, table):
@@ -311,6 +327,8 @@ def test_index_holds_answers_with_their_texts(capsys, run_copy, table):
     ):
         assert message in run_rejected(capsys, *change_flags(command, "--out", "other", *options))
     assert not Path("other").exists()
+    without = ("index", "texts.parquet", "--out", "index", *LOCATION)
+    assert "index holds answers in place of texts" in run_rejected(capsys, *without)
 
 
 def test_clusters_are_named_by_their_answers(capsys, run_copy, table):

@@ -256,6 +256,12 @@ def test_judge_answers_once(command, capsys):
     assert check["same"] + check["different"] == len(rows) == 20
 
 
+def test_judge_that_cannot_be_reached_leaves_no_answers(command, capsys):
+    judge = ("--judge", "http://127.0.0.1:9/v1", "--judge-model", "judge", "--out", "judged.csv")
+    assert "127.0.0.1:9" in run_rejected(capsys, *command, *judge)
+    assert not Path("judged.csv").exists()
+
+
 def test_answers_that_cannot_be_read_are_reported(command, capsys):
     with Judge("I would rather not say.") as server:
         message = run_rejected(
@@ -317,6 +323,8 @@ def test_invalid_options_are_rejected(flags, message, tiny_run, capsys, captions
         ("sentence1,sentence2,condition,label\nx,y,the place,7\n", "label is 7, outside"),
         ("sentence1,sentence2,condition,label\nx,,the place,5\n", "sentence2 is empty"),
         ("", "answers.csv"),
+        ("sentence1,sentence2,condition,label\nx,y,the place,4\n", "other columns or labels"),
+        ("sentence1,sentence2,condition,label,n\nx,y,the place,5,1\n", "other columns or labels"),
     ],
 )
 def test_other_files_are_not_overwritten(content, message, tiny_run, captions, tmp_path):

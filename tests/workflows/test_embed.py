@@ -130,6 +130,8 @@ def test_ignored_conditions_are_removed_as_by_an_embedder(embed, tiny_run):
         (vectors,), _ = read_columns(out, ["embedding"])
         np.testing.assert_allclose(vectors, expected, atol=0.01)
         assert np.linalg.norm(vectors, axis=1) == pytest.approx(1, abs=1e-3)
+    embed("text.npy", (), "--condition-text", "the animal | the beast", *options)
+    np.testing.assert_allclose(np.load("text.npy"), expected, atol=0.01)
     for out in ("w.npy", "other"):
         result = embed(out, CONDITIONS[:2], "--ignore", "others", "--ignore-column", "aspect")
         names = ["the animal, ignoring the U.S. number", "the U.S. number, ignoring the animal"]
