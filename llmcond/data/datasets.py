@@ -27,7 +27,7 @@ from llmcond.data.readers import (
     source_name,
     without_shard,
 )
-from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
+from llmcond.data.rows import Rows, pairs_digest, rows_digest, save_rows, split_by_pair
 
 SPLITS = ("train", "dev", "test")
 R = TypeVar("R")
@@ -137,11 +137,22 @@ class Dataset:
         """A digest of texts, ratings and splits, independent of the files they came from."""
         return digest_text(*(f"{name}:{rows_digest(rows)}" for name, rows in self.splits.items()))
 
+    @cached_property
+    def dev_digests(self) -> frozenset[str]:
+        """The digests by which encoders that are trained on dev record this.
+
+        They are the digest of the data and, so that a change of other splits or of ratings does not
+        hide it, that of the sentence pairs of dev.
+        """
+        dev = self.splits.get("dev")
+        return frozenset({self.digest, *([] if dev is None else [pairs_digest(dev)])})
+
     def to_json(self) -> dict[str, Any]:
         """Return the record for manifests: source, digest, settings and counts."""
         return {
             "source": self.source,
             "digest": self.digest,
+            "dev_digests": sorted(self.dev_digests),
             "columns": asdict(self.columns),
             "scale": asdict(self.scale),
             "split_seed": self.split_seed,

@@ -114,6 +114,14 @@ def _sort_pair(a: str, b: str) -> tuple[str, str]:
     return (a, b) if a <= b else (b, a)
 
 
+def pairs_digest(rows: Rows) -> str:
+    """Return a digest of the distinct sentence pairs, whatever their order, conditions and ratings.
+
+    Sentences that differ only in case or white space count as the same.
+    """
+    return digest_text(*sorted("\0".join(pair) for pair in set(rows._folded_pairs())))
+
+
 def rows_digest(rows: Rows) -> str:
     """Return a digest of the rows' texts and ratings, which depends on their order."""
     ratings = [None if np.isnan(r) else float(r) for r in rows.rating]

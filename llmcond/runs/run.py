@@ -178,7 +178,7 @@ def create_manifest(
         # The encoder was trained in another folder, on the same data.
         **(
             {"trained_on": ["train", "dev"]}
-            if data["digest"] in resolved.checkpoint.dev_digests
+            if set(data.get("dev_digests", [data["digest"]])) & {*resolved.checkpoint.dev_digests}
             else {}
         ),
         "data": data,

@@ -127,7 +127,9 @@ def plan_stage(
             "dev file."
         )
     check_fold_count(dev.take(dev.rated), stage.folds)
-    trained_on_dev = [options.model] if dataset.digest in resolved.checkpoint.dev_digests else []
+    trained_on_dev = (
+        [options.model] if dataset.dev_digests & {*resolved.checkpoint.dev_digests} else []
+    )
     if teacher is not None and teacher.was_trained_on_dev(dataset):
         trained_on_dev.append(f"the teacher {teacher.run.folder}")
     if stage.folds and trained_on_dev:

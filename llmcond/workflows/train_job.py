@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -94,9 +94,11 @@ class Teacher:
 
     def was_trained_on_dev(self, dataset: Dataset) -> bool:
         """Return whether the teacher was trained on the dev rows of a dataset."""
-        is_same_data = self.run.manifest["data"]["digest"] == dataset.digest
-        is_known = dataset.digest in self.dev_digests
-        return is_known or (is_same_data and "dev" in self.trained_on)
+        data = self.run.manifest["data"]
+        known = {*self.dev_digests}
+        if "dev" in self.trained_on:
+            known |= {data["digest"], *data.get("dev_digests", ())}
+        return bool(known & dataset.dev_digests)
 
     def rate(self, train: Rows, seed: int, folder: Path, device: str) -> Rows:
         """Return new rows, which train does not contain, with the teacher's ratings.
@@ -246,6 +248,12 @@ class TrainedHead:
     card: Callable[[Mapping[str, Any]], str] | None = None
 
 
+def _dev_digests(dataset: Any) -> Set[str]:
+    """Return the digests by which encoders that know the dev examples of a dataset record this."""
+    digests: Set[str] = getattr(dataset, "dev_digests", {dataset.digest})
+    return digests
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
     """A training: the encoder, the data, the settings, the head and the folder.
@@ -310,7 +318,7 @@ class TrainingJob:
     @property
     def _dev_is_known(self) -> bool:
         """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
-        if self.dataset.digest in self.resolved.checkpoint.dev_digests:
+        if _dev_digests(self.dataset) & {*self.resolved.checkpoint.dev_digests}:
             return True
         return self.teacher is not None and self.teacher.was_trained_on_dev(self.dataset)
 
@@ -476,7 +484,7 @@ def train(job: TrainingJob) -> dict[str, Any]:
                 cross=job.cross,
                 dev_of=(
                     *resolved.checkpoint.dev_digests,
-                    *[job.dataset.digest] * ("dev" in job.trained_on),
+                    *(sorted(_dev_digests(job.dataset)) if "dev" in job.trained_on else ()),
                 ),
             )
             head = model.fitted_head(
