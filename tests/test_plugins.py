@@ -13,7 +13,10 @@ from helpers.commands import run_json, run_rejected
 from llmcond.base import package as plugins
 from llmcond.base.errors import UserError
 from llmcond.cli import run
+from llmcond.features.view import recipe_view
 from llmcond.heads import PairArrays, fit_recipe, load_head, load_recipe, save_head
+from llmcond.runs import open_run
+from llmcond.runs.trials import Trial
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,6 +149,16 @@ def test_head_from_file_is_fitted_saved_and_loaded(folder, members):
         np.testing.assert_array_equal(same.transform(pairs.first, pairs.condition), first)
     with pytest.raises(UserError, match="DotHead head needs the features of each condition"):
         fit_recipe(recipe, PairArrays(pairs.first, pairs.second, pairs.rating), None, 0, print)
+
+
+def test_changed_code_gives_another_digest_of_a_fit(folder, tiny_run):
+    run, digests = open_run(tiny_run), []
+    for text in (HEADS, HEADS.replace("sigmoid", "tanh")):
+        (folder / "my_heads.py").write_text(text)
+        recipe = write_recipe(folder, kind="my_heads.py:Plain")
+        view = recipe_view(recipe, (run.prompt(None),), True)
+        digests.append(Trial(recipe, 0, {}, view).digest(run, "dev"))
+    assert digests[0] != digests[1]
 
 
 def test_loading_head_does_not_run_unregistered_code(folder):

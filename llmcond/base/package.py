@@ -233,12 +233,25 @@ def _import(home: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+#: The names of modules of users' files begin with this, and end with a digest of the file.
+_FILE_MODULE = "llmcond_plugin_"
+
+
+def user_modules(*values: object) -> list[str]:
+    """Return the names of the modules of users' files that classes, functions or objects are of.
+
+    A name changes with the text of its file.
+    """
+    names = {str(getattr(value, "__module__", "")) for value in values}
+    return sorted(name for name in names if name.startswith(_FILE_MODULE))
+
+
 def _import_file(path: Path) -> Any:
     """Import a Python file as a separate module, and again only if its text has changed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    name = f"llmcond_plugin_{path.stem}_{digest}"
+    name = f"{_FILE_MODULE}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -81,6 +81,13 @@ class Recipe:
     path: str = ""
     finetune: Mapping[str, Any] = field(default_factory=dict)
 
+    def user_modules(self, *others: object) -> list[str]:
+        """Return the modules of users' files that define the head, its objective or ``others``."""
+        settings = self.settings
+        is_custom = isinstance(settings, ObjectiveSettings) and bool(settings.objective)
+        objective = settings.load_objective() if is_custom else None
+        return plugins.user_modules(self.family, objective, *others)
+
     @property
     def dim(self) -> int | None:
         """Size of the embeddings; None if the head keeps that of the features."""

@@ -400,6 +400,7 @@ class Trial(AnyTrial):
 
     def digest(self, run: Run, split: str) -> str:
         """Return the digest of everything that determines its result."""
+        code = self.recipe.user_modules(run.task, get_metric(run.dev_metric).function)
         parts = {
             "recipe": [self.recipe.name, self.recipe.kind, self.dim],
             "settings": asdict(self.recipe.settings),
@@ -411,6 +412,7 @@ class Trial(AnyTrial):
             "seed": self.seed,
             "dev_metric": run.dev_metric,
             "versions": provenance()["versions"],
+            **({"code": code} if code else {}),
         }
         return digest_text(json.dumps(parts, sort_keys=True))
 

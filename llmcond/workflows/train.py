@@ -244,6 +244,8 @@ def plan_training(
         head={"kind": recipe.kind, **asdict(recipe.settings)},
         start=options.start and read_json(Path(options.start, "head.json"))["weights_sha256"],
     )
+    if code := recipe.user_modules(task, task.main_metric.function):
+        config["code"] = code
     if is_rated:
         optional = {
             "subtract": subtract,
