@@ -679,7 +679,7 @@ def cross_validated_gain(
             "p": finite_or_none(difference.p),
         }
 
-    known = set(train.condition)
+    known = set(train.take(train.rated).condition)
     seen = np.array([text in known for text in dev.condition], dtype=np.bool_)
     parts = {
         name: compare(rows) for name, rows in (("seen", seen), ("unseen", ~seen)) if rows.any()

@@ -138,7 +138,7 @@ class RatedExamples(Examples):
     def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
         """Return whether conditions, and sentences, occur in rated rows of training."""
         rows = self.run.rows(split)
-        known = _training_rows(self.run, (), split)
+        known = training_rows(self.run, (), split)
         conditions = {text for part in known for text in part.condition}
         seen = np.array([text in conditions for text in rows.condition], dtype=np.bool_)
         shared = shares_sentence(rows, {text for part in known for text in part.folded_sentences()})
@@ -162,7 +162,7 @@ class RatedExamples(Examples):
         split: str,
         metrics: Sequence[Metric],
     ) -> Sequence[Result]:
-        known = _training_rows(self.run, (), split)
+        known = training_rows(self.run, (), split)
         return add_new_sentences(results, similarity, self.run.rows(split), known, metrics)
 
 
@@ -283,7 +283,7 @@ class DevFit:
         return predict(RunHead("", head, self.view, {}), pairs)
 
 
-def _training_rows(run: Run, heads: Sequence[AnyPredictor], split: str | None) -> list[Rows]:
+def training_rows(run: Run, heads: Sequence[AnyPredictor], split: str | None) -> list[Rows]:
     """Return the rated rows of each split that the encoder or a head was trained on.
 
     ``split`` is the split of the run that is scored; its rows are not included.
@@ -361,11 +361,11 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
         features = RowFeatures(rows, store)
         predictions = [predict(head, features.pairs(head.view)) for head in heads]
     scored = score_predictors(predictors, predictions, rows, split, metrics, task=run.task.name)
-    known, single_seed = _training_rows(run, heads, run_split), [p[None] for p in predictions]
+    known, single_seed = training_rows(run, heads, run_split), [p[None] for p in predictions]
     results = add_new_sentences(scored, single_seed, rows, known, metrics)
     if run_split == "dev":
         results = list(map(_add_held_out, results, predictors))
-    results = _add_condition_scores(results, predictors, predictions, rows, run, metrics[0])
+    results = _add_condition_scores(results, predictors, predictions, rows, known, metrics[0])
     return Evaluation(Results(tuple(results)), predictions, rows)
 
 
@@ -393,18 +393,20 @@ def _add_condition_scores(
     predictors: Sequence[AnyPredictor | CrossEncoder],
     predicted: Sequence[NDArray[np.float32]],
     rows: Rows,
-    run: Run,
+    known: Sequence[Rows],
     metric: Metric,
 ) -> list[Result]:
-    """Add the scores on rows with seen and with unseen conditions to results of fitted heads."""
-    train, rated = run.rows("train"), rows.take(rows.rated)
-    known = set(train.take(train.rated).condition)
-    if not 0 < sum(text in known for text in rated.condition) < len(rated):
+    """Add the scores on rows with seen and with unseen conditions to results of fitted heads.
+
+    Conditions of the ``known`` rows are seen.
+    """
+    rated, seen = rows.take(rows.rated), {text for part in known for text in part.condition}
+    if not 0 < sum(text in seen for text in rated.condition) < len(rated):
         return results
     added = []
     for result, predictor, similarity in zip(results, predictors, predicted, strict=True):
         if predictor.is_fitted:
-            parts = seen_unseen(known, rated, similarity[rows.rated], metric, 0)
+            parts = seen_unseen(seen, rated, similarity[rows.rated], metric, 0)
             del parts["overall"]
             added.append(replace(result, subsets={"conditions": parts, **result.subsets}))
         else:

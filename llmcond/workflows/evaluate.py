@@ -62,6 +62,7 @@ from llmcond.runs.examples import (
     zero_shot_heads,
 )
 from llmcond.runs.open import LazyEncoder
+from llmcond.runs.rated import training_rows
 
 
 def evaluate(options: EvaluateOptions) -> Results:
@@ -480,8 +481,8 @@ def _find_input_features(head: RunFittedHead, run: Run) -> RunEmbeddingHead:
 def _analyse_conditions(
     predictors: Sequence[RunEmbeddingHead], data: _Split, run: Run
 ) -> list[dict[str, Any]]:
-    train, metric = run.rows("train"), run.task.main_metric
-    known = [text for text, rated in zip(train.condition, train.rated, strict=True) if rated]
+    known = [text for part in training_rows(run, predictors, None) for text in part.condition]
+    metric = run.task.main_metric
     results = []
     for predictor in predictors:
         similarity = predict(predictor, data.pairs(predictor))

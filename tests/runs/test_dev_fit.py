@@ -85,6 +85,29 @@ def test_fit_with_dev_is_reproducible_and_recorded(fit, run_copy):
     assert digest() != first
 
 
+def test_conditions_of_dev_are_seen_by_a_head_that_knows_dev(
+    capsys, write_rows, small_rows, model, tmp_path
+):
+    rows = [(*row[:2], f"the {n % 3}", row[3]) for n, row in enumerate(small_rows)]
+    train, dev = [row for row in rows[:36] if row[2] != "the 2"], rows[2:36:3]
+    for name, part in (("train", train), ("dev", dev), ("test", rows[36:])):
+        write_rows(part, f"data/{name}.csv")
+    options = ("--model", model, "--data", tmp_path / "data", "--pooling", "mean", "--run")
+    folder = tmp_path / "run"
+    run_json(capsys, "extract", *options, folder, "--dtype", "float32")
+    fit = ("fit-head", "--run", folder, "--head", "linear", "--dim", 4, "--set", "epochs=1")
+    unseen = {}
+    for name, extra in (("plain", ()), ("both", ("--with", "dev"))):
+        run_json(capsys, *fit, "--name", name, *extra)
+        command = ("--run", folder, "--head", name, "--split", "test")
+        *_, result = run_json(capsys, "evaluate", *command)["results"]
+        *_, row = run_json(capsys, "analyse", *command, "--what", "conditions")["conditions"]
+        assert (result["name"], row["name"]) == (name, name)
+        unseen[name] = (result.get("unseen", {"n": 0})["n"], row["n_unseen"])
+    n = sum(row[2] == "the 2" for row in rows[36:])
+    assert unseen == {"plain": (n, n), "both": (0, 0)}
+
+
 def test_head_fitted_on_dev_is_not_scored_on_dev(
     fit, run_copy, capsys, caplog, write_rows, small_rows
 ):
