@@ -8,6 +8,7 @@ import operator
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -262,6 +263,16 @@ def resolve_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:
             f"{kind}` lists the bundled ones; the path of any other file must end in .toml."
         )
     return bundled_folder(kind, task) / f"{name_or_file}.toml"
+
+
+def check_named_once(what: str, names: Sequence[str]) -> None:
+    """Raise a ``UserError`` if two named things, such as prompts, have the same name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise UserError(
+                f"the {what} {name} was given {count} times. Give it once; rename files that have "
+                "the same name in different folders."
+            )
 
 
 def check_name(name: str, what: str, joiners: str = "") -> str:

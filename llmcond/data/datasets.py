@@ -358,7 +358,8 @@ def _read_rows(
     readers[2] = (columns.condition, condition_cell)
     if columns.label:
         readers.append((columns.label, scale.to_unit))
-    values = read_columns(source, files, readers)
+    numbers: list[int] = []
+    values = read_columns(source, files, readers, numbers)
     ratings = values.pop() if columns.label else [math.nan] * len(values[0])
     first, second, conditions, *extra_values = values
     name = Path(files[0]).name
@@ -367,7 +368,7 @@ def _read_rows(
         second,
         conditions,
         rating=np.array(ratings, dtype=np.float64),
-        number=np.arange(1, len(ratings) + 1),
+        number=np.array(numbers, dtype=np.int64),
         # Shards count as a single file.
         file=name if len(files) == 1 else without_shard(name),
         extra=dict(zip(extra, extra_values, strict=True)),
@@ -375,7 +376,10 @@ def _read_rows(
 
 
 def read_columns(
-    source: Source, files: Sequence[str], columns: Sequence[tuple[str, Callable[[Any], Any]]]
+    source: Source,
+    files: Sequence[str],
+    columns: Sequence[tuple[str, Callable[[Any], Any]]],
+    numbers: list[int] | None = None,
 ) -> list[list[Any]]:
     """Read columns of files.
 
@@ -384,6 +388,7 @@ def read_columns(
         files: names of the files, whose rows are concatenated.
         columns: names of columns, each with a function that converts its cells. The function
             raises a ``ValueError`` with an explanation for an invalid cell.
+        numbers: gets the number of each row that is read, from 1. Rows that are left out count.
 
     Returns:
         The converted values of each column.
@@ -395,6 +400,7 @@ def read_columns(
     rows: list[list[Any]] = []
     # Equal texts, such as the sentence of several conditions, share one object to save memory.
     interned: dict[Any, Any] = {}
+    before = 0
     for file in files:
         problems = Problems.of(source, file)
         n_rows, left_out = 0, list[int]()
@@ -416,8 +422,11 @@ def read_columns(
                         problems.add(n_rows, f"{name} {error}")
                 else:
                     rows.append(row)
+                    if numbers is not None:
+                        numbers.append(before + n_rows)
         problems.raise_if_any()
         problems.report_left_out(left_out, n_rows)
+        before += n_rows
     return [[row[i] for row in rows] for i in range(len(columns))]
 
 

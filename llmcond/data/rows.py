@@ -69,13 +69,14 @@ class Rows:
     def pair_keys(self) -> list[tuple[str, str]]:
         """Return each distinct sentence pair once, in the order of ``pair``.
 
-        A pair has the spelling of its first row.
+        A pair has the least of its spellings, so that the order of rows does not matter.
         """
         keys: dict[tuple[str, str], tuple[str, str]] = {}
         for pair, key in zip(
             zip(self.sentence1, self.sentence2, strict=True), self._folded_pairs(), strict=True
         ):
-            keys.setdefault(key, _sort_pair(*pair))
+            spelling = _sort_pair(*pair)
+            keys[key] = min(keys.get(key, spelling), spelling)
         return list(keys.values())
 
     def folded_sentences(self) -> set[str]:
@@ -237,6 +238,10 @@ _COLUMN_TYPES = {
     "number": "int64",
     "rating": "double",
 }
+
+
+#: The names of the columns that rows are stored in, in addition to those that prompts read.
+STORED_COLUMNS = frozenset(_COLUMN_TYPES)
 
 
 def _intern_values(column: Any) -> list[Any]:

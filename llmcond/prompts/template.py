@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from llmcond.base.errors import UserError, list_legal_values
+from llmcond.base.errors import UserError, format_list, list_legal_values
 from llmcond.base.files import digest_text, fields_as_json
 from llmcond.base.records import build, check_name, read_toml, resolve_toml
-from llmcond.data.rows import Rows
+from llmcond.data.rows import STORED_COLUMNS, Rows
 from llmcond.encoders.settings import READ, TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import (
     ROUTED_POOLINGS,
@@ -38,7 +38,6 @@ from llmcond.encoders.spec import (
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import Dataset
-    from llmcond.data.rows import Rows
     from llmcond.encoders import ResolvedEncoder
 
 T = TypeVar("T")
@@ -195,7 +194,7 @@ class Prompt:
         has_later_keys = any(part.context is not None or part.router is not None for part in parts)
         if not self.plain and not self.control and not has_later_keys:
             return digest_text(*(text for part in parts for text in part.templates.values()))
-        control = [self.control] if self.control and not self.plain else []
+        control = [self.control] if self.control else []
         contents = ({**part.templates, **part.router_settings} for part in parts)
         return digest_text(*control, *map(json.dumps, contents))
 
@@ -280,6 +279,11 @@ def read_template(path: Path, cls: type[T]) -> T:
 
 
 def _check(prompt: Prompt, source: str) -> None:
+    if taken := [name for name in prompt.fields if name in STORED_COLUMNS]:
+        raise UserError(
+            f"{source}: fields names the column {taken[0]!r}, which is a name of llmcond's columns "
+            f"({format_list(sorted(STORED_COLUMNS))}). Rename the column in the data."
+        )
     known = (*PLACEHOLDERS, *prompt.fields)
     conditional = _check_part(prompt.conditional, f"{source}: [conditional]", known)
     unconditional = _check_part(prompt.unconditional, f"{source}: [unconditional]", known)

@@ -21,6 +21,7 @@ from llmcond.base.files import as_json, path_exists, write_json
 from llmcond.base.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.base.output import Displayed, log, make_frame
 from llmcond.base.package import bundled_names
+from llmcond.base.records import check_named_once
 from llmcond.base.system import provenance
 from llmcond.encoders import ResolvedEncoder, resolve
 from llmcond.evaluation.paired import MIN_PAIRS
@@ -58,7 +59,6 @@ from llmcond.runs.open import local_folder
 from llmcond.runs.trials import Grid, Trial, combine_seeds, fit_trials
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
-    check_named_once,
     check_router_used,
     extract,
     list_usable_prompts,
@@ -206,7 +206,7 @@ def _extract_prompts(
         the baseline.
     """
     named = [load_prompt(name) for name in options.prompts]
-    check_named_once(named)
+    check_named_once("prompt", [prompt.name for prompt in named])
     by_digest: dict[str, str] = {}
     for prompt in named:
         first_name = by_digest.setdefault(prompt.digest, prompt.name)
@@ -240,6 +240,7 @@ def _load_recipes(
     heads: Sequence[str], changes: Mapping[str, str], task: str | None
 ) -> list[Recipe]:
     recipes = [load_recipe(name, task) for name in dict.fromkeys(heads) if name != "none"]
+    check_named_once("head", [recipe.name for recipe in recipes])
     changed = []
     unknown = set(changes)
     for recipe in recipes:
@@ -318,7 +319,13 @@ def _fit_systems(
     """Fit every head with every seed; return the systems and the grid."""
     trials = [
         [
-            Trial(recipe, seed, {}, recipe_view(recipe, (prompt,), zeroshot.view.subtract))
+            Trial(
+                recipe,
+                seed,
+                {},
+                recipe_view(recipe, (prompt,), zeroshot.view.subtract),
+                recipe.dim if "dim" in (settings.set or {}) else None,
+            )
             for seed in range(settings.seeds)
         ]
         for recipe, prompt in itertools.product(recipes, prompts)

@@ -6,7 +6,6 @@ import math
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import astuple, dataclass, field, replace
@@ -20,7 +19,7 @@ from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.metrics import Estimate
 from llmcond.base.output import Displayed, format_duration, log
 from llmcond.base.package import bundled_names
-from llmcond.base.records import read_record
+from llmcond.base.records import check_named_once, read_record
 from llmcond.benchmark.shapes import SHAPES
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
@@ -279,19 +278,9 @@ def read_data(task: AnyTask[D], data: DataOptions) -> D:
     return dataset
 
 
-def check_named_once(prompts: Sequence[Prompt]) -> None:
-    """Raise a UserError if two prompts have the same name."""
-    for name, count in Counter(prompt.name for prompt in prompts).items():
-        if count > 1:
-            raise UserError(
-                f"the prompt {name} was given {count} times. Give it once; rename files that have "
-                "the same name in different folders."
-            )
-
-
 def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder, task: AnyTask[Any]) -> None:
     """Raise a UserError unless prompts have different names and suit the encoder and the task."""
-    check_named_once(prompts)
+    check_named_once("prompt", [prompt.name for prompt in prompts])
     for prompt in prompts:
         obstacle = prompt_obstacle(prompt, resolved, task)
         if obstacle:

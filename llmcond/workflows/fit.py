@@ -23,6 +23,7 @@ from llmcond.base.metrics import (
     get_metric,
 )
 from llmcond.base.output import Displayed, FitBar, log
+from llmcond.base.records import check_named_once
 from llmcond.base.run_log import RunLog, log_path
 from llmcond.base.system import provenance
 from llmcond.evaluation.results import (
@@ -121,6 +122,8 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
         subtract = start.view.subtract if subtract is None else subtract
         if dim is None and recipe.dim is not None and "dim" not in (options.set or {}):
             dim = getattr(start.head.settings, "dim", None)
+    if dim is None and "dim" in (options.set or {}):
+        dim = recipe.dim
     subtract = run.kind.subtracts if subtract is None else subtract
     view = recipe_view(recipe, run.find_prompts(prompt, recipe.features), subtract)
     if start is not None and view != start.view:
@@ -415,17 +418,19 @@ def _make_trials(run: Run, options: SweepOptions) -> Iterator[list[Trial]]:
     conflicts = sorted(set(vary) & set(changes))
     if conflicts:
         raise UserError(f"{conflicts[0]} is both varied and set. Give it once.")
-    for head, names in itertools.product(
-        dict.fromkeys(options.head), dict.fromkeys(options.prompt or (None,))
-    ):
-        recipe = load_recipe(head, run.task.recipes).with_changes(changes, "--set")
+    recipes = [
+        load_recipe(head, run.task.recipes).with_changes(changes, "--set")
+        for head in dict.fromkeys(options.head)
+    ]
+    check_named_once("head", [recipe.name for recipe in recipes])
+    for recipe, names in itertools.product(recipes, dict.fromkeys(options.prompt or (None,))):
         for values in itertools.product(*vary.values()):
             varied_recipe = recipe.with_changes(dict(zip(vary, values, strict=True)), "--vary")
             varied = {key: getattr(varied_recipe.settings, key) for key in vary}
             view = recipe_view(
                 varied_recipe, run.find_prompts(names, varied_recipe.features), subtract
             )
-            dim = varied.get("dim")
+            dim = varied.get("dim", varied_recipe.dim if "dim" in changes else None)
             yield [Trial(varied_recipe, seed, varied, view, dim) for seed in range(options.seeds)]
 
 

@@ -94,8 +94,6 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[dict[str, Pl
         # The first N of one order, so that a larger N adds combinations.
         order = np.random.default_rng(options.seed).permutation(len(grid))
         grid = [grid[i] for i in sorted(order[: options.trials])]
-    # Ensembles train with several seeds each, which must not overlap.
-    seeds = range(options.seed, options.seed + options.seeds * options.ensemble, options.ensemble)
     datasets: dict[tuple[str, ...], Any] = {}
 
     def read(task: AnyTask[Any], data: DataOptions) -> Any:
@@ -110,7 +108,8 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[dict[str, Pl
         for values in grid:
             texts = dict(zip(varied, values, strict=True))
             try:
-                job = plan_training(_with_settings(base, texts), task, read)
+                changed = _with_settings(base, texts)
+                job = plan_training(changed, task, read)
             except UserError as error:
                 where = f"--vary {format_settings(texts)}: " if texts else ""
                 raise UserError(f"{where}{str(error).removeprefix('--set: ')}") from error
@@ -118,7 +117,9 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[dict[str, Pl
                 _check_dev(job)
                 log.setLevel(logging.WARNING)  # each further plan would repeat the notes
             settings, group = _read_settings(job, texts), {}
-            for seed in seeds:
+            # Ensembles train with several seeds each, which must not overlap.
+            step = changed.ensemble
+            for seed in range(options.seed, options.seed + options.seeds * step, step):
                 seeded = job.with_seed(seed)
                 digest = digest_text(json.dumps(seeded.config, sort_keys=True))
                 seeded = seeded.with_seed(seed, run=folder / digest)

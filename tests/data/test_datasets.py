@@ -23,6 +23,7 @@ from llmcond.data.datasets import (
     read_rows,
     resolve_conditions,
 )
+from llmcond.data.formats import ReadOptions
 from llmcond.data.rows import Rows, leaked_pairs, rows_digest, shares_sentence, split_by_pair
 
 WriteRows = Callable[..., Path]
@@ -172,13 +173,25 @@ def test_sentences_that_differ_in_case_or_spaces_are_equal():
     variants = [(f"a DOG  sits {i}", f"two men play {i} ") for i in range(20)]
     rows = make_rows([*pairs, *variants])
     assert rows.pair.tolist() == [*range(20), *range(20)]
-    # Keys have the spelling of the first occurrence, so that splits without such duplicates do not
-    # change.
+    # Keys have the least spelling, so that the order of rows does not matter.
     assert rows.pair_keys() == [tuple(sorted(pair)) for pair in pairs]
     split = split_by_pair(rows, {"train": 0.7, "dev": 0.3}, 0)
     assert set(split["train"].number % 20).isdisjoint(split["dev"].number % 20)
     without_variants = split_by_pair(make_rows(pairs), {"train": 0.7, "dev": 0.3}, 0)
     assert set(without_variants["dev"].number % 20) == set(split["dev"].number % 20)
+    reverse = split_by_pair(make_rows([*variants, *pairs][::-1]), {"train": 0.7, "dev": 0.3}, 0)
+    assert set(reverse["dev"].folded_sentences()) == set(split["dev"].folded_sentences())
+
+
+def test_rows_have_their_number_in_the_file_if_others_are_left_out(write_rows):
+    rows = [("a", "b", "c", 3), ("", "b", "c", 3), ("d", "e", "c", 4), ("f", "g", "c", 4)]
+    dataset = read_dataset(str(write_rows(rows)), reading=ReadOptions(skip_empty=True))
+    by_text = {
+        text: number
+        for part in dataset.splits.values()
+        for text, number in zip(part.sentence1, part.number.tolist(), strict=True)
+    }
+    assert by_text == {"a": 1, "d": 3, "f": 4}
 
 
 def test_leaked_pairs_and_sentences_are_counted():

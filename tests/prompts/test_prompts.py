@@ -179,8 +179,9 @@ def test_digest_depends_on_encoded_strings_and_settings_only():
         Prompt("d", "s", both, InputTemplate("a", context="b")).digest,
         SHUFFLED.digest,
         replace(SHUFFLED, control="left-out").digest,
+        *(replace(SHUFFLED, plain=both, control=control).digest for control in (None, "shuffled")),
     }
-    assert len(digests) == 5
+    assert len(digests) == 7
     texts = [
         TEMPLATE,
         TEMPLATE.replace("Given {condition}", "Given: {condition}"),

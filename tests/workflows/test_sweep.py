@@ -263,11 +263,14 @@ INVALID = [
     ("--vary dmi=2,4", "Did you mean 'dim'"),
     (f"--prompt {JOINT} {SEPARATE} --no-subtract", "the condition would be ignored"),
     (f"--head hypernet --prompt {JOINT}", "--prompt separate"),
+    ("--head small.toml copy/small.toml", "the head small was given 2 times"),
     ("--plot x.png --plot-steps x.png", "--plot-steps and --plot both name x.png. Name two files."),
 ]
 
 
 def test_invalid_sweep_is_rejected_before_first_fit(capsys, folder, fits):
+    Path("copy").mkdir()
+    shutil.copy("small.toml", "copy")
     before = sorted(Path().rglob("*"))
     for text, expected in INVALID:
         options = text.split() if "--head" in text else [*text.split(), "--head", "small.toml"]
@@ -295,6 +298,12 @@ def test_failed_fit_is_reported_and_repeated(capsys, folder, fits):
     assert "6 fits, 5 of them already done" in messages
     assert fits == [("small", 4, 1)]
     assert {tuple(row["seeds"]) for row in rows} == {(0, 1, 2)}
+
+
+def test_dim_that_is_set_is_not_lowered(capsys, folder):
+    options = ("--run", str(folder), "--head", "small.toml", "--set", "dim=1024", "--seeds", "2")
+    assert run(["sweep", *options]) == 1
+    assert "dim is 1024, but the features have" in capsys.readouterr().err
 
 
 def test_sweep_fails_only_if_there_is_no_fit(capsys, folder):

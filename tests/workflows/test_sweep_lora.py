@@ -236,6 +236,11 @@ def test_options_and_head_settings_are_varied_together(plan):
         assert (head["rank"], head["learning_rate"], head["temperature"]) == (4, 2e-5, 1.9)
 
 
+def test_ensembles_of_a_group_share_no_seed(plan):
+    planned = plan(vary={"ensemble": "1,3"}, seeds=3)
+    assert [[job.seed for job in jobs] for _, jobs in planned] == [[0, 1, 2], [0, 3, 6]]
+
+
 def test_values_are_parsed_as_the_options_are(plan):
     # The default learning rate follows the rank.
     planned = plan(vary={"rank": ["full", 8]}, seeds=1)
