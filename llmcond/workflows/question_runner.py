@@ -268,11 +268,13 @@ class QuestionRunner:
             UserError: as ``ask``, or none of the answers can be parsed.
             LlmcondError: as ``ask``.
         """
-        open_questions = (one for one in questions if self._look_up(one) != (None, None))
         by_text: dict[tuple[str, ...], Question] = {}
-        for question in open_questions:
-            by_text.setdefault(tuple(question.values.values()), question)
-        first = list(by_text.values())[:_N_FIRST]
+        for question in questions:
+            if len(by_text) == _N_FIRST:
+                break
+            if self._look_up(question) != (None, None):
+                by_text.setdefault(tuple(question.values.values()), question)
+        first = list(by_text.values())
         self.ask(first)
         self._check_readable(first)
         return first

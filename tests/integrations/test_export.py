@@ -135,6 +135,10 @@ def test_card_of_bundled_model_names_it_as_model(tmp_path):
     card = (tmp_path / "any" / "README.md").read_text()
     assert f" --model {DEFAULT_MODEL} --head " in card
     assert "--run" not in card
+    assert "license: apache-2.0" in card
+    for name in ("LivNLP/C-STS-Reannotated", "Verena Rieser", "CC BY 4.0", "CC BY 3.0", "FewRel"):
+        assert name in card
+    assert (tmp_path / "any" / "run" / "credits.json").is_file()
     exports = ("--model", "minilm", "--head", "none@concat-sent-cond+c", "--out")
     subprocess.run([*command[:4], *exports, str(tmp_path / "frozen")], check=True)
     card = (tmp_path / "frozen" / "README.md").read_text()
@@ -142,10 +146,6 @@ def test_card_of_bundled_model_names_it_as_model(tmp_path):
     loaded = llmcond.load_sentence_transformer(tmp_path / "frozen")
     expected = llmcond.load_embedder("minilm", exports[3]).encode(TEXTS, "the place")
     np.testing.assert_allclose(loaded.encode(TEXTS, condition="the place"), expected, atol=1e-5)
-    assert "license: apache-2.0" in card
-    for name in ("LivNLP/C-STS-Reannotated", "Verena Rieser", "CC BY 4.0", "CC BY 3.0", "FewRel"):
-        assert name in card
-    assert (tmp_path / "any" / "run" / "credits.json").is_file()
 
 
 def test_decoder_with_instruction_is_exported(tmp_path, write_rows, small_rows):
