@@ -32,6 +32,10 @@ from llmcond.base.errors import (
 
 #: Age from which a temporary file counts as abandoned. Files in use are written to more often.
 _STALE_SECONDS = 3_600
+#: The split of each name that may be part of the name of a file of data.
+SPLIT_NAMES = {"train": "train", "test": "test"}
+SPLIT_NAMES |= dict.fromkeys(("dev", "validation", "valid", "val"), "dev")
+SPLIT_TOKEN = re.compile(rf"(?:^|[-_.])({'|'.join(SPLIT_NAMES)})(?=[-_.])", re.IGNORECASE)
 #: Suffixes of figures and of pages, as legal suffixes of outputs.
 FIGURE_SUFFIXES, PAGE_SUFFIXES = (".png", ".svg", ".pdf"), (".html", ".htm")
 MISSING_LIBRARIES = "Altair and vl-convert, which draw figures, are not both installed"
@@ -249,8 +253,7 @@ def _is_input(path: Path, source: Path) -> bool:
         return False
     if source.is_dir():
         within = source.resolve() in path.resolve().parents
-        split = r"(?:^|[-_.])(?:train|dev|val|valid|validation|test)(?:[-_.]|$)"
-        return within and re.search(split, path.name, re.IGNORECASE) is not None
+        return within and SPLIT_TOKEN.search(path.name) is not None
     return path.samefile(source)
 
 

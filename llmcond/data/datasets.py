@@ -358,8 +358,7 @@ def _read_rows(
     readers[2] = (columns.condition, condition_cell)
     if columns.label:
         readers.append((columns.label, scale.to_unit))
-    numbers: list[int] = []
-    values = read_columns(source, files, readers, numbers)
+    values, numbers = read_columns(source, files, readers)
     ratings = values.pop() if columns.label else [math.nan] * len(values[0])
     first, second, conditions, *extra_values = values
     name = Path(files[0]).name
@@ -376,11 +375,8 @@ def _read_rows(
 
 
 def read_columns(
-    source: Source,
-    files: Sequence[str],
-    columns: Sequence[tuple[str, Callable[[Any], Any]]],
-    numbers: list[int] | None = None,
-) -> list[list[Any]]:
+    source: Source, files: Sequence[str], columns: Sequence[tuple[str, Callable[[Any], Any]]]
+) -> tuple[list[list[Any]], list[int]]:
     """Read columns of files.
 
     Args:
@@ -388,16 +384,16 @@ def read_columns(
         files: names of the files, whose rows are concatenated.
         columns: names of columns, each with a function that converts its cells. The function
             raises a ``ValueError`` with an explanation for an invalid cell.
-        numbers: gets the number of each row that is read, from 1. Rows that are left out count.
 
     Returns:
-        The converted values of each column.
+        The converted values of each column, and the numbers of the rows, from 1, which also count
+        rows that are left out.
 
     Raises:
         UserError: as ``read_records``, or a cell is invalid.
     """
     names = list(dict.fromkeys(name for name, _ in columns))
-    rows: list[list[Any]] = []
+    rows, numbers = list[list[Any]](), list[int]()
     # Equal texts, such as the sentence of several conditions, share one object to save memory.
     interned: dict[Any, Any] = {}
     before = 0
@@ -422,12 +418,11 @@ def read_columns(
                         problems.add(n_rows, f"{name} {error}")
                 else:
                     rows.append(row)
-                    if numbers is not None:
-                        numbers.append(before + n_rows)
+                    numbers.append(before + n_rows)
         problems.raise_if_any()
         problems.report_left_out(left_out, n_rows)
         before += n_rows
-    return [[row[i] for row in rows] for i in range(len(columns))]
+    return [[row[i] for row in rows] for i in range(len(columns))], numbers
 
 
 #: The formats whose first row is a header.
@@ -577,7 +572,7 @@ def read_text_file(
             f"with a column {column}."
         )
     source = open_collection(str(path), read)
-    (texts,) = read_columns(source, source.files, [(column, text_reader(source))])
+    (texts,), _ = read_columns(source, source.files, [(column, text_reader(source))])
     return [text.strip() for text in texts]
 
 
@@ -677,6 +672,7 @@ class Collection:
         columns: further columns by name, with unconverted values.
         conditions: columns of conditions by name.
         has_types: whether the source has types, so that not all values of columns are texts.
+        numbers: number of each row in the source, from 1.
     """
 
     texts: list[str]
@@ -684,6 +680,7 @@ class Collection:
     columns: Mapping[str, list[Any]]
     conditions: Mapping[str | None, list[str]]
     has_types: bool
+    numbers: Sequence[int]
 
 
 def read_collection(
@@ -722,7 +719,7 @@ def read_collection(
     readers = [(column, text_reader(source)), *((name, cell_text) for name in conditions)]
     readers += [(name, check_cell) for name in others]
     try:
-        texts, *values = read_columns(source, source.files, readers)
+        (texts, *values), numbers = read_columns(source, source.files, readers)
     except MissingColumnError as error:
         advice = "Name the column of the texts: --text COL."
         if error.column in conditions:
@@ -737,6 +734,7 @@ def read_collection(
         columns=dict(zip(others, values[n_conditions:], strict=True)),
         conditions=dict(zip(conditions, values[:n_conditions], strict=True)),
         has_types=source.suffix(file) not in (".csv", ".tsv"),
+        numbers=numbers,
     )
 
 

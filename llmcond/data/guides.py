@@ -167,23 +167,24 @@ def read_guide(
                 "Add this column, which names the condition of each label, or give only one "
                 "condition."
             )
-        return [check_labelled(conditions[0], table.texts, labels, source)]
+        return [check_labelled(conditions[0], table.texts, labels, source, table.numbers)]
     named = list(filter(None, conditions))
     known: dict[str, str | None] = {
         condition_key(spelling): name for name in named for spelling in (name, condition_text(name))
     }
     rows: dict[str, list[int]] = {}
     for row, value in enumerate(table.columns["condition"]):
+        where = f"row {table.numbers[row]} of {source}"
         if is_missing(value):
-            raise UserError(f"row {row + 1} of {source}: condition is empty. Fill it in.")
-        name = as_condition(str(value), f"row {row + 1} of {source}: condition")
+            raise UserError(f"{where}: condition is empty. Fill it in.")
+        name = as_condition(str(value), f"{where}: condition")
         known.setdefault(condition_key(name), None if closed else name)
         condition = known[condition_key(name)]
         if condition is None:
             expected = format_list(list(map(condition_text, named)), 5)
             raise UserError(
-                f"row {row + 1} of {source}: no texts are embedded under the condition "
-                f"{shortened_repr(name)}. Use one of these conditions: {expected}."
+                f"{where}: no texts are embedded under the condition {shortened_repr(name)}. Use "
+                f"one of these conditions: {expected}."
             )
         rows.setdefault(condition, []).append(row)
     return [
@@ -192,7 +193,7 @@ def read_guide(
             [table.texts[row] for row in indices],
             [labels[row] for row in indices],
             source,
-            [row + 1 for row in indices],
+            [table.numbers[row] for row in indices],
         )
         for condition, indices in rows.items()
     ]

@@ -20,6 +20,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from llmcond.base.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
+from llmcond.base.files import SPLIT_NAMES, SPLIT_TOKEN
 from llmcond.base.output import log
 from llmcond.base.text import undecodable_error
 from llmcond.data.formats import (
@@ -248,9 +249,6 @@ VECTOR = "embedding"
 SOURCE = describe_sources(SUFFIXES)
 FILES = SOURCE.partition(", a folder")[0]
 TEXT_FILES = f"{FILES}, a .txt file with one text per line, or - for standard input"
-_SPLIT_NAMES = {"train": "train", "test": "test"}
-_SPLIT_NAMES |= dict.fromkeys(("dev", "validation", "valid", "val"), "dev")
-_SPLIT_TOKEN = re.compile(rf"(?:^|[-_.])({'|'.join(_SPLIT_NAMES)})(?=[-_.])", re.IGNORECASE)
 _SHARD = re.compile(r"-\d+-of-(\d+)(?=\.)")
 
 
@@ -338,14 +336,14 @@ STDIN, STDIN_NAME = "-", "standard input"
 
 def _open_tables(data: Any, read: ReadOptions | None) -> Source:
     """Return rows in memory as a source: a table, or a mapping from split to table."""
-    by_split = isinstance(data, Mapping) and data and set(data) <= set(_SPLIT_NAMES)
+    by_split = isinstance(data, Mapping) and data and set(data) <= set(SPLIT_NAMES)
     # A mapping from split to a list of texts would be a table with columns of these names.
     are_columns = by_split and all(
         isinstance(values, list | tuple) and not any(isinstance(v, Mapping) for v in values)
         for values in data.values()
     )
     if by_split and (splits_of(data) or not are_columns):
-        tables = {_SPLIT_NAMES[name]: open_table(data[name]) for name in data}
+        tables = {SPLIT_NAMES[name]: open_table(data[name]) for name in data}
         return Source(IN_MEMORY, None, list(tables), {n: [n] for n in tables}, tables, read)
     return Source(IN_MEMORY, None, [IN_MEMORY], None, {IN_MEMORY: open_table(data)}, read)
 
@@ -497,9 +495,9 @@ def without_shard(name: str) -> str:
 def _find_splits(name: str, paths: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     for path in paths:
-        match = _SPLIT_TOKEN.search(PurePosixPath(path).name)
+        match = SPLIT_TOKEN.search(PurePosixPath(path).name)
         if match is not None and suffix_of(path) in suffixes:
-            splits.setdefault(_SPLIT_NAMES[match[1].lower()], []).append(path)
+            splits.setdefault(SPLIT_NAMES[match[1].lower()], []).append(path)
     if not splits:
         raise UserError(
             f"{name} is a folder without train, dev (or validation) or test files that end in "

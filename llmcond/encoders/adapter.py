@@ -107,9 +107,9 @@ class EncoderRecord:
     members: int = 1
 
     @property
-    def dev_digests(self) -> tuple[str, ...]:
+    def dev_digests(self) -> frozenset[str]:
         """The digests of ``dev_of``."""
-        return tuple((self.dev_of or "").split())
+        return frozenset((self.dev_of or "").split())
 
 
 def member_folders(folder: Path, members: int) -> tuple[Path, ...]:

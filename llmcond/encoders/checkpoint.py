@@ -97,7 +97,7 @@ class Checkpoint:
     adapter: Path | None = None
     recorded_settings: Mapping[str, Any] = field(default_factory=dict)
     cross: bool = False
-    dev_digests: tuple[str, ...] = ()
+    dev_digests: frozenset[str] = frozenset()
     random_device: str | None = None
     members: tuple[Path, ...] = ()
     base: Checkpoint | None = None
@@ -502,7 +502,7 @@ def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoi
         adapter=folder,
         recorded_settings=settings,
         cross=base.cross or tuned.cross,
-        dev_digests=tuple(dict.fromkeys((*base.dev_digests, *tuned.dev_digests))),
+        dev_digests=base.dev_digests | tuned.dev_digests,
         base=base,
     )
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -336,7 +336,7 @@ def save_encoder(
     *,
     merge: bool,
     cross: bool = False,
-    dev_of: Iterable[str] = (),
+    dev_of: Set[str] = frozenset(),
 ) -> None:
     """Write the trained weights of an encoder into a folder that can be named as a model.
 
@@ -380,7 +380,7 @@ def save_encoder(
         quantize=identity.quantize,
         base_weights=identity.weights if base is resolved.checkpoint else base.weights,
         cross=cross,
-        dev_of=" ".join(dict.fromkeys(dev_of)) or None,
+        dev_of=" ".join(sorted(dev_of)) or None,
     )
     write_encoder_record(folder, tuned)
 

@@ -189,7 +189,8 @@ class AspectSettings:
 
     Attributes:
         aspects: folder with one file NAME.json per set (see ``llmcond.data.guides``).
-        aspects_weight: weight of the contrastive loss; that of the squared error of ratings is 1.
+        aspects_weight: weight of the losses of these texts; that of the squared error of ratings
+            is 1.
         aspects_texts: texts per step and process. Each part of a step has its share of them, which
             its last group may exceed.
         aspects_values: share of the groups whose condition names two to five example values.
@@ -210,7 +211,7 @@ class AspectSettings:
         metavar="FOLDER",
     )
     aspects_weight: Annotated[float, Gt(0), Le(LARGEST)] = option(
-        0.25, help="weight of the contrastive loss of these texts", metavar="W"
+        0.25, help="weight of the losses of these texts", metavar="W"
     )
     aspects_texts: Annotated[int, Ge(4), Le(LARGEST)] = option(
         96, help="texts per step, in groups of 6 to 12 under one condition"

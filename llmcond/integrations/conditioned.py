@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -70,10 +70,11 @@ class ConditionedModel:
             UserError, LlmcondError: As ``llmcond.load_embedder``.
         """
         model = self._model
-        arguments, identity = tuple(model.find_arguments.items()), json.dumps(model.identity)
+        key = (*model.find_arguments.items(), ("device", self.device))
         with _loading:  # so that threads do not load the same model at once
-            embedder = _load(arguments, self.device, identity)
-        return replace(embedder, truncate_dim=self.truncate_dim)
+            if key not in _loaded or _loaded[key][0] != model.identity:  # perhaps fitted again
+                _loaded[key] = model.identity, model.load()
+        return replace(_loaded[key][1], truncate_dim=self.truncate_dim)
 
     @property
     def fingerprint(self) -> str:
@@ -146,11 +147,6 @@ class ConditionedModel:
         return EmbeddingModel.find(run, self.head, self.prompt, device=self.device, quiet=True)
 
 
+#: The identities and the embedders of the models that were loaded.
+_loaded: dict[tuple[tuple[str, str], ...], tuple[dict[str, Any], Embedder]] = {}
 _loading = Lock()
-
-
-@lru_cache
-def _load(arguments: tuple[tuple[str, str], ...], device: str, _identity: str) -> Embedder:
-    """Load a model by its ``find_arguments``; one with another identity is loaded again."""
-    options: dict[str, Any] = dict(arguments)
-    return EmbeddingModel.find(**options, device=device, quiet=True).load()

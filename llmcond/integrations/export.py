@@ -704,8 +704,7 @@ def _finish_export(
     # The command contains no local paths.
     words = ["llmcond", "export", "--format", "sentence-transformers", "--out", result.out.name]
     opened = open_any_run(run)
-    zero_shot = opened.zero_shot_arguments(embedder.view)
-    head = zero_shot if embedder.name == "none" else {"head": embedder.name}
+    head = opened.head_arguments(embedder.name, embedder.view)
     for name, value in {**opened.find_arguments, **head}.items():
         words += [f"--{name}", strip_path(value)]
     words += [word for condition in result.conditions for word in ("--condition", condition)]

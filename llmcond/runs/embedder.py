@@ -1012,9 +1012,8 @@ class EmbeddingModel:
     @property
     def find_arguments(self) -> dict[str, str]:
         """The arguments of ``find``, as strings, that find this model again."""
-        fitted, run = self.head.is_fitted, self.run
-        head = {"head": self.head.name} if fitted else run.zero_shot_arguments(self.view)
-        return {**run.find_arguments, **head}
+        head = self.run.head_arguments(self.head.reference, self.view)
+        return {**self.run.find_arguments, **head}
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -492,7 +492,7 @@ def copy_run(run: Path, head: str, view: FeatureView, checkpoint: Checkpoint, ou
         record_copy = _tidy_record({**record, "encoder": head_encoder}, {})
         write_json(target / folder / "head.json", record_copy)
         shutil.copyfile(weights_path(run / folder, record), target / folder / "head.safetensors")
-    selected = open_any_run(run).zero_shot_arguments(view) if head == "none" else {"head": head}
+    selected = open_any_run(run).head_arguments(head, view)
     write_json(out / EXPORT_SETTINGS, {"prompt": None, **selected})
 
 

@@ -178,7 +178,7 @@ def create_manifest(
         # The encoder was trained in another folder, on the same data.
         **(
             {"trained_on": ["train", "dev"]}
-            if set(data.get("dev_digests", [data["digest"]])) & {*resolved.checkpoint.dev_digests}
+            if resolved.checkpoint.dev_digests & {*data.get("dev_digests", ())}
             else {}
         ),
         "data": data,
@@ -732,8 +732,15 @@ class Run:
         """Return the features of zero-shot under a prompt, with subtraction by default."""
         return self.zero_shot_views(prompt)[-1 if self.kind.subtracts else 0]
 
-    def zero_shot_arguments(self, view: FeatureView) -> dict[str, str]:
-        """Return the head, and perhaps the prompt, that find the zero-shot head of a view again."""
+    def head_arguments(self, name: str, view: FeatureView) -> dict[str, str]:
+        """Return the arguments ``head`` and ``prompt`` that select a head again.
+
+        Args:
+            name: its name; ``none``: zero-shot.
+            view: its features.
+        """
+        if name != "none":
+            return {"head": name}
         if view.subtract == self.zero_shot_view(view.prompts[0]).subtract:
             return {"head": "none", "prompt": view.name}
         return {"head": head_name("none", view)}

@@ -417,6 +417,11 @@ class Trial(AnyTrial):
         return digest_text(json.dumps(parts, sort_keys=True))
 
 
+def named_dim(recipe: Recipe, changes: Mapping[str, Any] | None) -> int | None:
+    """Return the dimension that ``--set`` names, which is not limited to that of the features."""
+    return recipe.dim if "dim" in (changes or {}) else None
+
+
 def size_recipe(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
     """Return a recipe with the given dimension, or its default limited to that of the features."""
     if dim is not None:

@@ -56,7 +56,7 @@ from llmcond.runs.examples import (
     zero_shot_heads,
 )
 from llmcond.runs.open import local_folder
-from llmcond.runs.trials import Grid, Trial, combine_seeds, fit_trials
+from llmcond.runs.trials import Grid, Trial, combine_seeds, fit_trials, named_dim
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
     check_router_used,
@@ -324,7 +324,7 @@ def _fit_systems(
                 seed,
                 {},
                 recipe_view(recipe, (prompt,), zeroshot.view.subtract),
-                recipe.dim if "dim" in (settings.set or {}) else None,
+                named_dim(recipe, settings.set),
             )
             for seed in range(settings.seeds)
         ]

@@ -404,7 +404,7 @@ def _fit_ignored(
             columns[column] += table[column].to_pylist()
         if len(sentences) == MAX_COLLECTION:
             break
-    collection = Collection(sentences, texts.name, columns, {}, True)
+    collection = Collection(sentences, texts.name, columns, {}, True, range(1, len(sentences) + 1))
     conditions = [column.condition for column in vectors]
     model.fit_ignored(collection, conditions, others, options.ignore_directions)
 

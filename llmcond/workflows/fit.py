@@ -47,6 +47,7 @@ from llmcond.runs.trials import (
     Trial,
     combine_seeds,
     fit_trials,
+    named_dim,
     size_recipe,
 )
 
@@ -122,8 +123,8 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
         subtract = start.view.subtract if subtract is None else subtract
         if dim is None and recipe.dim is not None and "dim" not in (options.set or {}):
             dim = getattr(start.head.settings, "dim", None)
-    if dim is None and "dim" in (options.set or {}):
-        dim = recipe.dim
+    if dim is None:
+        dim = named_dim(recipe, options.set)
     subtract = run.kind.subtracts if subtract is None else subtract
     view = recipe_view(recipe, run.find_prompts(prompt, recipe.features), subtract)
     if start is not None and view != start.view:
@@ -430,7 +431,7 @@ def _make_trials(run: Run, options: SweepOptions) -> Iterator[list[Trial]]:
             view = recipe_view(
                 varied_recipe, run.find_prompts(names, varied_recipe.features), subtract
             )
-            dim = varied.get("dim", varied_recipe.dim if "dim" in changes else None)
+            dim = varied.get("dim", named_dim(varied_recipe, changes))
             yield [Trial(varied_recipe, seed, varied, view, dim) for seed in range(options.seeds)]
 
 

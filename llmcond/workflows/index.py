@@ -93,8 +93,8 @@ def index_texts(options: IndexOptions) -> IndexResult:
         keep = list(dict.fromkeys([*keep, *options.ignore_column]))
         if options.answers is None and ORIGINAL in TextTable(out).columns and ORIGINAL not in keep:
             raise UserError(
-                f"{out} holds answers in place of texts, and the texts in its column {ORIGINAL!r}. "
-                "Give --answers."
+                f"{out} has a column {ORIGINAL!r}, as indexes of answers have. Give --answers, or "
+                f"--keep {ORIGINAL} if the texts have this column."
             )
         other_columns = [*keep, *([id_column] if id_column else [])]
         collection = read_collection(texts, options.text, list(dict.fromkeys(other_columns)), read)

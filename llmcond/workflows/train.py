@@ -27,7 +27,7 @@ from llmcond.base.errors import LlmcondError, UserError
 from llmcond.base.files import check_writable, digest_file, read_json
 from llmcond.base.metrics import choose_metrics
 from llmcond.base.output import format_duration, log
-from llmcond.base.package import bundled_names
+from llmcond.base.package import bundled_names, user_modules
 from llmcond.base.records import build, check_record
 from llmcond.base.system import require_libraries
 from llmcond.data.datasets import Dataset
@@ -127,9 +127,8 @@ def plan_stage(
             "dev file."
         )
     check_fold_count(dev.take(dev.rated), stage.folds)
-    trained_on_dev = (
-        [options.model] if dataset.dev_digests & {*resolved.checkpoint.dev_digests} else []
-    )
+    knows_dev = dataset.dev_digests & resolved.checkpoint.dev_digests
+    trained_on_dev = [options.model] if knows_dev else []
     if teacher is not None and teacher.was_trained_on_dev(dataset):
         trained_on_dev.append(f"the teacher {teacher.run.folder}")
     if stage.folds and trained_on_dev:
@@ -240,12 +239,11 @@ def plan_training(
         resolved,
         dataset,
         settings,
+        recipe.user_modules(task, task.main_metric.function),
         prompts={prompt.name: prompt.digest for prompt in prompts},
         head={"kind": recipe.kind, **asdict(recipe.settings)},
         start=options.start and read_json(Path(options.start, "head.json"))["weights_sha256"],
     )
-    if code := recipe.user_modules(task, task.main_metric.function):
-        config["code"] = code
     if is_rated:
         optional = {
             "subtract": subtract,
@@ -482,7 +480,10 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
             "effect. Leave out --router, or name a --model without a router."
         )
     head = {"kind": KIND, **asdict(head_settings)}
-    config = training_config(options, resolved, dataset, settings, orders=options.orders, head=head)
+    code = user_modules(task, task.main_metric.function)
+    config = training_config(
+        options, resolved, dataset, settings, code, orders=options.orders, head=head
+    )
     job = _CrossJob(
         options=options,
         resolved=resolved,

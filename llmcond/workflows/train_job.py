@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -74,16 +74,14 @@ class Teacher:
         head: the full name of the head; for a cross-encoder, the name of its linear layer.
         rows: the number of rows to rate.
         record: what identifies the teacher: the digests of encoder and head, and ``rows``.
-        trained_on: the splits that its encoder or its head was trained on.
-        dev_digests: digests of the datasets whose dev rows its encoder was trained on.
+        dev_digests: digests of the datasets whose dev rows its encoder or its head was trained on.
     """
 
     run: Run
     head: str
     rows: int
     record: Mapping[str, Any]
-    trained_on: tuple[str, ...]
-    dev_digests: tuple[str, ...]
+    dev_digests: frozenset[str]
 
     def record_fields(self) -> dict[str, Any]:
         """Return the names of encoder and head for the training record, with an adapter's base."""
@@ -94,11 +92,7 @@ class Teacher:
 
     def was_trained_on_dev(self, dataset: Dataset) -> bool:
         """Return whether the teacher was trained on the dev rows of a dataset."""
-        data = self.run.manifest["data"]
-        known = {*self.dev_digests}
-        if "dev" in self.trained_on:
-            known |= {data["digest"], *data.get("dev_digests", ())}
-        return bool(known & dataset.dev_digests)
+        return bool(self.dev_digests & dataset.dev_digests)
 
     def rate(self, train: Rows, seed: int, folder: Path, device: str) -> Rows:
         """Return new rows, which train does not contain, with the teacher's ratings.
@@ -188,7 +182,10 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     }
     # The encoder may have been trained on other data than those of the run.
     dev_digests = run.resolve_encoder("cpu").checkpoint.dev_digests
-    return Teacher(run, name, rows, record, tuple(dict.fromkeys(splits)), dev_digests)
+    if "dev" in splits:
+        data = run.manifest["data"]
+        dev_digests |= {data["digest"], *data.get("dev_digests", ())}
+    return Teacher(run, name, rows, record, dev_digests)
 
 
 def sample_unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
@@ -248,9 +245,9 @@ class TrainedHead:
     card: Callable[[Mapping[str, Any]], str] | None = None
 
 
-def _dev_digests(dataset: Any) -> Set[str]:
-    """Return the digests by which encoders that know the dev examples of a dataset record this."""
-    digests: Set[str] = getattr(dataset, "dev_digests", {dataset.digest})
+def _dev_digests(dataset: Any) -> frozenset[str]:
+    """Return the digests by which encoders record that they know the dev examples of a dataset."""
+    digests: frozenset[str] = getattr(dataset, "dev_digests", frozenset())  # only rated data
     return digests
 
 
@@ -318,7 +315,7 @@ class TrainingJob:
     @property
     def _dev_is_known(self) -> bool:
         """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
-        if _dev_digests(self.dataset) & {*self.resolved.checkpoint.dev_digests}:
+        if _dev_digests(self.dataset) & self.resolved.checkpoint.dev_digests:
             return True
         return self.teacher is not None and self.teacher.was_trained_on_dev(self.dataset)
 
@@ -482,10 +479,8 @@ def train(job: TrainingJob) -> dict[str, Any]:
                 job.folder,
                 merge=options.merge,
                 cross=job.cross,
-                dev_of=(
-                    *resolved.checkpoint.dev_digests,
-                    *(sorted(_dev_digests(job.dataset)) if "dev" in job.trained_on else ()),
-                ),
+                dev_of=resolved.checkpoint.dev_digests
+                | (_dev_digests(job.dataset) if "dev" in job.trained_on else frozenset()),
             )
             head = model.fitted_head(
                 {

@@ -99,6 +99,7 @@ def training_config(
     resolved: ResolvedEncoder,
     dataset: Any,
     settings: TuneSettings,
+    code: Sequence[str],
     **head: Any,
 ) -> dict[str, Any]:
     """Return everything that decides the weights of an encoder and its head, for the record.
@@ -108,6 +109,7 @@ def training_config(
         resolved: the encoder that is trained.
         dataset: the data that it is trained on.
         settings: the settings of the training.
+        code: modules of users' files that it uses, whose names change with the files.
         head: what decides the head and its inputs.
     """
     return {
@@ -117,6 +119,7 @@ def training_config(
         "seed": options.seed,
         "settings": asdict(settings),
         "merge": options.merge,
+        **({"code": code} if code else {}),
     }
 
 

@@ -53,7 +53,9 @@ def test_file_that_holds_no_keys_is_rejected(tmp_path):
 
 
 def test_sigterm_under_load_answers_accepted_requests(tiny_run, tmp_path):
+    # The host is a short form of 127.0.0.1.
     arguments = ["serve", "--run", tiny_run, "--port", "0", "--device", "cpu", "--json"]
+    arguments += ["--host", "127.1"]
     server = Command(tmp_path, arguments)
     try:
         wait_until(lambda: re.search(r"127\.0\.0\.1:(\d+) ", server.stderr.read_text()))

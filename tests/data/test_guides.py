@@ -8,6 +8,7 @@ from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.base.errors import LlmcondError, UserError
+from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import parse_sample, read_guide, read_triples
 
 LOCATION, MOOD = "the place", "the mood"
@@ -100,6 +101,13 @@ def test_embed_matches_the_guided_embedder(capsys, rows, tiny_run, embedder):
     assert np.stack(table["embedding"].to_numpy()) == pytest.approx(expected, abs=5e-3)
     assert "another guides" in run_rejected(capsys, *command)
     assert run_json(capsys, *command, "--guide", "both.csv")["rows"] == len(texts)
+
+
+def test_rows_of_a_guide_are_numbered_as_in_its_file(tmp_path):
+    path = tmp_path / "guide.csv"
+    path.write_text("text,label\n,park\ntwo men,park\ntwo men,beach\n")
+    with pytest.raises(UserError, match=r"row 3 of .*guide\.csv: 'two men' has the label"):
+        read_guide(path, None, [LOCATION], read=ReadOptions(skip_empty=True))
 
 
 def test_triples_need_the_texts_of_their_dataset(tmp_path):

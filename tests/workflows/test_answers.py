@@ -328,7 +328,8 @@ def test_index_holds_answers_with_their_texts(capsys, run_copy, table):
         assert message in run_rejected(capsys, *change_flags(command, "--out", "other", *options))
     assert not Path("other").exists()
     without = ("index", "texts.parquet", "--out", "index", *LOCATION)
-    assert "index holds answers in place of texts" in run_rejected(capsys, *without)
+    message = run_rejected(capsys, *without)
+    assert "index has a column 'original', as indexes of answers have" in message
 
 
 def test_clusters_are_named_by_their_answers(capsys, run_copy, table):

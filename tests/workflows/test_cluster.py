@@ -152,7 +152,8 @@ def test_clusters_that_agree_while_nearest_texts_differ_give_advice(caplog):
     rng, labels = np.random.default_rng(0), np.repeat(np.arange(3), 40)
     samples = [np.eye(3, 30)[labels] + 0.1 * rng.normal(size=(120, 30)) for _ in range(3)]
     model = SimpleNamespace(embed=lambda rows, file: rng.normal(size=(len(rows), 30)))
-    collection = Collection([f"text {i}" for i in range(120)], "texts.csv", {}, {}, True)
+    texts, numbers = [f"text {i}" for i in range(120)], range(1, 121)
+    collection = Collection(texts, "texts.csv", {}, {}, True, numbers)
     caplog.set_level("INFO")
     conditions = ("the problem", "the product", Condition("the mood", ignore=["the product"]))
     clusterings = [Clustering("minilm", text, labels, [], 0.1) for text in conditions]

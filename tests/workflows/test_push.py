@@ -20,7 +20,6 @@ from llmcond.base.errors import LlmcondError, UserError
 from llmcond.cli import run
 from llmcond.runs import open_any_run
 from llmcond.runs.portable import _PATH, save_portable_run
-from llmcond.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -239,12 +238,20 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(hub, frozen, capsys, tmp_pat
     np.testing.assert_array_equal(encode_texts(REPO, LINEAR), expected_linear)
 
 
-def test_best_head_is_the_default_of_a_copy_if_zero_shot_was(frozen, monkeypatch, tmp_path):
-    monkeypatch.setattr(Run, "default_head", lambda _: ("none@separate", "best on dev"))
+def test_best_head_is_the_default_of_a_copy_if_zero_shot_was(frozen, tmp_path):
     for best in open_any_run(frozen).head_names():
-        monkeypatch.setattr(Run, "best_head", lambda _self, records, best=best: best)
-        save_portable_run(frozen, tmp_path / best)
-        assert json.loads((tmp_path / best / "run.json").read_text())["default_head"] == best
+        folder = Path(shutil.copytree(frozen, tmp_path / best))
+        manifest = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**manifest, "default_head": ""}))
+        for path in folder.glob("heads/*/head.json"):
+            record = json.loads(path.read_text())
+            record["dev_spearman"] = 0.8 if path.parent.name == best else 0.7
+            record["zero_shot"] = {"name": "none@separate", "dev_spearman": 0.9}
+            path.write_text(json.dumps(record))
+        assert open_any_run(folder).default_head()[0] == "none@separate"
+        save_portable_run(folder, tmp_path / f"{best}-copy")
+        manifest = json.loads((tmp_path / f"{best}-copy" / "run.json").read_text())
+        assert manifest["default_head"] == best
 
 
 def test_frozen_hub_encoder_is_named_with_its_commit(hub, monkeypatch, base, data, tmp_path):
