@@ -28,13 +28,21 @@ from safetensors.torch import load_file, save_file
 
 from llmcond.base.files import read_json, write_json
 from llmcond.base.package import bundled_folder
-from llmcond.encoders.adapter import CARD, TRAINING_RECORD, WEIGHTS, identify
+from llmcond.encoders.adapter import (
+    CARD,
+    TRAINING_RECORD,
+    WEIGHTS,
+    EncoderRecord,
+    identify,
+    read_encoder_record,
+    write_encoder_record,
+)
 from llmcond.runs import open_any_run
 from llmcond.runs.portable import save_portable_run
 
 
 def average_weights(folder: Path, other: Path, share: float) -> None:
-    """Average the adapter of a folder with another one, and record it.
+    """Average the adapter of a folder with another one, and record it with the dev rows of both.
 
     Args:
         folder: folder of the adapter, whose weights are replaced.
@@ -47,6 +55,9 @@ def average_weights(folder: Path, other: Path, share: float) -> None:
     record, rest = read_json(folder / TRAINING_RECORD), round(1 - share, 6)
     record["averaged_with"] = {"weights": open_any_run(other).identity.weights, "share": rest}
     write_json(folder / TRAINING_RECORD, record)
+    tuned, earlier = (read_encoder_record(path) or EncoderRecord() for path in (folder, other))
+    digests = " ".join(sorted(tuned.dev_digests | earlier.dev_digests))
+    write_encoder_record(folder, replace(tuned, dev_of=digests or None))
     body = (folder / CARD).read_text(encoding="utf-8").partition(SECTION)[0].rstrip()
     text = (
         f"{body}\n\n## Average\n\nAfter the training, the weights were averaged with those of "

@@ -782,7 +782,7 @@ SCREENSHOTS: Final = {
     ),
     "server-page": Screenshot(
         "The page of the server: a form with two texts and three conditions. Below are "
-        "similarities: 0.964 for the number of people, 0.306 for the activity, 0.459 for the "
+        "similarities: 0.966 for the number of people, 0.299 for the activity, 0.472 for the "
         "place.",
         "#similarity",
         [],

@@ -53,7 +53,7 @@ print(len(texts), "reviews")
 # %% [markdown]
 # ## Compare texts under a condition
 
-# %% expect=["the cuisine 0\\.6", "the service 0\\.7", "the sentiment 0\\.8"]
+# %% expect=["the cuisine 0\\.6", "the service 0\\.8", "the sentiment 0\\.8"]
 # !llmcond similarity "The pizza was burnt and nobody apologised." \
 #     "Sushi of the highest quality, served by a charming couple." \
 #     --condition "the cuisine" --condition "the service" --condition "the sentiment"
@@ -63,7 +63,7 @@ print(len(texts), "reviews")
 # condition has its own scale, so that a single number says little. Compare similarities under *one* condition, as
 # this cell does for the review about the pizza and all others:
 
-# %% expect=["spaghetti.*miso.*ravioli.*risotto.*gnocchi"]
+# %% expect=["(spaghetti.*risotto|risotto.*spaghetti).*(miso.*ravioli|ravioli.*miso).*gnocchi"]
 import llmcond
 
 embedder = llmcond.load_embedder()
@@ -79,11 +79,11 @@ for i in similarity.argsort()[::-1][1:6]:
 #
 # `check-condition` compares the nearest texts under each condition, and lists pairs that a condition brings together.
 
-# %% expect=["the cuisine – 19 40", "the service 19 – 17", "answer pairs"]
+# %% expect=["the cuisine – 15 42", "the service 15 – 19", "answer pairs"]
 # !llmcond check-condition reviews.csv --condition "the cuisine" --condition "the service"
 
 # %% [markdown]
-# The two conditions have 19 % of the nearest texts in common, so they are not alike. Whether they work is another
+# The two conditions have 15 % of the nearest texts in common, so they are not alike. Whether they work is another
 # question, which your answers decide: `--ask` shows 20 pairs of texts, and measures how well the embeddings agree with
 # you ([how](../aspects.md#check-a-condition-on-your-texts)). Or look at results, which is the next step.
 #
@@ -95,7 +95,7 @@ for i in similarity.argsort()[::-1][1:6]:
 # !llmcond index reviews.csv --out reviews.index --id id --keep city year \
 #     --condition "the cuisine" --condition "the service"
 
-# %% expect=["The pizza was burnt.*spaghetti.*ravioli"]
+# %% expect=["The pizza was burnt.*risotto.*spaghetti"]
 # !llmcond search reviews.index "We had pizza." --condition "the cuisine" -k 3
 
 # %% [markdown]
@@ -116,9 +116,9 @@ for condition in ["the service", "the opinion about the service"]:
 
 # %% [markdown]
 # Under "the service", both queries find the same reviews, because both are about the staff. Under "the opinion about the
-# service", one finds the unhappy guests and the other the happy ones, whatever they say about the food. The check could
-# not decide which wording you need, but the results do. [Group support tickets](tickets.md) shows what to try where no
-# wording works.
+# service", one finds unhappy guests and the other happy ones, whatever they say about the food. The burnt pizza is an
+# error. The check could not decide which wording you need, but the results do. [Group support tickets](tickets.md) shows
+# what to try where no wording works.
 #
 # ## Write the vectors to a file
 #

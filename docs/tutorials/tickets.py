@@ -98,15 +98,15 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 # Group the tickets under two conditions. `--labels` names the column with the right answers for each condition. It only
 # adds the last table.
 
-# %% expect=["problem: 4 clusters", "kettle, spout, leaks", "sentiment mood 64 [56]\\d\\.", "problem problem 64 [0-4]\\."]
+# %% expect=["problem: \\d clusters", "kettle, spout, leaks", "sentiment mood 64 [345]\\d\\.", "problem problem 64 [0-3]?\\d\\."]
 # !llmcond cluster tickets.csv --out groups.csv \
 #     --condition "the sentiment" --labels mood \
 #     --condition "the problem" --labels problem
 
 # %% [markdown]
 # The V-measure says how well clusters agree with the right answers: 100 is perfect, and 0 is chance. The sentiment
-# works, with errors. The clusters under the problem have nothing to do with the problem. Their names say why:
-# they are kettles, tents, headphones and printers.
+# works in part. The clusters under the problem have little to do with the problem. Their names say why: most are
+# kettles, tents, headphones and printers.
 #
 # Without right answers, names and typical texts show this, so always read some of them. A second sign needs no labels
 # either: how far the condition changes which texts are near.
@@ -125,35 +125,36 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 # Choose by measurement. `check-condition --ask` shows 20 pairs of your tickets, asks whether they are the same in this
 # respect, and takes two minutes. In a notebook, `--labels` answers from the column instead.
 
-# %% expect=["the problem (59|60|61) ", "what is wrong 6\\d ", "all wordings 6\\d ", "ignoring the product 7\\d "]
+# %% expect=["the problem 6\\d ", "what is wrong 6\\d ", "all wordings 6\\d ", "ignoring the product 7\\d "]
 # !llmcond check-condition tickets.csv --labels problem \
 #     --condition "the problem | the complaint | what is wrong" --ignore "the product"
 
 # %% [markdown]
-# An AUC of 50 is chance. The wordings and their mean are hardly better than no condition at all, which has 58. Ignoring
-# the product has the highest AUC, 74.
+# An AUC of 50 is chance. The wordings have 62 to 64 and their mean has 66, which is not much better than no condition at
+# all (58). Ignoring the product has the highest AUC, 76.
 #
 # Now group the tickets in that way.
 
-# %% expect=["problem 64 4\\d\\.", "money, paid"]
+# %% expect=["problem 64 (4[5-9]|5\\d)\\.", "invoice, paid"]
 # !llmcond cluster tickets.csv --clusters 4 --labels problem \
 #     --condition "the problem | the complaint | what is wrong" --ignore "the product"
 
 # %% [markdown]
-# The V-measure rises from 1 to 44, and one cluster is about payments. The result is still far from good.
+# The V-measure is 50, while the same four clusters without `--ignore` have 31. One cluster is about payments now, and one
+# about returns and deliveries. The others still have one or two products each.
 #
 # ## Ignore a column
 #
 # If your table has a column with what to ignore, `--ignore-column` removes it more exactly.
 
-# %% expect=["problem 64 5\\d\\.", "return, send, parcel"]
+# %% expect=["problem 64 [45]\\d\\.", "invoice, paid"]
 # !llmcond cluster tickets.csv --clusters 4 --labels problem \
 #     --condition "the problem | the complaint | what is wrong" --ignore-column product
 
 # %% [markdown]
-# The V-measure is 55 now, and returns have a cluster. With example values (`--condition "the type of problem" --values
-# "delivery, defect, billing, return"`), it is 56. Do not name values where a condition already works, because they can
-# harm it ([clusters](../clusters.md#example-values)).
+# No cluster is about a product now. The V-measure is 46, which does not differ from 50 if you compare the intervals. With
+# example values (`--condition "the type of problem" --values "delivery, defect, billing, return"`), it is 54. Do not name
+# values where a condition already works, because they can harm it ([clusters](../clusters.md#example-values)).
 #
 # ## The last resort: label about 40 tickets
 #
@@ -163,20 +164,21 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 # %%
 import random
 
+condition = "the problem | the complaint | what is wrong"
 sample = random.Random(1).sample(tickets, 40)
 with Path("labelled.csv").open("w", newline="", encoding="utf-8") as file:
     writer = csv.writer(file)
     writer.writerow(["text", "condition", "label"])
-    writer.writerows([ticket["text"], "the problem", ticket["problem"]] for ticket in sample)
+    writer.writerows([ticket["text"], condition, ticket["problem"]] for ticket in sample)
 
-# %% expect=["the problem problem 24 [67]\\d\\.", "invoice, money.* billing 8", "courier, .* delivery 1\\d"]
-# !llmcond cluster tickets.csv --guide labelled.csv --out guided.csv \
-#     --condition "the problem" --labels problem --ignore-column product
+# %% expect=["problem 24 [5-7]\\d\\.", "billing 8", "delivery 1\\d", "defect 1\\d"]
+# !llmcond cluster tickets.csv --guide labelled.csv --out guided.csv --labels problem \
+#     --condition "the problem | the complaint | what is wrong" --ignore-column product
 
 # %% [markdown]
 # Each cluster has the labels of one problem now. The score is of the 24 tickets that are not in the guide, so that its
-# interval is wide. It depends on the sample: with the seeds 0 and 2 instead of 1 in the cell above, the V-measure is 61
-# and 47 instead of 69.
+# interval is wide. It depends on the sample: with the seeds 0 and 2 instead of 1 in the cell above, the V-measure is 52
+# and 57 instead of 61.
 #
 # ## What to conclude
 #

@@ -29,7 +29,7 @@ _READY: dict[str, Any] = {
     "model": "minilm-conditions",
     "head": "none@concat-cond-sent+c",
     "truncate_dim": None,
-    "fingerprint": "10186a9e1d62e1e00cea9f38fc3cff3d",
+    "fingerprint": "9b92ecadf855aff7f086bae132f14dcf",
 }
 
 

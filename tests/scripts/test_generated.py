@@ -3,6 +3,7 @@
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 
 import make_pretrained
 import memory_table
@@ -19,7 +20,13 @@ from llmcond.base.arrays import cosine
 from llmcond.base.files import read_json
 from llmcond.base.package import bundled_folder
 from llmcond.data.datasets import read_dataset
-from llmcond.encoders.adapter import CARD, TRAINING_RECORD, WEIGHTS
+from llmcond.encoders.adapter import (
+    CARD,
+    TRAINING_RECORD,
+    WEIGHTS,
+    read_encoder_record,
+    write_encoder_record,
+)
 from llmcond.encoders.spec import EncoderInput
 from llmcond.runs import open_any_run
 
@@ -68,6 +75,8 @@ def test_averaged_adapter_records_both(monkeypatch, tmp_path):
     shutil.copytree(first, second)
     weights = load_file(first / WEIGHTS)
     save_file({name: weight + 1 for name, weight in weights.items()}, second / WEIGHTS)
+    tuned = read_encoder_record(first)
+    write_encoder_record(second, replace(tuned, dev_of="another"))
     options = ["--name", first.name, "--out", tmp_path, "--average", second, "--share", "0.75"]
     monkeypatch.setattr(sys, "argv", ["make_pretrained", *map(str, [first, *options])])
     make_pretrained.main()
@@ -78,6 +87,7 @@ def test_averaged_adapter_records_both(monkeypatch, tmp_path):
         torch.testing.assert_close(weight, 0.75 * one[name] + 0.25 * other[name])
     identity = load_embedder(str(folder)).encoder.identity
     assert identity == open_any_run(folder).identity
+    assert read_encoder_record(folder).dev_digests == tuned.dev_digests | {"another"}
     assert identity.weights != open_any_run(first).identity.weights
     averaged_with = {"weights": open_any_run(second).identity.weights, "share": 0.25}
     assert read_json(folder / TRAINING_RECORD)["averaged_with"] == averaged_with
