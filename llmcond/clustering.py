@@ -426,7 +426,7 @@ _HAN_FUNCTION = (
 _MARKUP = re.compile(
     r"<(script|style)\b[^>]*>.*?</\1\s*>|<!--.*?-->|</?[a-z!][^<>]*>", re.IGNORECASE | re.DOTALL
 )
-_ADDRESS = re.compile(r"\b(?:https?://|www\.)\S+|\S+@\S+\.\S+", re.IGNORECASE)
+_ADDRESS = re.compile(r"\b(?:https?://|www\.)\S+|(?<![^\s@])[^\s@]+@[^\s@]+\.\S+", re.IGNORECASE)
 _APOSTROPHES = str.maketrans("’ʼ＇", "'''")
 #: Articles and pronouns of French and Italian that an apostrophe joins to the next word.
 _ELIDED = frozenset("l d j qu n c m t s lorsqu jusqu dell all nell sull un".split())  # noqa: SIM905

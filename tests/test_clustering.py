@@ -1,5 +1,6 @@
 """Clustering of vectors: methods, number of clusters, descriptions, scores and maps."""
 
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from llmcond.clustering import (
     CLEAR_SILHOUETTE,
     NOISE,
     choose_k,
+    clean_text,
     compute_maps,
     describe_clusters,
     hdbscan,
@@ -159,6 +161,13 @@ def test_names_prefer_words_that_are_near_their_cluster():
 )  # fmt: skip
 def test_names_have_whole_words_but_neither_markup_nor_formulas(first, second, names):
     assert tuple(cluster.name for cluster in describe(first, second)) == names
+
+
+def test_texts_of_many_handles_take_little_time():
+    began = time.process_time()
+    assert clean_text("@" * 10_000) == "@" * 10_000
+    assert clean_text(f"{'@ann,' * 2_000} ann@shop.com").split() == ["@ann," * 2_000]
+    assert time.process_time() - began < 5  # A cubic pattern takes minutes.
 
 
 # -- scores ------------------------------------------------------------------------------------

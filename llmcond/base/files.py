@@ -298,8 +298,10 @@ def is_folder(path: Path) -> bool:
 
 
 def is_vacant(path: Path) -> bool:
-    """Return whether a path does not exist, or is that of an empty folder."""
-    return not _mode(path) or (is_folder(path) and not any(path.iterdir()))
+    """Return whether a path does not exist, or is a folder that is empty except for a lock."""
+    if not _mode(path):
+        return True
+    return is_folder(path) and all(item.name == ".lock" for item in path.iterdir())
 
 
 def path_exists(path: Path) -> bool:

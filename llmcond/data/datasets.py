@@ -27,7 +27,7 @@ from llmcond.data.readers import (
     source_name,
     without_shard,
 )
-from llmcond.data.rows import Rows, pairs_digest, rows_digest, save_rows, split_by_pair
+from llmcond.data.rows import Rows, is_null, pairs_digest, rows_digest, save_rows, split_by_pair
 
 SPLITS = ("train", "dev", "test")
 R = TypeVar("R")
@@ -440,11 +440,17 @@ class Problems:
         file: the file's name.
         noun: name of a row. ``data row`` if the file has a header, which a user may count as a row.
         can_skip: whether the command has the option ``--skip-empty``.
+        skips: whether that option is set.
+
+    Attributes:
+        left_out: the number of the row of each empty text that ``text`` has left out.
     """
 
-    def __init__(self, file: str, noun: str = "row", *, can_skip: bool = False) -> None:
-        self.file = file
-        self._noun, self._can_skip = noun, can_skip
+    def __init__(
+        self, file: str, noun: str = "row", *, can_skip: bool = False, skips: bool = False
+    ) -> None:
+        self.file, self.left_out = file, list[int]()
+        self._noun, self._can_skip, self._skips = noun, can_skip, skips
         self._first: str | None = None
         self._rows: set[int] = set()
         self._has_empty = False
@@ -454,7 +460,12 @@ class Problems:
         """Return a collector for a file of a source."""
         suffix = source.suffix(file)
         noun = "data row" if suffix in _WITH_HEADER else "line" if suffix in _LINES else "row"
-        return cls(Path(file).name, noun, can_skip=source.read is not None)
+        return cls(
+            Path(file).name,
+            noun,
+            can_skip=source.read is not None,
+            skips=source.options.skip_empty,
+        )
 
     def add(self, number: int, what: str, *, empty: bool = False) -> None:
         """Record that the row with this number is invalid, and why.
@@ -469,11 +480,15 @@ class Problems:
         self._has_empty = self._has_empty or empty
 
     def text(self, number: int, column: str, value: object) -> str:
-        """Return ``value`` as text; if it is empty or not a text, record the row."""
+        """Return ``value`` as text; if it is empty or not a text, record the row, and return ''."""
         try:
             return cell_text(value)
         except ValueError as error:
-            self.add(number, f"{column} {error}")
+            is_empty = isinstance(error, EmptyTextError)
+            if is_empty and self._skips:
+                self.left_out.append(number)
+            else:
+                self.add(number, f"{column} {error}", empty=is_empty)
             return ""
 
     def raise_if_any(self) -> None:
@@ -481,7 +496,7 @@ class Problems:
         if self._first is None:
             return
         others = sorted(self._rows)[1:]
-        listed = _list_numbers(others)
+        listed = list_numbers(others)
         noun = f"{self._noun.removeprefix('data ')}{' is' if len(others) == 1 else 's are'}"
         note = f" ({len(others):,} more {noun} invalid: {listed})" if others else ""
         header = ". The header is not counted" if self._noun == "data row" else ""
@@ -503,11 +518,12 @@ class Problems:
         noun = self._noun + ("" if len(numbers) == 1 else "s")
         log.info(
             f"{self.file}: left out {len(numbers):,} of {n_rows:,}, whose text is empty: {noun} "
-            f"{_list_numbers(numbers)}"
+            f"{list_numbers(numbers)}"
         )
 
 
-def _list_numbers(numbers: Sequence[int]) -> str:
+def list_numbers(numbers: Sequence[int]) -> str:
+    """Return the first numbers as text, and whether there are more."""
     shown = ", ".join(f"{number:,}" for number in numbers[:_MAX_LISTED])
     return f"{shown}, …" if len(numbers) > _MAX_LISTED else shown
 
@@ -647,14 +663,7 @@ def resolve_conditions(
 
 def is_missing(value: Any) -> bool:
     """Return whether a cell of a table is missing: None, NaN, NaT, pandas' NA, or blank."""
-    if value is None or isinstance(value, str):
-        return value is None or not value.strip()
-    try:
-        return bool(value != value)  # noqa: PLR0124 - NaN and NaT differ from themselves
-    except TypeError:  # NA has no truth value.
-        return True
-    except ValueError:  # An array has none either, but is not missing.
-        return False
+    return is_null(value) or (isinstance(value, str) and not value.strip())
 
 
 def label_text(cell: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -288,14 +289,49 @@ def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict
     return rows_by_split
 
 
+def is_null(value: Any) -> bool:
+    """Return whether a value is one of those for missing values: None, NaN, NaT or pandas' NA."""
+    if value is None or isinstance(value, str):
+        return value is None
+    try:
+        return bool(value != value)  # noqa: PLR0124 - NaN and NaT differ from themselves
+    except TypeError:  # NA has no truth value.
+        return True
+    except ValueError:  # An array has none either, but is not missing.
+        return False
+
+
 def to_arrow(values: Sequence[Any]) -> Any:
-    """Convert values to an Arrow array; values of several types become texts."""
+    """Convert values to an Arrow array; NaN, NaT and NA become null.
+
+    Values of several types become texts, and so do objects without fields, which Parquet cannot
+    store. Decimals have the largest precision, so that later rows may have more digits.
+    """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     try:
-        return pa.array(values)
+        array = pa.array(values, from_pandas=True)
+        as_texts = _contains_empty_struct(array.type)
+        if pa.types.is_date(array.type):  # Arrow would cut the times of later values.
+            as_texts = any(isinstance(value, datetime) for value in values)
     except (pa.ArrowException, OverflowError):  # values of several types
-        return pa.array([None if value is None else str(value) for value in values])
+        as_texts = True
+    if as_texts:
+        return pa.array([None if is_null(value) else str(value) for value in values])
+    if pa.types.is_floating(array.type):  # the scalars of NumPy remain NaN
+        return pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+    if pa.types.is_decimal128(array.type):
+        return array.cast(pa.decimal128(38, array.type.scale))
+    return array
+
+
+def _contains_empty_struct(arrow_type: Any) -> bool:
+    import pyarrow as pa
+
+    children = [arrow_type.field(i).type for i in range(arrow_type.num_fields)]
+    is_empty = pa.types.is_struct(arrow_type) and not children
+    return is_empty or any(map(_contains_empty_struct, children))
 
 
 def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:

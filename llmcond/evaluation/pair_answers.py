@@ -150,10 +150,13 @@ def score_labels(
         order = np.argsort(-row, kind="stable")
         hits = np.cumsum((weights * same)[:, order], axis=1)
         misses = np.cumsum((weights * ~same)[:, order], axis=1)
+        # The pairs of a tie are retrieved together, so the curve connects the ends of ties.
+        end = np.append(np.diff(row[order]) != 0, True)
         with np.errstate(invalid="ignore"):  # A bootstrap sample may lack equal labels.
-            recall, fallout = hits / hits[:, -1:], misses / misses[:, -1:]
-        auc = (np.diff(fallout, axis=1, prepend=0) * recall).sum(axis=1)
-        figures.append((auc, 0.5 + 0.5 * (recall - fallout).max(axis=1)))
+            recall, fallout = hits[:, end] / hits[:, -1:], misses[:, end] / misses[:, -1:]
+        height = recall - np.diff(recall, axis=1, prepend=0) / 2
+        auc = (np.diff(fallout, axis=1, prepend=0) * height).sum(axis=1)
+        figures.append((auc, 0.5 + 0.5 * np.maximum((recall - fallout).max(axis=1), 0)))
     best = max(figures, key=lambda both: float(both[0][0]))[0]
     return [
         AnswerScores(
@@ -228,8 +231,9 @@ def score_ranking(probabilities: Floats, ranks: Floats) -> tuple[Floats, Floats]
     other_rank = (ranks.sum() - same @ ranks[order]) / (n - n_same)
     hits = np.cumsum(same, axis=1)
     misses = np.arange(1, n + 1) - hits
-    gain = hits / n_same[:, None] - misses / (n - n_same)[:, None]
-    return 0.5 + mean_rank - other_rank, 0.5 + 0.5 * gain.max(axis=1)
+    end = np.append(np.diff(ranks[order]) != 0, True)  # as in ``score_labels``
+    gain = (hits / n_same[:, None] - misses / (n - n_same)[:, None])[:, end]
+    return 0.5 + mean_rank - other_rank, 0.5 + 0.5 * np.maximum(gain.max(axis=1), 0)
 
 
 def _is_separated(ranks: Floats, yes: NDArray[np.bool_]) -> bool:

@@ -152,7 +152,7 @@ class EmbedOptions(
             if out.is_symlink():  # Its target is written, and the link stays.
                 out = out.resolve()
                 object.__setattr__(self, "out", out)
-            if self.precision in ("int8", "uint8") and self.ranges is None:
+            if self.precision in ("int8", "uint8"):
                 check_output(ranges_path(out), (".npy",), [self.texts])
         elif self.mentions:
             raise UserError(

@@ -310,7 +310,7 @@ def _rated_data(page: Page, rows: Rows, texts: dict[str, int]) -> dict[str, Any]
     columns = {"condition": "condition", "sentence1": "sentence 1", "sentence2": "sentence 2"}
     rated, errors = rows.rated, {}
     for name in page.systems:
-        similarity = np.asarray(page.similarity[name], dtype=np.float64)
+        similarity = page.mean_prediction(name)
         scored = np.isfinite(similarity) & rated
         errors[name] = np.full(len(similarity), np.nan)
         errors[name][scored] = rank_error(similarity[scored], rows.rating[scored])
@@ -338,10 +338,10 @@ def _rated_data(page: Page, rows: Rows, texts: dict[str, int]) -> dict[str, Any]
 
 def _ranked_data(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str, Any]:
     """Return the data of ranked queries, and add their texts with new numbers to ``texts``."""
-    ranks_by_name = {
-        name: np.asarray(page.similarity[name], dtype=np.float64) for name in page.systems
-    }
-    lowest = max(ranks.max() for ranks in ranks_by_name.values())
+    # The metrics are averaged over seeds, not the ranks: a mean rank is rarely the first.
+    ranks_by_seed = {name: np.atleast_2d(page.similarity[name]) for name in page.systems}
+    ranks_by_name = {name: page.mean_prediction(name) for name in page.systems}
+    lowest = max(ranks.max() for ranks in ranks_by_seed.values())
     steps = [k * 10**power for power in range(8) for k in (1, 2, 3, 5) if k * 10**power < lowest]
     systems = [
         {
@@ -350,7 +350,10 @@ def _ranked_data(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str
             "rank": _round_values(ranks, 2),
             # The position on a logarithmic axis from the first to the last of all ranks.
             "place": _round_values(1000 * np.log(ranks) / (np.log(lowest) or 1), 0),
-            "hits": [[k, round(float((ranks <= k).mean()), 4)] for k in [*steps, float(lowest)]],
+            "hits": [
+                [k, round(float((ranks_by_seed[name] <= k).mean()), 4)]
+                for k in [*steps, float(lowest)]
+            ],
         }
         for name, ranks in ranks_by_name.items()
     ]
@@ -373,8 +376,11 @@ def _ranked_data(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str
             "text": _number_texts(groups.label, texts),
             "n": groups.count.tolist(),
             "figure": [
-                _round_values(metric.factor * groups.mean(metric.by_row(ranks)), metric.decimals)
-                for ranks in ranks_by_name.values()
+                _round_values(
+                    metric.factor * groups.mean(np.mean([*map(metric.by_row, ranks)], axis=0)),
+                    metric.decimals,
+                )
+                for ranks in ranks_by_seed.values()
             ],
             "decimals": metric.decimals,
         },
@@ -395,7 +401,7 @@ def _format_score(page: Page, name: str) -> str:
 
 
 def _rated_system(page: Page, rows: Rows, name: str, error: Floats) -> dict[str, Any]:
-    similarity = np.asarray(page.similarity[name], dtype=np.float64)
+    similarity = page.mean_prediction(name)
     predicted, rated = np.isfinite(similarity), ~np.isnan(error)
     shares = np.full(len(similarity), np.nan)
     shares[predicted] = rank_share(similarity[predicted])

@@ -49,8 +49,8 @@ class Page:
             names.
         rows: the n scored rows: rated rows, or queries whose answers were ranked.
         scale: the lowest and the highest rating on the data's scale.
-        similarity: (n,) predictions by the result's name, averaged over seeds; NaN where a row has
-            none. For queries they are ranks.
+        similarity: predictions by the result's name, (n,), or (seeds, n) of several seeds; NaN
+            where a row has none. For queries they are ranks.
         isotropy: name, head, prompt, subtract, mean_cosine, std_cosine and partition_ratio of each
             set of vectors, and ``cosines``, those of its vectors to their mean, (m,).
         provenance: the provenance of the page, as nested JSON.
@@ -89,6 +89,11 @@ class Page:
     def systems(self) -> list[str]:
         """The names of the results that have predictions, in the order of the results."""
         return [r.name for r in self.results if len(self.similarity.get(r.name, ()))]
+
+    def mean_prediction(self, name: str) -> NDArray[np.float64]:
+        """Return the predictions of a system, (n,), averaged over its seeds."""
+        mean: NDArray[np.float64] = np.atleast_2d(self.similarity[name]).mean(axis=0, dtype=float)
+        return mean
 
     @cached_property
     def baselines(self) -> Mapping[str, Result]:

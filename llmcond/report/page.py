@@ -254,7 +254,7 @@ def _plot_predictions(page: Page, rows: Rows, path: Path) -> None:
     rating = low + (high - low) * rows.rating
     systems = {}
     for name in filter(None, page.initial_systems()):
-        similarity = np.asarray(page.similarity[name], dtype=np.float64)
+        similarity = page.mean_prediction(name)
         scored = rows.rated & np.isfinite(similarity)
         systems[name] = calibration(similarity[scored], rating[scored])
     plot_predictions(systems, page.scale, path)

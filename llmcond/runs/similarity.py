@@ -574,8 +574,8 @@ def leave_one_out(
     If ``to`` is None, the embedding of the whole sentence takes its place.
 
     Raises:
-        UserError: The tokenizer does not report positions, the sentence has fewer than two tokens,
-            or a text is empty.
+        UserError: The tokenizer does not report positions, the sentence has fewer than two tokens
+            or more than the encoder reads, or a text is empty.
     """
     reference = sentence if to is None else to
     pair_with_conditions([sentence, reference], conditions[0])
@@ -586,6 +586,11 @@ def leave_one_out(
         raise UserError(
             f"the tokenizer of {encoder.name} does not report the characters of its tokens, so "
             "none can be left out. Use an encoder with a fast tokenizer."
+        )
+    if sentence[tokens[-1].end :].strip():
+        raise UserError(
+            f"the sentence has more than the {encoder.identity.max_length} tokens that "
+            f"{encoder.name} reads at a time. Shorten it."
         )
     if not all(text.strip() for text in texts):
         raise UserError(

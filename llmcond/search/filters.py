@@ -247,6 +247,14 @@ class _Parser:
                 f"kind{self._advise_conversion(left, right)}",
                 right.start,
             )
+        types = (left.type, right.type)
+        if (
+            kinds == {"number"}
+            and types[0] != types[1]
+            and not all(map(pa.types.is_integer, types))
+        ):
+            # Arrow would refuse numbers that the other type cannot represent exactly.
+            return compare(*(side.value.cast(pa.float64(), safe=False) for side in (left, right)))
         return compare(left.value, right.value)
 
     @staticmethod
@@ -338,8 +346,9 @@ class _Parser:
             text = _unquote(token.text)
             return _Operand(token.start, pa.string(), pc.scalar(text), literal=text)
         digits = "".join(token.text.split())
-        is_integer = re.fullmatch(r"-?\d{1,18}", digits)
-        value = pa.scalar(int(digits) if is_integer else float(digits))
+        number = int(digits) if re.fullmatch(r"-?\d{1,19}", digits) else None
+        is_integer = number is not None and -(2**63) <= number < 2**63
+        value = pa.scalar(number if is_integer else float(digits))
         return _Operand(token.start, value.type, pc.scalar(value))
 
     def _parse_name(self, token: _Token) -> _Operand:

@@ -202,8 +202,8 @@ class Index:
         if precision not in (None, *get_args(IndexPrecision)):
             legal = list_legal_values(str(precision), get_args(IndexPrecision))
             raise UserError(f"precision is {shortened_repr(precision)}. {legal}")
-        exists = (folder / "index.json").exists()
-        if exists and not ((settings or form) and TextTable(folder).version == 0):
+        index = cls._create(folder, settings, form, device)
+        if index is None:
             index = cls._open(folder, device, settings)
             for name, value in form.items():
                 if value != getattr(index, name):
@@ -211,27 +211,44 @@ class Index:
                         f"{folder} was built with {name} {getattr(index, name)}, not {value}. "
                         "Leave it out, or build another index: llmcond index TEXTS --out DIR"
                     )
-        else:
-            if not exists and not is_vacant(folder):
-                raise UserError(
-                    f"{folder} is not an index (it has no index.json). Name another folder; "
-                    "nothing in this one was changed."
-                )
-            search_model = SearchModel.find(**settings, device=device, truncate_dim=truncate_dim)
-            if truncate_dim is not None:
-                dim = search_model.head.head.dim_out or search_model.encoder().dim
-                check_truncate_dim(truncate_dim, dim)
-            # An index without any texts may still change its model.
-            arguments: Any = search_model.find_arguments
-            identity = search_model.identity
-            _IndexRecord(arguments, identity, precision or "float16", truncate_dim).write(folder)
-            shutil.rmtree(folder / "guides", ignore_errors=True)
-            index = cls(folder, search_model, precision or "float16")
         conditions = index._resolve_conditions(conditions)
         if len(rows):
             index._add(rows, conditions)
         index.prepare(conditions)
         return index
+
+    @classmethod
+    def _create(
+        cls, folder: Path, settings: Mapping[str, Any], form: Mapping[str, Any], device: str
+    ) -> Index | None:
+        """Create an index without texts; None if there is one, or another process creates it."""
+        path = folder / "index.json"
+        before = path.read_bytes() if path.exists() else None
+        # An index without any texts may still change its model.
+        if before is not None and not ((settings or form) and TextTable(folder).version == 0):
+            return None
+        if before is None and not is_vacant(folder):
+            raise UserError(
+                f"{folder} is not an index (it has no index.json). Name another folder; "
+                "nothing in this one was changed."
+            )
+        truncate_dim, precision = form.get("truncate_dim"), form.get("precision", "float16")
+        model = SearchModel.find(**settings, device=device, truncate_dim=truncate_dim)
+        if truncate_dim is not None:
+            dim = model.head.head.dim_out or model.encoder().dim
+            check_truncate_dim(truncate_dim, dim)
+        arguments: Any = model.find_arguments
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / ".lock").acquire()
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+        with lock:
+            if (path.read_bytes() if path.exists() else None) != before:
+                return None
+            _IndexRecord(arguments, model.identity, precision, truncate_dim).write(folder)
+            shutil.rmtree(folder / "guides", ignore_errors=True)
+        return cls(folder, model, precision)
 
     @classmethod
     def open(cls, folder: str | Path, *, device: str = "auto") -> Index:

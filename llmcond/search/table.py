@@ -82,7 +82,7 @@ def infer_types(
             they are cast to the index's types when the rows are added.
 
     Raises:
-        UserError: as ``to_column``.
+        UserError: as ``to_column``, or a value of a known column would not have got its type.
     """
     known_types = {} if schema is None else {field.name: field.type for field in schema}
     arrays = {name: to_column(name, texts) for name, texts in columns.items()}
@@ -93,12 +93,24 @@ def infer_types(
         values = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
         if name in known_types:
             arrays[name] = values
-            continue
         for pattern, arrow_type in _TYPES if values.null_count < len(values) else ():
-            if pc.all(pc.match_substring_regex(values, pattern, ignore_case=True)).as_py():
+            if known_types.get(name, arrow_type) != arrow_type:
+                continue
+            matches = pc.match_substring_regex(values, pattern, ignore_case=True)
+            if pc.all(matches).as_py():
                 arrays[name] = values.cast(arrow_type)
                 break
+            if name in known_types:
+                wrong = values.filter(pc.invert(matches))[0].as_py()
+                raise _type_error(name, arrow_type, f"{shortened_repr(wrong)} is none")
     return arrays
+
+
+def _type_error(name: str, arrow_type: pa.DataType, reason: str) -> UserError:
+    return UserError(
+        f"the column {shortened_repr(name)} has the type {arrow_type} in the index: {reason}. "
+        "Correct the value, or build another index."
+    )
 
 
 def to_column(name: str, values: Sequence[Any]) -> Any:
@@ -592,8 +604,5 @@ def _cast_columns(
         try:
             cast_columns[name] = column.cast(arrow_type)
         except pa.ArrowException as error:
-            raise UserError(
-                f"the column {name!r} has the type {arrow_type} in the index: {first_line(error)}. "
-                "Correct the value, or build another index."
-            ) from error
+            raise _type_error(name, arrow_type, first_line(error)) from error
     return cast_columns

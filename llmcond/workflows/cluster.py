@@ -36,7 +36,7 @@ from llmcond.clustering import (
 from llmcond.data.answers import NOT_MENTIONED
 from llmcond.data.datasets import (
     Collection,
-    is_missing,
+    label_text,
     open_collection,
     read_collection,
     text_column,
@@ -488,7 +488,7 @@ def _read_known_labels(
     known_labels = {}
     for name in names:
         values = [
-            None if is_missing(value) or text in guide_texts else str(value)
+            None if text in guide_texts else label_text(value) or None
             for text, value in zip(collection.texts, collection.columns[name], strict=True)
         ]
         classes = {value for value in values if value is not None}

@@ -163,7 +163,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         left_out=left_out,
     )
     if options.report is not None or options.figures is not None:
-        similarity = {system.result.name: system.similarity.mean(axis=0) for system in systems}
+        similarity = {system.result.name: system.similarity for system in systems}
         seconds = round(time.monotonic() - began, 1)
         page = make_page(
             run,
@@ -540,7 +540,7 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     ]
     comparison = SystemComparison(results=Results(tuple(compared)), baseline=name)
     if options.report is not None:
-        similarity = {system.result.name: system.similarity.mean(axis=0) for system in predicted}
+        similarity = {system.result.name: system.similarity for system in predicted}
         settings = {**asdict(options.select(CompareSystemsOptions)), "split": split}
         described = {
             source: describe_run(run, run.prompts().values()) for source, run in runs.items()

@@ -230,12 +230,12 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     if options.guide is not None:
         for labelled in read_guide(options.guide, options.text, distinct, read=read):
             embeddings.fit_guide(labelled)
-    quantizer, ranges_file = Quantizer(options.precision), options.ranges
-    if options.truncate_dim is not None or ranges_file is not None:
+    quantizer = Quantizer(options.precision)
+    if options.truncate_dim is not None or options.ranges is not None:
         # A wrong size is reported before all texts are encoded.
         dim = embeddings.embed(rows[0][:1], texts.file).shape[1]
-        if ranges_file is not None:
-            quantizer = replace(quantizer, ranges=read_ranges(ranges_file, dim))
+        if options.ranges is not None:
+            quantizer = replace(quantizer, ranges=read_ranges(options.ranges, dim))
     workers = assign_devices(options.find_workers(), embeddings.encoder.resolved)
     with embeddings.shared(workers):
         embeddings.extract(list(chain.from_iterable(rows)), texts.file, n)
@@ -255,10 +255,9 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
             np.stack([vectors.min(axis=0), vectors.max(axis=0)])
             for vectors in chain.from_iterable(read_blocks())
         ]
-        ranges = measure_ranges(np.concatenate(extremes), n * len(columns))
-        quantizer, ranges_file = replace(quantizer, ranges=ranges), ranges_path(out)
-        with replace_atomically(ranges_file) as temporary, temporary.open("wb") as stream:
-            np.save(stream, ranges)
+        quantizer = replace(
+            quantizer, ranges=measure_ranges(np.concatenate(extremes), n * len(columns))
+        )
     dim = next(embeddings.read_blocks(rows[0][:1])).shape[1]
     name = embeddings.head.reference
     record = {
@@ -282,6 +281,9 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[suffix(out)]
     with replace_atomically(out) as temporary:
         write(temporary, table, list(names), record, codes)
+        if quantizer.ranges is not None:  # Both files are replaced together.
+            with replace_atomically(ranges_path(out)) as ranges, ranges.open("wb") as stream:
+                np.save(stream, quantizer.ranges)
     log.info(f"{describe_embeddings(n, dim, columns, name, quantizer)} -> {out}")
     return EmbedResult(
         out,
@@ -291,7 +293,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         embeddings.view.name,
         embeddings.guides,
         options.precision,
-        None if ranges_file is None else Path(ranges_file),
+        None if quantizer.ranges is None else ranges_path(out),
         names,
     )
 

@@ -152,13 +152,12 @@ def _fit_maps(
 ) -> None:
     """Find what conditions ignore, and fit or remove their guides."""
     for condition in conditions:
+        if _removes_guide(options.guide):
+            index.unguide(condition)
         if options.ignore_column or ignored_by(condition):
             index.ignore(condition, options.ignore_column, options.ignore_directions)
     for guide_texts in labelled:
         index.add_guide(guide_texts)
-    if _removes_guide(options.guide):
-        for condition in conditions:
-            index.unguide(condition)
 
 
 def _removes_guide(guide_option: Any) -> bool:

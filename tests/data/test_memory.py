@@ -154,7 +154,7 @@ TYPED: dict[str, tuple[Any, Any, Any]] = {
     "decimal": (
         pa.array([decimal.Decimal("1.50"), None]),
         decimal.Decimal("1.50"),
-        pa.decimal128(3, 2),
+        pa.decimal128(38, 2),
     ),
     "large integer": (pa.array([2**64 - 1, None], pa.uint64()), 2**64 - 1, pa.string()),
     "dictionary": (pa.array(["x", None]).dictionary_encode(), "x", pa.string()),
@@ -200,3 +200,21 @@ def test_functions_take_objects_that_can_be_read_once(in_tmp: Path):
     (hit,) = search("A car", "the topic", where="day < date '2020-01-02'").rows
     assert (hit["text"], hit["day"]) == (texts[0], days[0])
     assert len(llmcond.Index.build("other", once())) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, "a", float("nan")], ["1", "a", None]),
+        ([pd.NA, 1], [None, 1]),
+        ([pd.NaT, pd.Timestamp("2024-01-31")], [None, datetime.datetime(2024, 1, 31)]),
+        ([np.float32(1), np.float32("nan")], [1, None]),
+        (
+            [datetime.date(2024, 1, 31), datetime.datetime(2024, 1, 31, 18, 30)],
+            ["2024-01-31", "2024-01-31 18:30:00"],
+        ),
+        ([{"a": {}}, None], ["{'a': {}}", None]),
+    ],
+)
+def test_missing_values_are_null_and_mixed_types_are_texts(values: list[Any], expected: list[Any]):
+    assert to_arrow(values).to_pylist() == expected

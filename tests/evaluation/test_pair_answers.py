@@ -76,6 +76,16 @@ def test_scores_of_known_answers_are_auc_and_best_balanced_accuracy():
     assert score.auc.low < auc < score.auc.high
 
 
+def test_scores_of_ties_do_not_depend_on_the_order_of_texts():
+    ranks, same = np.full(20 * 19 // 2, 0.5), answers_of(labels := np.arange(20) // 10)
+    (auc,), (accuracy,) = score_ranking(same[None].astype(float), ranks)
+    (score,) = score_labels([ranks], labels)
+    assert [auc, accuracy, score.auc.value, score.accuracy.value] == [0.5] * 4
+    coarse = rank_pairs(sample_groups(20, 2, 1.5)[0]).round(1)
+    (score,) = score_labels([coarse], labels)
+    assert score.auc.value == pytest.approx(roc_auc_score(same, coarse), abs=1e-6)
+
+
 def test_answers_without_contradiction_allow_a_perfect_ranking():
     vectors, labels = sample_groups(60, 3, 0.01)
     without = rank_pairs(sample_groups(60, 3, 100)[0])

@@ -137,6 +137,7 @@ def test_invalid_texts_are_rejected(embedder):
         ("", "the place", None, "sentence 1 of 1 is empty"),
         (FIRST, "the place", "", "sentence 2 of 2 is empty"),
         ("beach", "the place", None, "'beach' has only one token"),
+        ("dogs " * 999, "the place", None, r"more than the \d+ tokens that .* reads at a time"),
     ):
         with pytest.raises(UserError, match=message):
             embedder.explain(sentence, conditions, to=to)

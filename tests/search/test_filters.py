@@ -28,6 +28,7 @@ COLUMNS = {
     "when": [DAY, DAY + datetime.timedelta(days=40), None, DAY],
     "meta": [{"a": 1}, {"a": 2}, None, {"a": None}],
     "tags": [["x"], [], None, ["y"]],
+    "views": [20_000_001, 5, None, 2**62],
     "group": pa.array(["g", "h", None, "g"]).dictionary_encode(),
 }
 
@@ -73,6 +74,9 @@ EXTENSIONS = {
     "group LIKE 'g%'": "ad",
     "CAST(year AS TEXT) = '2020'": "b",
     "year < 99999999999999999999": "abd",
+    "views > 1e6": "ad",
+    "views BETWEEN 0.5 AND 2e7": "b",
+    f"views IN ({2**62}, -1.5)": "d",
 }
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import llmcond
 from llmcond import Condition, Index, LlmcondError, UserError
 from llmcond.cli import run
 from llmcond.search import views
+from llmcond.search.model import SearchModel
 
 PEOPLE = ["two men", "three women", "children", "two dogs", "people"]
 LOCATIONS = ["in the park", "at the beach", "in the kitchen", "on the street", "in the rain"]
@@ -456,6 +458,33 @@ def test_added_texts_need_columns_of_index(build):
     index.add(["without any"])
     kinds = {row["text"]: row["kind"] for row in index.search(QUERY, LOCATION).rows}
     assert kinds == {TEXTS[0]: "a", TEXTS[1]: "b", "without any": None}
+
+
+def test_missing_and_larger_values_of_columns_can_be_added(build):
+    stars, prices = [4.0, float("nan"), None], [Decimal("9.99"), None, None]
+    columns = {"stars": np.array(stars, float), "price": prices, "meta": [{}, None, {}]}
+    index = build(TEXTS[:3], ids=["a", "b", "c"], columns=columns)
+    assert build(TEXTS[:3], ids=["a", "b", "c"], columns=columns).written.unchanged == 3
+    more = {"stars": [1], "price": [Decimal("1000.5")], "meta": [None]}
+    index.add([TEXTS[3]], ids=["d"], columns=more)
+    for where, expected in (("stars IS NULL", "bc"), ("stars != 4", "d"), ("price > 10", "d")):
+        rows = index.search(QUERY, LOCATION, where=where).rows
+        assert sorted(row["id"] for row in rows) == list(expected)
+
+
+def test_index_that_another_process_creates_meanwhile_is_opened(build, monkeypatch):
+    find = SearchModel.find
+
+    def find_slowly(**arguments):
+        monkeypatch.setattr(SearchModel, "find", find)
+        build(TEXTS[:2], head="relu" if arguments["head"] == "low" else "low")
+        return find(**arguments)
+
+    monkeypatch.setattr(SearchModel, "find", find_slowly)
+    with pytest.raises(UserError, match="head relu; the given model has another head"):
+        build(TEXTS[2:4])
+    index = build(TEXTS[2:4], head="relu")
+    check_scores(index, TEXTS[:4])
 
 
 def test_invalid_queries_are_rejected(build):

@@ -91,7 +91,7 @@ def test_conditions_with_values_have_columns_each(call, run_copy):
     assert without_values["silhouette"] != first["silhouette"]
 
 
-def test_labels_score_clusters_and_base_encoder(call, capsys, run_copy, texts):
+def test_labels_score_clusters_and_base_encoder(call, capsys, run_copy, texts, write_rows):
     result = call(*PLACE, *PEOPLE_COUNT, "--labels", "place", "people", "--out", "out.csv")
     rows, scores = read_csv("out.csv"), [c["scores"] for c in result["clusterings"]]
     assert [score["column"] for score in scores] == ["place", "people"]
@@ -100,6 +100,12 @@ def test_labels_score_clusters_and_base_encoder(call, capsys, run_copy, texts):
     assert scores[0]["v_measure"] == pytest.approx(expected)
     low, high = scores[0]["v_measure_ci"]
     assert low <= scores[0]["v_measure"] < high
+    # White space around labels does not count.
+    padded = [(*row, f" {label}" if i % 2 else label) for i, (*row, label) in enumerate(ROWS)]
+    table = write_rows(padded, "padded.csv", "id,text,people,place")
+    command = ("cluster", table, *PLACE, "--labels", "place", "--run", run_copy)
+    (clustering,) = run_json(capsys, *command)["clusterings"]
+    assert clustering["scores"] == scores[0]
     # An untrained encoder is compared with itself, without a condition.
     assert scores[0]["base"] == f"{Path(result['encoder']).name}, no condition"
     command = ("cluster", texts, *PLACE, "--labels", "place", "--run", run_copy)

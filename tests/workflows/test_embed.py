@@ -65,6 +65,7 @@ def test_ranges_are_recorded_and_give_same_codes_to_other_texts(embed):
     pq.write_table(pa.table({"text": ["7 dogs and 0 cats"]}), "texts.parquet")
     embed("one.npy", CONDITIONS[:1], *options, "--ranges", "v-ranges.npy")
     np.testing.assert_allclose(np.load("one.npy")[0], codes[7], atol=1)
+    np.testing.assert_array_equal(np.load("one-ranges.npy"), ranges)
     line = embed("w.npy", CONDITIONS[:1], "--precision", "uint8", command=run_rejected)
     assert "a single embedding has none" in line
     assert not Path("w.npy").exists()

@@ -131,6 +131,13 @@ def test_invalid_index_input_reports_one_line(index, texts, tmp_path, capsys):
     ):
         assert expected in run_rejected(capsys, "index", *arguments)
     assert not (tmp_path / "new").exists()
+    more = tmp_path / "more.csv"
+    for year in ("01067", "2024.5", "soon"):  # none would have made a column of whole numbers
+        more.write_text(f"id,text,year\nn,a new text,{year}\n")
+        message = run_rejected(
+            capsys, "index", more, "--out", index, "--id", "id", "--keep", "year"
+        )
+        assert f"the column 'year' has the type int64 in the index: '{year}' is none" in message
     assert len(Index.open(index, device="cpu")) == 4
 
 
@@ -153,5 +160,13 @@ def test_values_and_guide_are_recorded_and_applied(index, search, show, tmp_path
     assert "no column condition, but there are 0" in message
     assert "guides" not in run_json(capsys, *command, *CONDITION, "--guide", "none")
     assert search(*CONDITION)["results"] == before["results"]
+    more = tmp_path / "more.csv"  # enough texts to find what to ignore
+    more.write_text("id,text,year\n" + "".join(f"{i},{i} dogs,{i % 9}\n" for i in range(60)))
+    run_json(capsys, *command, more, "--id", "id", "--keep", "year")
+    run_json(capsys, *command, *CONDITION, "--guide", labels)
+    ignoring = ("--guide", "none", "--ignore-column", "year")
+    (guide,) = run_json(capsys, *command, *CONDITION, *ignoring)["guides"].values()
+    assert guide == {"labels": {}, "source": "", "ignored": ["year"]}
+    run_json(capsys, *command, *CONDITION, "--guide", "none")
     messages = in_one_line(show(*CONDITION).err)
     assert "'the place' has the values that the index records: park, beach" in messages

@@ -19,7 +19,7 @@ from llmcond.base.arrays import Positions
 from llmcond.base.errors import UserError, shortened_repr
 from llmcond.base.files import digest_bytes, digest_text
 from llmcond.base.output import ProgressBar, log
-from llmcond.data.datasets import SPLITS, Problems, find_split, read_splits
+from llmcond.data.datasets import SPLITS, Problems, find_split, list_numbers, read_splits
 from llmcond.data.formats import MissingColumnError, ReadOptions
 from llmcond.data.readers import (
     SUFFIXES,
@@ -364,11 +364,16 @@ def _read_files(
     """Read the dialogues of a split's files, except those of a single utterance."""
     dialogues: list[_Dialogue] = []
     for file in files:
-        problems = Problems(PurePosixPath(file).name)
+        problems = Problems.of(source, file)
         read_file = _read_text if source.suffix(file) == _TEXT_SUFFIX else _read_table
         with ProgressBar(f"reading {problems.file}", visible=False) as bar:
             dialogues += read_file(source, file, len(dialogues), problems, bar.count, notes)
         problems.raise_if_any()
+        if problems.left_out:
+            notes.append(
+                f"empty utterances of {problems.file}, left out: {len(problems.left_out):,}, in "
+                f"the rows {list_numbers(problems.left_out)}"
+            )
     long_enough = [dialogue for dialogue in dialogues if len(dialogue.texts) > 1]
     name = f"{split} dialogues" if split else "dialogues"
     if not long_enough:
@@ -409,9 +414,8 @@ def _read_text(
 
 def _check_utterances(problems: Problems, number: int, turns: Iterable[Any]) -> list[str]:
     """Return the utterances of a dialogue in a row, and add invalid ones to ``problems``."""
-    return [
-        problems.text(number, f"turn {turn}", text).strip() for turn, text in enumerate(turns, 1)
-    ]
+    texts = (problems.text(number, f"turn {turn}", text) for turn, text in enumerate(turns, 1))
+    return [text.strip() for text in texts if text]
 
 
 def _read_table(
@@ -471,8 +475,8 @@ def _read_utterance_rows(
             problems.add(number, f"turn is {shortened_repr(record['turn'])}, not a number")
         elif turn in turns:
             problems.add(number, f"turn {turn:g} of dialogue {shortened_repr(key)} occurs twice")
-        else:
-            turns[turn] = problems.text(number, "text", record["text"]).strip()
+        elif text := problems.text(number, "text", record["text"]).strip():
+            turns[turn] = text
     return [
         _Dialogue(key, [turns[turn] for turn in sorted(turns)])
         for key, turns in turns_by_dialogue.items()

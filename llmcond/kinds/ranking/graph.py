@@ -598,7 +598,8 @@ def _read_entity_table(path: Path) -> dict[str, tuple[str, str]]:
             key: (" ".join(word.strip("_").split("_")[:-2]), " ".join(rest))
             for key, (word, *rest) in filled.items()
         }
-    separator = _find_separator(table)
+    # Texts in the format of this project are never divided.
+    separator = None if path.stem == "entities" else _find_separator(table)
     split = {
         key: list(columns[0].partition(separator)[::2])
         if separator and len(columns) == 1

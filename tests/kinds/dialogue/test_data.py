@@ -10,6 +10,7 @@ import pytest
 
 from llmcond.base.errors import UserError
 from llmcond.data.datasets import DataOptions
+from llmcond.data.formats import ReadOptions
 from llmcond.kinds.dialogue.data import Dialogues, read_dialogues
 from llmcond.tasks import find_task
 
@@ -77,8 +78,8 @@ def test_invalid_dialogue_reports_file_row_and_turn(folder: Path):
     with pytest.raises(UserError, match=r"no train file; it has (dev, test|test, dev)"):
         read_dialogues(folder)
     for suffix, content, message in (
-        ("txt", "Hi! __eou__ __eou__ Bye. __eou__\n", "row 1 of train.txt: turn 2 is empty"),
-        ("txt", "Hi! Bye.\n", "row 1 of train.txt: no __eou__, which ends every turn"),
+        ("txt", "Hi! __eou__ __eou__ Bye. __eou__\n", "line 1 of train.txt: turn 2 is empty"),
+        ("txt", "Hi! Bye.\n", "line 1 of train.txt: no __eou__, which ends every turn"),
         ("txt", "Hi! __eou__\n", "train.txt has no dialogue of two utterances or more"),
         ("jsonl", to_jsonl({"utterances": ["a", 1]}), "row 1 .*: turn 2 is 1, not a text"),
         ("csv", f"{heading}d,1,a\nd,1,b\n", "turn 1 of dialogue 'd' occurs twice"),
@@ -88,6 +89,25 @@ def test_invalid_dialogue_reports_file_row_and_turn(folder: Path):
         path.write_text(content)
         with pytest.raises(UserError, match=message):
             read_dialogues(folder)
+        path.unlink()
+
+
+def test_empty_utterances_can_be_left_out(folder: Path):
+    for suffix, content in (
+        ("txt", "Hi! __eou__ __eou__ Bye. __eou__\n"),
+        ("jsonl", to_jsonl({"utterances": ["Hi!", None, "Bye."]})),
+        ("csv", "dialogue,text\nd,Hi!\nd,\nd,Bye.\n"),
+    ):
+        (folder / "train.txt").unlink(missing_ok=True)
+        path = folder / f"train.{suffix}"
+        path.write_text(content)
+        with pytest.raises(UserError, match="leave out rows without a text: --skip-empty"):
+            read_dialogues(folder, reading=ReadOptions())
+        data = read_dialogues(folder, reading=ReadOptions(skip_empty=True))
+        assert list_dialogues(data, "train") == [["Hi!", "Bye."]]
+        row = 2 if suffix == "csv" else 1
+        note = f"empty utterances of {path.name}, left out: 1, in the rows {row}"
+        assert note in data.notes
         path.unlink()
 
 

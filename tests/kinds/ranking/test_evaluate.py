@@ -155,6 +155,20 @@ def test_invalid_arguments_are_rejected(capsys, fitted, graph, model, tiny_run, 
         assert message in run_rejected(capsys, *command, "--run", run)
 
 
+def test_page_of_a_comparison_averages_metrics_over_seeds(capsys, fitted, tmp_path):
+    run = shutil.copytree(fitted, tmp_path / "copy")
+    for seed in range(3):
+        fit = ("fit-head", "--head", "concat", "--seed", seed, "--name", f"h{seed}")
+        run_json(capsys, *fit, "--run", run)
+    systems, page = (f"{run}:none@separate", f"{run}:concat"), tmp_path / "page.html"
+    results = run_json(capsys, "compare", *systems, "--report", page)["results"]
+    data = read_page_data(page)
+    for result, system in zip(results, data["systems"], strict=True):
+        assert system["name"] == result["name"]
+        assert dict(system["hits"])[1] == pytest.approx(result["hits@1"], abs=1e-4)
+    assert any(rank % 1 for system in data["systems"] for rank in system["rank"])
+
+
 def test_compare_needs_equal_candidates_and_known_answers(capsys, fitted, graph, model, tmp_path):
     systems = (f"{fitted}:none@separate", f"{fitted}:hypernet-full")
     (row,) = (r for r in run_json(capsys, "compare", *systems)["results"] if r["difference"])

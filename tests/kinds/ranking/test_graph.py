@@ -96,6 +96,10 @@ ENTITY_FILES = {
         },
         [f"New York: {'word ' * 50}".strip(), "Ben", "Cleo"],
     ),
+    "llmcond": (
+        {"entities.tsv": ["01\tSpringfield, Ohio", "02\tSpringfield, Oregon", "03\ta, b"]},
+        ["Springfield, Ohio", "Springfield, Oregon", "a, b"],
+    ),
     "no table": ({}, ["01", "02", "03"]),
 }  # fmt: skip
 
