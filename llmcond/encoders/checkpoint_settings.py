@@ -23,7 +23,10 @@ from llmcond.encoders.settings import MODELS, TOKENIZER_DECIDES, KnownModel, sug
 from llmcond.encoders.spec import ARCHITECTURES, MAX_LAYERS, POOLINGS, Attention
 
 #: Architectures whose position table starts after the padding index.
-_OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
+_OFFSET_POSITIONS = {
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
 #: Tokenizers without a limit state a ``model_max_length`` of about 1e30.
 _NO_LIMIT = 1_000_000
 
@@ -176,10 +179,15 @@ class CheckpointSettings:
         nested = self.config.get("text_config")
         config = nested if isinstance(nested, dict) else self.config
         positions = config.get("max_position_embeddings")
+        if positions is None and "relative_attention_num_buckets" not in config:  # T5 has no table
+            positions = config.get("n_positions")
         if not isinstance(positions, int) or positions <= 0:
             return None
-        offset = str(config.get("model_type")) in _OFFSET_POSITIONS
-        return positions - 2 if offset else positions
+        kind, pad_id = str(config.get("model_type")), config.get("pad_token_id", 1)
+        if kind not in _OFFSET_POSITIONS:
+            return positions
+        is_fixed = kind == "mpnet" or not isinstance(pad_id, int)
+        return positions - (1 if is_fixed else pad_id) - 1
 
     @property
     def max_length(self) -> int | None:
@@ -374,14 +382,14 @@ def _check_modules(checkpoint: Checkpoint, settings: CheckpointSettings) -> None
         )
 
 
-def read_adapter_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the settings that sentence-transformers wrote next to an adapter; {} without any.
+def read_adapter_settings(checkpoint: Checkpoint) -> CheckpointSettings | None:
+    """Return the settings that sentence-transformers wrote next to an adapter; None without any.
 
     Raises:
         UserError: a module is not supported.
     """
     if checkpoint.adapter is None or not (checkpoint.adapter / "modules.json").is_file():
-        return {}
+        return None
     settings = CheckpointSettings(checkpoint.adapter)
     _check_modules(checkpoint, settings)
     if "Dense" in map(module_class, settings.modules):
@@ -390,9 +398,7 @@ def read_adapter_settings(checkpoint: Checkpoint) -> dict[str, Any]:
             "supported; without it, the vectors would be different. Merge the adapter into its "
             "base, and save the whole model."
         )
-    max_length = settings.transformer.get("max_seq_length")
-    stated = {"pooling": settings.pooling or None, "normalize": settings.normalize}
-    return stated | ({"max_length": max_length} if isinstance(max_length, int) else {})
+    return settings
 
 
 def _check_kind(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:

@@ -87,7 +87,7 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
         | {"no_float16": no_float16, "prompts": prompts}
         | settled
         | origin
-        | _describe_size(config, resolved.device, budget)
+        | _describe_size(config, resolved.device, budget, len(resolved.list_members()))
     )
 
 
@@ -115,11 +115,14 @@ def _known_facts(known: KnownModel | None) -> dict[str, Any]:
     }
 
 
-def _describe_size(config: Any, device: str, tokens: int) -> dict[str, Any]:
+def _describe_size(config: Any, device: str, tokens: int, members: int = 1) -> dict[str, Any]:
+    """Describe the size of a network; an ensemble has one for each member."""
     size, free = measure_footprint(build_on_meta(config)), available_memory(device)
     memory: list[dict[str, Any]] = []
     for dtype, quantize in _PRECISIONS:
-        loading, weights = size.loading(dtype, quantize), size.weights(dtype, quantize)
+        weights = size.weights(dtype, quantize)
+        loading = (members - 1) * weights + size.loading(dtype, quantize)
+        weights *= members
         batch = size.batch(dtype, tokens)
         kind = {"dtype": dtype, "quantize": quantize, "batch_tokens": tokens}
         row = {"loading": loading, "weights": weights, "batch": batch}
@@ -127,8 +130,8 @@ def _describe_size(config: Any, device: str, tokens: int) -> dict[str, Any]:
     return {
         "architecture": str(config.model_type),
         "layers": int(config.num_hidden_layers),
-        "width": vector_width(config),
-        "n_parameters": size.n_parameters,
+        "width": members * vector_width(config),
+        "n_parameters": members * size.n_parameters,
         "device": device,
         "free": free,
         "memory": memory,

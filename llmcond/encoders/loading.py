@@ -484,10 +484,16 @@ def check_dense_and_adapter(resolved: ResolvedEncoder, network: Any) -> None:
     """Check the dense layers and the adapter before weights are downloaded.
 
     ``network`` is a network without memory for its weights. It is modified and cannot be used any
-    more. Errors are those of ``check_dense`` and ``check_adapter``.
+    more. Errors are those of ``check_dense`` and ``check_adapter``, or that the pooler is missing.
     """
     checkpoint = resolved.checkpoint
     check_dense(checkpoint)
+    is_pooler = get_pooling(resolved.identity.pooling).part == "pooler"
+    if is_pooler and getattr(network, "pooler", None) is None:
+        raise UserError(
+            f"pooling is 'pooler', but the architecture of {checkpoint.name} has no pooler. Use "
+            "--pooling cls or --pooling mean."
+        )
     if checkpoint.adapter is not None:
         _drop_pooler(network, resolved)
         merge = resolved.identity.quantize == "none"

@@ -54,6 +54,8 @@ from llmcond.encoders.spec import (
     identify_pooling,
 )
 
+#: The settings of an adapter's files that count; the base decides the others.
+_ADAPTER_SETTINGS = ("pooling", "normalize", "max_length", "instruction_format")
 #: The most tokens of an input if no source states a number.
 _FALLBACK_LENGTH = 512
 
@@ -68,6 +70,7 @@ class _Sources:
         options: the user's choices. Training records fill in those that the user left open.
         device: the device that it will run on.
         assumed: sentences for the user about settings that no source states.
+        adapter: the contents of the small files next to an adapter.
         settled: the settings that are decided so far, in their order.
     """
 
@@ -76,6 +79,7 @@ class _Sources:
     options: EncoderOptions
     device: str
     assumed: list[str]
+    adapter: CheckpointSettings | None = None
     settled: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -96,10 +100,13 @@ class _Sources:
     def find(self, name: str) -> Any:
         """Return the value of the first source that states a setting, or None.
 
-        The sources are the options, the known encoder of this name and the checkpoint's files, in
-        this order.
+        The sources are the options, the files of an adapter, the known encoder of this name and the
+        checkpoint's files, in this order.
         """
-        stated = (getattr(self.options, name), self.known.get(name))
+        adapter = {}
+        if self.adapter is not None and name in _ADAPTER_SETTINGS:
+            adapter = self.adapter.encoder_settings
+        stated = (getattr(self.options, name), adapter.get(name), self.known.get(name))
         values = (*stated, self.files.encoder_settings.get(name))
         return next((value for value in values if value is not None), None)
 
@@ -435,11 +442,12 @@ def resolve_checkpoint(
     Raises:
         UserError: the model does not support an option.
     """
-    stated = {**read_adapter_settings(checkpoint), **checkpoint.recorded_settings}
+    adapter, stated = read_adapter_settings(checkpoint), checkpoint.recorded_settings
     options = options.filled_from(stated)
     checkpoint, settings = read_supported_settings(checkpoint)
-    assumed = settings.ignored_steps
-    sources = _Sources(checkpoint, settings, options, device, assumed)
+    ignored = [*settings.ignored_steps, *(adapter.ignored_steps if adapter else [])]
+    assumed = list(dict.fromkeys(ignored))
+    sources = _Sources(checkpoint, settings, options, device, assumed, adapter)
     for name in SETTINGS:
         value = _SETTLE[name](sources) if name in _SETTLE else sources.find(name)
         if value is not None:

@@ -551,7 +551,8 @@ class InputTokenizer:
                 f"the tokenizer of {self._name} produces no tokens for the simple texts {probes}. "
                 "Check that the tokenizer is the one that the model was trained with."
             )
-        encoded = self._tokenizer(*[text] * n_texts, verbose=False)
+        # Some tokenizers report token types on request only.
+        encoded = self._tokenizer(*[text] * n_texts, verbose=False, return_token_type_ids=True)
         parts, rest = [], encoded["input_ids"]
         for _ in range(n_texts):
             starts = range(len(rest) - len(bare) + 1)
@@ -564,7 +565,7 @@ class InputTokenizer:
                 )
             parts.append(rest[:start])
             rest = rest[start + len(bare) :]
-        typed = n_texts > 1 and any(encoded.get("token_type_ids", ()))
+        typed = n_texts > 1 and any(encoded.get("token_type_ids") or ())
         return _SpecialTokens(parts[0], parts[1] if n_texts > 1 else [], rest, typed)
 
 
@@ -789,6 +790,11 @@ def router_inputs(items: Sequence[EncoderInput]) -> dict[str, EncoderInput]:
     """Return the distinct texts of routers, each with the input that encodes it, in text order."""
     texts = sorted({router.text for router in list_routers(items)})
     return {text: EncoderInput("", text) for text in texts}
+
+
+def network_inputs(items: Sequence[EncoderInput]) -> list[EncoderInput]:
+    """Return what goes through the network if routers act after it: inputs, and routers' texts."""
+    return [*(strip_router(item)[0] for item in items), *router_inputs(items).values()]
 
 
 def make_routes(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from llmcond.base.files import digest_bytes
 from llmcond.base.output import ExtractionBar
 from llmcond.encoders.spec import EncoderInput, NotFiniteError, check_finite, plan_inputs
+from llmcond.encoders.tokenizing import network_inputs
 from llmcond.features.view import KeyIndex
 
 if TYPE_CHECKING:
@@ -446,6 +447,8 @@ class MissingCount:
         n_characters: Characters of the missing inputs.
         sample: A random sample of the missing inputs.
         every: The number of missing inputs for each one in the sample.
+        passes: The same counts of what goes through the network for the missing inputs; None: the
+            missing inputs themselves.
     """
 
     n_inputs: int
@@ -453,17 +456,20 @@ class MissingCount:
     n_characters: int
     sample: Sequence[EncoderInput]
     every: int = 1
+    passes: MissingCount | None = None
 
 
 def merge_counts(parts: Sequence[MissingCount]) -> MissingCount:
     """Add several counts, which were made with the same ``seen`` index."""
     every = max((part.every for part in parts), default=1)
+    passes = [part.passes for part in parts if part.passes is not None]
     return MissingCount(
         sum(part.n_inputs for part in parts),
         sum(part.n_missing for part in parts),
         sum(part.n_characters for part in parts),
         _sample_by_key(every, [item for part in parts for item in part.sample]),
         every,
+        merge_counts(passes) if passes else None,
     )
 
 
@@ -475,31 +481,54 @@ def _sample_by_key(every: int, items: Sequence[EncoderInput]) -> list[EncoderInp
     return [item for item in items if int.from_bytes(item.key[:4], "big") % every == 0]
 
 
+@dataclass(slots=True)
+class _Sample:
+    """A number of inputs, their characters, and a sample of one in ``every`` of them."""
+
+    n: int = 0
+    n_characters: int = 0
+    items: list[EncoderInput] = field(default_factory=list)
+    every: int = 1
+
+    def add(self, items: Sequence[EncoderInput]) -> None:
+        """Count inputs, and sample them by their keys."""
+        self.n += len(items)
+        self.n_characters += sum(item.size for item in items)
+        self.items += _sample_by_key(self.every, items)
+        while len(self.items) > _SAMPLE_SIZE:
+            self.every *= 2
+            self.items = _sample_by_key(self.every, self.items)
+
+    def counted(self, n_inputs: int, passes: MissingCount | None = None) -> MissingCount:
+        """Return the counts of these inputs, which are missing."""
+        return MissingCount(n_inputs, self.n, self.n_characters, self.items, self.every, passes)
+
+
 def count_missing(
-    store: FeatureStore, inputs: Iterable[EncoderInput], window: int, seen: KeyIndex | None = None
+    store: FeatureStore,
+    inputs: Iterable[EncoderInput],
+    window: int,
+    seen: KeyIndex | None = None,
+    passes: KeyIndex | None = None,
 ) -> MissingCount:
     """Count the inputs that a store lacks. Memory hardly grows with the number of inputs.
 
     Repeated inputs are counted once. Inputs in ``seen`` are not counted, and counted inputs are
-    added to it. ``window`` inputs are looked up together.
+    added to it. ``window`` inputs are looked up together. ``passes`` is given if inputs that differ
+    by their routers only go through the network once: what goes through it is added to this index.
     """
     seen, stored = KeyIndex() if seen is None else seen, len(store)
-    before = len(seen)
-    n_missing = n_characters = 0
-    sample: list[EncoderInput] = []
-    every = 1
+    before, missing, through = len(seen), _Sample(), _Sample()
     for chunk in iterate_windows(inputs, window):
         distinct = select_unseen(chunk, seen)
         positions = store.positions(distinct)
         # Inputs that other processes add during the count were missing when it began.
         absent = [distinct[i] for i in np.flatnonzero((positions < 0) | (positions >= stored))]
-        n_missing += len(absent)
-        n_characters += sum(item.size for item in absent)
-        sample += _sample_by_key(every, absent)
-        while len(sample) > _SAMPLE_SIZE:
-            every *= 2
-            sample = _sample_by_key(every, sample)
-    return MissingCount(len(seen) - before, n_missing, n_characters, sample, every)
+        missing.add(absent)
+        if passes is not None:
+            through.add(select_unseen(network_inputs(absent), passes))
+    work = None if passes is None else through.counted(through.n)
+    return missing.counted(len(seen) - before, work)
 
 
 def iterate_windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:

@@ -540,29 +540,38 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
             check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
         features, seen = run.store(), KeyIndex()
         counts = {
-            prompt.name: count_missing(features, run.task.inputs(run.data, prompt), WINDOW, seen)
+            prompt.name: count_missing(
+                features,
+                run.task.inputs(run.data, prompt),
+                WINDOW,
+                seen,
+                None if resolved.identity.routes_inside else KeyIndex(),
+            )
             for prompt in prepared.prompts
         }
         missing = merge_counts(list(counts.values()))
+        passes = missing.passes or missing
         server = resolved.checkpoint.server
         if options.bench is not None:
             resolved.checkpoint.check_weights("--bench")
         tokens, dim = _estimate_tokens(resolved, missing), _read_dim(resolved)
+        computed = tokens
         rate: float | None = None
         rate_of, loading = "nothing is missing", None
         if server is not None:
             rate_of = "not measured, as nothing but one short text was sent to the server"
         elif missing.n_missing and options.bench is not None:
-            length = tokens.value / missing.n_missing
+            computed = _estimate_tokens(resolved, passes)
+            length = computed.value / passes.n_missing
             rate, rate_of = _read_rate(model, resolved, length, Path(options.bench))
         elif missing.n_missing:
-            seconds, loading = _measure_seconds(resolved, missing, workers)
+            seconds, loading = _measure_seconds(resolved, passes, workers)
             rate, rate_of = tokens.value / seconds, f"a trial on {resolved.device} of this machine"
     # The workers that each encode at the speed of the one that was measured: on a CPU, processes
     # share its cores.
     shares_cpu = workers is None or (workers.is_local and resolved.device == "cpu")
     count = 1 if workers is None or shares_cpu else workers.count or 1
-    encoding = tokens.times(1 / rate / 3600) if rate else None
+    encoding = computed.times(1 / rate / 3600) if rate else None
     shift = count * (loading or 0) / 3600
     hours = encoding and Estimate(*(hour + shift for hour in astuple(encoding)))
     # A server's price is that of its tokens.

@@ -452,6 +452,25 @@ def test_settings_of_training_are_the_defaults(tuned):
         assert {name: getattr(identity, name) for name in SETTINGS} == {**SETTINGS, **changes}
 
 
+def test_settings_of_sentence_transformers_next_to_an_adapter_count(bert):
+    _, folder = bert
+    checkpoints.write_modules(folder, "Normalize", pooling="cls")
+    prompts = {"prompts": {"q": "Instruct: Find\nQuery: "}, "default_prompt_name": "q"}
+    change_json(folder / "config_sentence_transformers.json", **prompts, truncate_dim=8)
+    for length, expected in ((16, 16), (1_000, 64), (True, 64), ("16", 64)):
+        change_json(folder / "sentence_bert_config.json", max_seq_length=length)
+        resolved = resolve(str(folder), EncoderOptions())
+        assert resolved.identity.max_length == expected
+    assert resolved.identity.pooling == "cls"
+    assert resolved.identity.instruction_format == "Instruct: {instruction}\nQuery: {text}"
+    notes = " ".join(resolved.assumed)
+    assert "without the prefix 'Instruct: Find" in notes
+    assert "truncates to 8" in notes
+    checkpoints.write_modules(folder, "Normalize", pooling="weightedmean")
+    with pytest.raises(UserError, match="pools by 'weightedmean', which is not supported"):
+        resolve(str(folder), EncoderOptions())
+
+
 def test_recorded_base_and_like_override_adapter_config(tmp_path, bert):
     base, like, expected = qwen_case(tmp_path / "qwen")
     folder = tmp_path / "qwen" / "tuned"

@@ -183,6 +183,10 @@ def test_invalid_dense_layers_are_rejected(folder):
         load_on_cpu(folder)
 
 
+def roberta_of(positions, **changes):
+    return {"max_position_embeddings": positions, "model_type": "roberta", **changes}
+
+
 @pytest.mark.parametrize(
     ("file", "content", "expected"),
     [
@@ -190,7 +194,10 @@ def test_invalid_dense_layers_are_rejected(folder):
         ("tokenizer_config.json", {"model_max_length": 50}, 50),
         ("tokenizer_config.json", {"model_max_length": 5_000}, 64),  # the number of positions
         ("config.json", {"text_config": {"max_position_embeddings": 48}}, 48),
-        ("config.json", {"max_position_embeddings": 34, "model_type": "roberta"}, 32),
+        ("config.json", roberta_of(34, pad_token_id=1), 32),
+        ("config.json", roberta_of(44, pad_token_id=5), 38),
+        ("config.json", roberta_of(44, pad_token_id=5, model_type="mpnet"), 42),
+        ("config.json", {"max_position_embeddings": None, "n_positions": 48}, 48),
     ],
 )
 def test_length_is_read_from_files(folder, file, content, expected):

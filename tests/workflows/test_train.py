@@ -15,6 +15,7 @@ from llmcond.base.files import digest_file
 from llmcond.base.package import pretrained_folder
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
+from llmcond.encoders.inspect import describe
 from llmcond.runs.embedder import Embedder
 from llmcond.workflows import train_job as teachers
 from llmcond.workflows.train_job import find_teacher, sample_unrated_rows
@@ -71,6 +72,10 @@ def test_vectors_concatenate_those_of_members(ensemble, tmp_path):
     combined, (first, second) = load_encoder(ensemble), map(load_encoder, members)
     vectors, parts = combined.encode(TEXTS), [first.encode(TEXTS), second.encode(TEXTS)]
     assert vectors.shape == (5, combined.dim) == (5, 64)
+    whole, part = (describe(encoder.resolved) for encoder in (combined, first))
+    assert [whole[name] / part[name] for name in ("width", "n_parameters")] == [2, 2]
+    for size, share in zip(whole["memory"], part["memory"], strict=True):
+        assert size["weights"] == 2 * share["weights"]
     np.testing.assert_allclose(vectors, np.hstack(parts) / np.sqrt(2), atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
     assert np.abs(parts[0] - parts[1]).max() > 1e-3

@@ -295,7 +295,8 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
     checkpoint = resolved.checkpoint
     config = read_settings(checkpoint.folder / "config.json", {})
     pooling = get_pooling(resolved.identity.pooling)
-    needed = bytes_needed(config, pooler=pooling.part == "pooler")
+    members = resolved.list_members()
+    needed = len(members) * bytes_needed(config, pooler=pooling.part == "pooler")
     if needed > free_memory():
         raise CannotRunError(f"it needs {format_bytes(needed)} of memory")
     fetch_weights(checkpoint)
@@ -305,7 +306,7 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
 
         tokenizer = load_tokenizer(checkpoint, load_config(checkpoint, resolved.identity.attention))
     inputs = InputTokenizer(tokenizer, resolved.identity, checkpoint.name)
-    return inputs, [OpenVinoEngine(member) for member in resolved.list_members()]
+    return inputs, [OpenVinoEngine(member) for member in members]
 
 
 def compile_network(

@@ -275,7 +275,11 @@ def _find_reasons(
         "OpenVINO does not compute float16 on a CPU": identity.dtype == "float16",
     }
     yield from (reason for reason, applies in unsupported.items() if applies)
-    rotary = ARCHITECTURES[kind].rotary
+    rotary, padding = ARCHITECTURES[kind].rotary, ARCHITECTURES[kind].padding
+    # MPNet counts positions from a constant; RoBERTa from the id of the padding token.
+    pad_id = config.get("pad_token_id", padding)
+    if padding is not None and kind != "mpnet" and pad_id != padding:
+        yield f"its config.json has pad_token_id = {pad_id!r}"
     for key, supported in (_ROTARY_SETTINGS if rotary else _SETTINGS).items():
         if config.get(key) not in supported:
             yield f"its config.json has {key} = {config.get(key)!r}"

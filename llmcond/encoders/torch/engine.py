@@ -135,6 +135,7 @@ class Engine:
             dtype=TORCH_DTYPES[self.identity.dtype],
             max_length=self.identity.max_length,
             skipped_id=skipped_id(model.network),
+            typed=(getattr(config, "type_vocab_size", None) or 0) > 1,
             on_several_devices=len(set(getattr(model.network, "hf_device_map", {}).values())) > 1,
         )
         self._longest = _max_packed_length(config)
@@ -144,11 +145,16 @@ class Engine:
         self._can_pack = getattr(config, "_attn_implementation", None) == "sdpa" and bool(
             getattr(model.network, "_supports_attention_backend", False)
         )
+        self._tolerance = (
+            0.2 if self.identity.quantize == "8bit" else _PACKING_TOLERANCE[self.identity.dtype]
+        )
         passes = CsrPasses if self.identity.routes_inside else Passes
         self.passes = passes(model.network, self.identity, self._name)
         self.routes_inside = self.passes.routes_inside
         self.reads_routers = self.passes.reads_routers
         self.packs = self._choose_packing()
+        # The length above which only inputs of equal lengths can share a batch.
+        self._longest_mixed = _longest_mixed(config) if self.packs or self._can_pad() else 0
         # oneDNN prepares 16-bit products for each number of rows, so the lengths of packed rows are
         # rounded up. In training, a float32 network may compute in 16 bit as well (autocast).
         in_16_bit = self.identity.dtype != "float32" or not frozen
@@ -252,11 +258,17 @@ class Engine:
         """
         forward = partial(self.passes.forward, self._runtime, queries=queries)
         packs = self.packs and not (routes and self.reads_routers)
-        unpacked = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
-        for batch in plan_batches([len(rows[i].ids) for i in unpacked], budget):
-            inputs = [unpacked[index] for index in batch]
-            batch_routes = [routes[i] for i in inputs] if routes else []
-            yield inputs, forward([rows[i] for i in inputs], routes=batch_routes)
+        longest = min(self._longest, self._longest_mixed)
+        unpacked = [i for i in waiting if not packs or len(rows[i].ids) > longest]
+        apart: dict[int, list[int]] = {}
+        for i in unpacked:
+            n_tokens = len(rows[i].ids)
+            apart.setdefault(n_tokens if n_tokens > self._longest_mixed else 0, []).append(i)
+        for group in apart.values():
+            for batch in plan_batches([len(rows[i].ids) for i in group], budget):
+                inputs = [group[index] for index in batch]
+                batch_routes = [routes[i] for i in inputs] if routes else []
+                yield inputs, forward([rows[i] for i in inputs], routes=batch_routes)
         rest = sorted(set(waiting) - set(unpacked))
         rest_rows = [rows[i] for i in rest]
         batch_routes = [routes[i] for i in rest] if routes else []
@@ -342,20 +354,40 @@ class Engine:
     # -- choosing how to run -------------------------------------------------------------------
 
     @torch.inference_mode()
+    def _can_pad(self) -> bool:
+        """Return whether padding leaves the token vectors of an input as they are without it.
+
+        It does not if the network mixes tokens in another way than by attention, as FNet does by
+        Fourier transforms and ConvBERT by convolutions.
+        """
+        rows = sorted(self._sample_rows(), key=lambda row: len(row.ids))
+        hidden = []
+        for batch in (rows, rows[:1]):
+            forward = PaddedForward(self._runtime, batch)
+            forward.prepare()
+            hidden.append(forward.hidden()[0, : len(rows[0].ids)].float())
+        padded, alone = hidden
+        difference = (padded - alone).norm(dim=1) / alone.norm(dim=1)
+        return bool(difference.square().mean() <= self._tolerance**2)
+
+    def _sample_rows(self) -> list[Tokens]:
+        """Return five short texts of different lengths, three of which share a prefix."""
+        # They begin as the network was trained to read texts: in 16 bit, EmbeddingGemma rounds
+        # texts without a first token ten times as coarsely.
+        ids = [(self._n_ids // 2 + offset) % self._n_ids for offset in range(24)]
+        texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
+        bos_id = getattr(self._runtime.network.config, "bos_token_id", None)
+        if isinstance(bos_id, int) and bos_id < self._n_ids:
+            texts = [[bos_id, *text] for text in texts]
+        return [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
+
+    @torch.inference_mode()
     def _choose_packing(self) -> bool:
         """Try out the attention kernels for packed rows; return whether inputs can be packed."""
         if not self._can_pack:
             return False
         network = self._runtime.network
-        # Five short texts, three of which share a prefix. They begin as the network was trained to
-        # read texts: in 16 bit, EmbeddingGemma rounds texts without a first token ten times as
-        # coarsely.
-        ids = [(self._n_ids // 2 + offset) % self._n_ids for offset in range(24)]
-        texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
-        bos_id = getattr(network.config, "bos_token_id", None)
-        if isinstance(bos_id, int) and bos_id < self._n_ids:
-            texts = [[bos_id, *text] for text in texts]
-        rows = [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
+        rows = self._sample_rows()
         padded = PaddedForward(self._runtime, rows)
         padded.prepare()
         expected = padded.hidden()
@@ -374,9 +406,6 @@ class Engine:
         This covers shared prefixes if the engine shares them, and routed inputs if routers act
         inside the network.
         """
-        tolerance = (
-            0.2 if self.identity.quantize == "8bit" else _PACKING_TOLERANCE[self.identity.dtype]
-        )
         texts = [row.ids for row in rows]
         batches = pack([len(text) for text in texts], 1_000)
         batches += pack_shared(texts, 1_000) if self.shares_prefixes else []
@@ -392,10 +421,10 @@ class Engine:
                     # the norm of others, which would stand for the whole text.
                     difference = (hidden[positions] - padded).norm(dim=1) / padded.norm(dim=1)
                     # Written so that NaN counts as a difference.
-                    if not difference.square().mean() <= tolerance**2:
+                    if not difference.square().mean() <= self._tolerance**2:
                         return False
             if self.routes_inside and not self.reads_routers:
-                return self._routed_packing_agrees(rows, tolerance)
+                return self._routed_packing_agrees(rows)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             # Neither error says anything about the architecture, and after an AcceleratorError
             # nothing more runs on the GPU.
@@ -407,7 +436,7 @@ class Engine:
             return False
         return True
 
-    def _routed_packing_agrees(self, rows: Sequence[Tokens], tolerance: float) -> bool:
+    def _routed_packing_agrees(self, rows: Sequence[Tokens]) -> bool:
         """Return whether packed inputs under routers get the same vectors as padded ones."""
         rows = [row for row in rows for _ in range(2)]
         runtime, passes = self._runtime, self.passes
@@ -421,7 +450,7 @@ class Engine:
         packed.prepare()
         expected = padded.pooled()[list(batch.inputs)]
         distances = (packed.pooled() - expected).norm(dim=1)
-        return bool((distances <= tolerance * expected.norm(dim=1)).all())
+        return bool((distances <= self._tolerance * expected.norm(dim=1)).all())
 
 
 def create_engine(
@@ -496,6 +525,23 @@ def _max_packed_length(config: Any) -> int:
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
     # Some architectures have the whole window on each side of a token, others half of it.
     return min((int(window) // 2 for window in windows if window), default=sys.maxsize)
+
+
+def _longest_mixed(config: Any) -> int:
+    """Return the most tokens of an input that can share a batch with shorter ones.
+
+    With LongRoPE, the longest input of a batch decides how all of them are rotated.
+    """
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return min(
+        (
+            int(part["original_max_position_embeddings"])
+            for part in by_layer_type
+            if part.get("rope_type") == "longrope"
+        ),
+        default=sys.maxsize,
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -190,6 +190,7 @@ class ForwardSettings:
         kernel: Attention kernel for segments of any length; None means that PyTorch's scaled dot
             product attention is called for blocks of texts of about one length.
         skipped_id: See the function ``skipped_id``.
+        typed: Whether tokens of a second text have another type.
         step: Packed rows are padded to a multiple of this number of tokens. oneDNN prepares a
             product for each number of rows that it meets, which takes milliseconds, and caches it,
             which takes megabytes.
@@ -206,6 +207,7 @@ class ForwardSettings:
     max_length: int
     kernel: Callable[..., Any] | None = None
     skipped_id: int | None = None
+    typed: bool = False
     step: int = 1
     on_several_devices: bool = False
 
@@ -282,7 +284,7 @@ class PaddedForward:
             types[index, row.second : len(row.ids)] = 1
             counted[index, row.first : row.last] = True
         arguments = {"input_ids": ids, "attention_mask": attended}
-        if types.any():
+        if self.runtime.typed and types.any():
             arguments["token_type_ids"] = types
         if self.runtime.pooling.part == "latent":
             arguments["pooled"] = counted.flatten().nonzero()[:, 0]
@@ -374,7 +376,8 @@ class PackedForward:
         within = np.arange(n) + np.repeat(offsets, lengths)
         positions[:n] = within if skipped is None else _roberta_positions(skipped, ids[:n], lengths)
         types[:n] = within >= np.repeat([row.second for row in sources], lengths)
-        names = ["input_ids", "position_ids", *(["token_type_ids"] if types.any() else [])]
+        is_typed = runtime.typed and types.any()
+        names = ["input_ids", "position_ids", *(["token_type_ids"] if is_typed else [])]
         tensors = move_to_device(torch.from_numpy(values[: len(names)]), runtime.device)
         self.arguments = dict(zip(names, tensors, strict=True))
         # transformers passes a mask of four dimensions on as it is, and creates none for the row.
@@ -418,8 +421,15 @@ class PackedForward:
         if self._routes:
             return pool_routed(hidden, [(0, length) for length in self._lengths], self._routes)
         if self.runtime.pooling.part == "pooler":
-            vectors: Tensor = self.runtime.network.pooler(hidden).float()
-            return vectors
+            network = self.runtime.network
+            # ALBERT's pooler is a linear layer without its activation.
+            activation = getattr(network, "pooler_activation", None)
+            vectors: Tensor = (
+                network.pooler(hidden)
+                if activation is None
+                else activation(network.pooler(hidden[:, 0]))
+            )
+            return vectors.float()
         return self.runtime.pool(hidden, self._counted.to(hidden.device), self._lengths)
 
 

@@ -104,6 +104,21 @@ def test_windows_pairs_and_routers_match_pytorch():
     check_runtimes("minilm", items, long_texts="windows", max_length=32)
 
 
+def test_types_of_paired_texts_match_pytorch(bert):
+    path = bert / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    special = {"[CLS]": 0, "[SEP]": 0}, {"[SEP]": 1}  # as in published checkpoints of BERT
+    parts = [[{"SpecialToken": {"id": t, "type_id": i}} for t, i in s.items()] for s in special]
+    texts = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
+    (first, separator), last = parts
+    tokenizer["post_processor"]["pair"] = [first, texts[0], separator, texts[1], *last]
+    path.write_text(json.dumps(tokenizer))
+    items = [EncoderInput("", text, context="the number of people") for text in TEXTS[:2]]
+    encoder, _ = check_runtimes(bert, items)
+    untyped = [EncoderInput("", item.text) for item in items]
+    assert np.abs(encoder.encode(items) - encoder.encode(untyped)).max() > 0.01
+
+
 def test_adapters_and_bundled_models_match_pytorch(bert, tmp_path):
     network = BertModel.from_pretrained(bert, add_pooling_layer=False)
     targets = {"target_modules": ["query", "dense"], "use_rslora": True}
@@ -244,6 +259,8 @@ def test_unsupported_settings_and_checkpoints_use_pytorch(bert, monkeypatch):
         ({"model_type": ["bert"]}, "architecture"),
     ):
         assert reason in find_reason(**changes)
+    roberta = {"model_type": "roberta", "type_vocab_size": 1}
+    assert find_reason(**roberta, pad_token_id=0) == "its config.json has pad_token_id = 0"
     # The config is checked before the weights are downloaded.
     (bert / "model.safetensors").unlink()
     assert find_reason() is None

@@ -205,6 +205,38 @@ def test_architecture_of_unknown_encoder_matches_transformers(family, tmp_path):
     assert_close(encoder.encode(inputs()), case.vectors(checkpoint, inputs()))
 
 
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+LONG_ROPE |= {"rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+#: Networks that mix tokens with their padding, or rotate them by the longest text of a batch.
+MIXING = {
+    "convbert": {},
+    "fnet": {},
+    "phi3": {"num_key_value_heads": 2, "rope_parameters": LONG_ROPE},
+}
+
+
+@pytest.mark.parametrize("family", MIXING)
+def test_vectors_do_not_depend_on_longer_texts_of_the_batch(family, tmp_path):
+    options = {"family": family, **MIXING[family]}
+    encoder = load_on_cpu(checkpoints.build_checkpoint("stock", tmp_path / "m", **options).folder)
+    texts = ["dogs run", "a man plays the guitar in the park while two dogs run " * 3, "cats sit"]
+    alone = np.concatenate([encoder.encode([text]) for text in texts])
+    assert_close(encoder.encode(texts), alone)
+
+
+def test_pooler_is_that_of_the_architecture_or_rejected(tmp_path):
+    options = {"family": "albert", "embedding_size": 16}
+    checkpoint = checkpoints.build_checkpoint("stock", tmp_path / "albert", **options)
+    encoder = load_on_cpu(checkpoint.folder, pooling="pooler", normalize=False)
+    ids = [checkpoint.tokenizer.encode(text).ids for text in ("dogs run", "a man walks")]
+    with torch.inference_mode():
+        expected = [checkpoint.network(torch.tensor([row])).pooler_output[0] for row in ids]
+    assert_close(encoder.encode(["dogs run", "a man walks"]), torch.stack(expected).numpy())
+    folder = checkpoints.build_checkpoint("stock", tmp_path / "electra", family="electra").folder
+    with pytest.raises(UserError, match=r"the architecture of .* has no pooler"):
+        load_on_cpu(folder, pooling="pooler")
+
+
 # -- NV-Embed-v2 -------------------------------------------------------------------------------
 
 
