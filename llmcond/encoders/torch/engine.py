@@ -260,11 +260,11 @@ class Engine:
         packs = self.packs and not (routes and self.reads_routers)
         longest = min(self._longest, self._longest_mixed)
         unpacked = [i for i in waiting if not packs or len(rows[i].ids) > longest]
-        apart: dict[int, list[int]] = {}
+        by_length: dict[int, list[int]] = {}
         for i in unpacked:
             n_tokens = len(rows[i].ids)
-            apart.setdefault(n_tokens if n_tokens > self._longest_mixed else 0, []).append(i)
-        for group in apart.values():
+            by_length.setdefault(n_tokens if n_tokens > self._longest_mixed else 0, []).append(i)
+        for group in by_length.values():
             for batch in plan_batches([len(rows[i].ids) for i in group], budget):
                 inputs = [group[index] for index in batch]
                 batch_routes = [routes[i] for i in inputs] if routes else []
