@@ -153,8 +153,8 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 
 # %% [markdown]
 # No cluster is about a product now. The V-measure is 46, which does not differ from 50 if you compare the intervals. With
-# example values (`--condition "the type of problem" --values "delivery, defect, billing, return"`), it is 54. Do not name
-# values where a condition already works, because they can harm it ([clusters](../clusters.md#example-values)).
+# example values (`--condition "the type of problem" --values "delivery, defect, billing, return"`), it is 54. Values
+# can also harm a condition, so measure ([clusters](../clusters.md#example-values)).
 #
 # ## The last resort: label about 40 tickets
 #
@@ -185,7 +185,7 @@ with Path("labelled.csv").open("w", newline="", encoding="utf-8") as file:
 # 1. Read the names and typical texts of clusters. They show which aspect the model followed.
 # 2. Try several wordings, then `--ignore` what the clusters follow, or `--ignore-column` if a column has it.
 # 3. Choose by `check-condition --ask` or `--labels`, not by the silhouette.
-# 4. Name values where the condition hardly works. Label about 40 texts if this is not enough, and measure on the others.
+# 4. Try values. Label about 40 texts if this is not enough, and measure on the others.
 #
 # [Ignoring a condition](../ignoring.md) explains how that works. [Clusters](../clusters.md) describes all options, among
 # them a map of the texts as a page (`--report map.html`). [Guides](../guides.md) explains how labels change the
