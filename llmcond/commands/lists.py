@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -291,13 +291,13 @@ class ShowPrompt(ColumnOptions, EncoderFlags, Command):
         from llmcond.base.output import log
         from llmcond.encoders import resolve
         from llmcond.prompts import load_prompt
-        from llmcond.prompts.template import preview_prompt
+        from llmcond.prompts.template import list_fields, preview_prompt
 
         prompt = load_prompt(self.prompt)
         options = self.encoder_options()
         if self.model is None and options != EncoderOptions():
             raise UserError("encoder options need an encoder. Name it with --model NAME.")
-        dataset = self.data_options().read()
+        dataset = replace(self.data_options(), extra=list_fields([prompt])).read()
         resolved = None
         if self.model is not None:
             resolved = resolve(self.model, options, identify=False)

@@ -274,8 +274,8 @@ class AnalyseOptions(RunOption, SplitOption, FigureOption):
         writes=check_folder,
         help="folder for the figures (default: in the run)",
     )
-    conditions: int = option(3, help="number of conditions to cluster")
-    sentences: int = option(20, help="number of sentences per condition to cluster")
+    conditions: Annotated[int, Ge(2)] = option(3, help="number of conditions to cluster")
+    sentences: Positive = option(20, help="number of sentences per condition to cluster")
     top: Annotated[int, Ge(0)] = option(
         5, help="number of rows to list, those whose similarity changed most"
     )

@@ -47,12 +47,14 @@ _FIELDS: Mapping[Kind, Mapping[str, Any]] = {
     "presence": {"mentioned": {"type": "string", "enum": ["yes", "no"]}},
     "answer": {"answer": _TEXT},
 }
-#: End of the thoughts that reasoning models write before they answer.
-_THOUGHT_ENDS = ("</think>", "</thinking>")
+#: Beginning and end of the thoughts that reasoning models write before they answer.
+_THOUGHT_STARTS, _THOUGHT_ENDS = ("<think>", "<thinking>"), ("</think>", "</thinking>")
 _PLAIN = re.compile(
     r"(?:rating|score|similarity)\W{0,4}(?:[:=]|\bis\b)\W{0,6}?(-?\d+(?:\.\d+)?|ill.?defined)",
     re.IGNORECASE,
 )
+#: The rating in an object that is not JSON, for example because it contains quotation marks.
+_RATING_FIELD = re.compile(r'"rating"\s*:\s*"?([\w.-]+)')
 _OPENS = re.compile(r'\{\s*"')
 #: The longest short answer in characters; longer ones repeat the text or explain themselves.
 _LONGEST_ANSWER = 100
@@ -189,7 +191,9 @@ def _check(template: QuestionTemplate, source: str) -> None:
 def _final_answer(answer: str) -> str:
     """Return the end of an answer, without the model's thoughts before it."""
     starts = [answer.rfind(end) + len(end) for end in _THOUGHT_ENDS if end in answer]
-    return answer[max(starts, default=0) :][-_MAX_CHARACTERS:]
+    text = answer[max(starts, default=0) :]
+    # Thoughts that do not end were cut, and contain no answer.
+    return "" if text.lstrip().startswith(_THOUGHT_STARTS) else text[-_MAX_CHARACTERS:]
 
 
 def _find_object(text: str, field: str) -> dict[str, Any] | None:
@@ -218,7 +222,7 @@ def parse_rating(answer: str) -> float | None:
     if value is not None:
         rating = str(value["rating"])
     else:
-        matches = _PLAIN.findall(text)
+        matches = (_RATING_FIELD if _OPENS.search(text) else _PLAIN).findall(text)
         rating = matches[-1] if matches else text.strip().strip("*.\"'")
     if re.fullmatch(r"ill.?defined", rating.strip(), re.IGNORECASE):
         return SCALE.to_unit(SCALE.unrated)
@@ -248,6 +252,8 @@ def parse_answer(answer: str) -> str | None:
     if value is not None:
         short = value["answer"]
     else:
+        if _OPENS.search(text):  # an object that was cut, or is not JSON
+            return None
         matches = _PLAIN_ANSWER.findall(text)
         short = matches[-1] if matches else text
         if "\n" in short.strip() or short.lstrip().startswith(("{", "<")):

@@ -137,15 +137,19 @@ def answers(options: AnswersOptions) -> AnswersResult:
             asker.ask(presence)
             mentioned = [asker.parsed_answer(one) for one in presence] or [True] * len(values)
             asker.ask([value for value, yes in zip(values, mentioned, strict=True) if yes])
-        cells = zip(missing.values(), values, mentioned, strict=True)
-        for (text, condition), question, yes in cells:
-            answer = asker.parsed_answer(question) if yes else "" if yes is False else None
-            if answer is None:
-                unanswered += 1
-                continue
-            written = text, condition_text(condition), answer, model, templates["answer"].name
-            rows.append(dict(zip((*COLUMNS, "model", "prompt"), written, strict=True)))
-        write_rows(out, rows)
+            rows = read_rows(out)  # It may have been edited meanwhile.
+            known = {answer_key(row["text"], row["condition"]): row for row in rows}
+            cells = zip(missing.items(), values, mentioned, strict=True)
+            for (key, (text, condition)), question, yes in cells:
+                answer = asker.parsed_answer(question) if yes else "" if yes is False else None
+                if answer is None:
+                    unanswered += 1
+                elif key not in known:
+                    written = (text, condition_text(condition), answer, model)
+                    cell_names = (*COLUMNS, "model", "prompt")
+                    row = zip(cell_names, (*written, templates["answer"].name), strict=True)
+                    rows.append(dict(row))
+            write_rows(out, rows)
         counts, n_questions = asker.count_tokens(), len(asker.new_answers)
     table = read_answers(out)
     by_condition = {

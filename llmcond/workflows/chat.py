@@ -38,9 +38,9 @@ class ChatClient(ServerClient):
     ) -> Answer:
         """Ask a question, and return the model's answer.
 
-        The first question, which the caller sends alone, decides whether requests contain a JSON
-        schema of the answer. If the server rejects the schema, or fails because of it, later
-        requests do not contain one.
+        The first question that the server accepts decides whether requests contain a JSON schema
+        of the answer, so the caller sends one at a time while ``is_open``. If the server rejects
+        the schema, or fails because of it, later requests do not contain one.
 
         Args:
             template: template of the question.
@@ -49,26 +49,34 @@ class ChatClient(ServerClient):
             examples: answered questions that precede it.
 
         Raises:
-            UserError: the server rejects the key, the model or the request.
+            UserError: the server rejects the key or the model.
             LlmcondError: the server fails, after all retries.
         """
-        messages = template.messages(values, examples)
-        if self._structured is not None:
-            try:
-                return await self._request(messages, template, seed, self._structured)
-            except RefusedError as error:
-                # Only this question is rejected, for example because it is too long. A text that
-                # begins with "<" is not parsed as an answer.
-                return Answer(f"<{error}>", None, None, 0.0)
+        messages, reason = template.messages(values, examples), None
         try:
-            answer, self._structured = await self._request(messages, template, seed, True), True
-        except (RefusedError, BrokenError) as error:
-            answer, self._structured = await self._request(messages, template, seed, False), False
-            log.info(
-                "the server does not support a schema of answers, so they are read from plain "
-                f"text: {shortened_repr(str(error), 200)}"
-            )
+            if self._structured is not None:
+                return await self._request(messages, template, seed, self._structured)
+            try:
+                answer, self._structured = await self._request(messages, template, seed, True), True
+                return answer
+            except (RefusedError, BrokenError) as error:
+                reason = shortened_repr(str(error), 200)
+            answer = await self._request(messages, template, seed, False)
+        except RefusedError as error:
+            # Only this question is rejected, for example because it is too long. A text that
+            # begins with "<" is not parsed as an answer.
+            return Answer(f"<{error}>", 0, 0, 0.0)
+        self._structured = False
+        log.info(
+            "the server does not support a schema of answers, so they are read from plain text: "
+            f"{reason}"
+        )
         return answer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no answer has decided yet on the form of requests."""
+        return self._structured is None
 
     async def _request(
         self,

@@ -253,8 +253,11 @@ class QuestionRunner:
                 self.new_answers.append(answer)
                 bar.on_item(len(self.new_answers) - n_before, len(questions))
 
-        # The first question goes alone, because it decides on the form of the others.
-        await work(1)
+        # One question at a time, until an answer decides on the form of the others.
+        n_alone = 0
+        while client.is_open and not failures and n_alone < len(questions):
+            n_alone += 1
+            await work(1)
         await asyncio.gather(*(work() for _ in range(self._concurrency)))
         if failures:
             raise failures[0]
@@ -355,7 +358,9 @@ class QuestionRunner:
         totals, n_questions = np.zeros(3), sum(count for count, _ in remaining)
         for count, examples in remaining:
             stored = [self._journal.answers.get(self._key(question)) for question in examples]
-            answers = [answer for answer in stored if answer] or [Answer("", None, None, 0.0)]
+            # A rejected question has no tokens, and says nothing about the others.
+            answers = [answer for answer in stored if answer and answer.tokens_in != 0]
+            answers = answers or [Answer("", None, None, 0.0)]
             rows = [(a.tokens_in, a.tokens_out, a.seconds) for a in answers]
             totals += count * np.mean(np.array(rows, dtype=float), axis=0) if count else 0
         tokens_in, tokens_out, seconds = totals.tolist()

@@ -1,6 +1,7 @@
 """Prompt templates: rendering, validation, digests, controls, routers and their preview."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -334,6 +335,18 @@ def test_rows_with_the_same_input_are_reported():
 
 
 # -- llmcond prompts show --------------------------------------------------------------------------
+
+
+def test_show_reads_the_fields_of_a_template(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"s{i},t{i},the place,{i % 5 + 1},lang{i}" for i in range(9)]
+    Path("rows.csv").write_text("sentence1,sentence2,condition,label,lang\n" + "\n".join(rows))
+    texts = 'text = "{sentence} {condition} {lang}"', 'text = "{condition}"'
+    parts = 'description = "d"', 'source = "s"', 'fields = ["lang"]'
+    lines = [*parts, "[conditional]", texts[0], "[unconditional]", texts[1]]
+    Path("mine.toml").write_text("\n".join(lines))
+    report = run_json(capsys, "prompts", "show", "mine.toml", "--data", "rows.csv")
+    assert re.fullmatch(r"s(\d) the place lang\1", report["inputs"][0]["text"])
 
 
 def show_text(capsys, *arguments) -> str:

@@ -28,6 +28,9 @@ def test_rating_is_parsed():
         ('<thinking></thinking><think>{"rating": "1"}</think>Rating: 5', 1),
         ('{"rating": "ill-defined"}', math.nan),
         ("Rating: 4", 0.75),
+        ('{"rating": "4", "why": "he said "1""', 0.75),
+        ('{"answer1": "the phone has a rating: 3 of 5", "answer2": "', None),
+        ("<think> A rating: 1 means nothing in common. Let me", None),
         ('{"rating": "6"}', None),
         ('{"rating": true}', None),
         ("I rate 2 of these 4 sentences", None),
@@ -73,6 +76,9 @@ def test_short_answer_is_parsed():
         ("I cannot answer this.", None),
         ("It is late.\nIt is lost.", None),
         ('{"ans', None),
+        ('{"answer": "The customer wants to cancel the or', None),
+        ('{"answer": "Paris", "x": ', None),
+        ("<think> hmm\nAnswer: it could be x", None),
         ("", None),
     ):
         assert parse_answer(answer) == short, answer

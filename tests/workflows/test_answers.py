@@ -161,14 +161,30 @@ def test_unusable_answers_are_requested_again_then_left_out(capsys):
     assert (result["questions"], len(read_csv("answers.csv"))) == (2 + 2, 6)
 
 
-def test_error_of_a_server_is_no_answer(capsys):
+@pytest.mark.parametrize("start", ["two men", "a dog"])  # the first texts, and later ones
+def test_error_of_a_server_is_no_answer(capsys, start):
     def reject_dogs(body, _number):
-        return Fault(413, text="too long") if texts_of(body)[1].startswith("a dog") else None
+        return Fault(413, text="too long") if texts_of(body)[1].startswith(start) else None
 
+    prices = ("--price-in", "1", "--price-out", "1", "--budget", "1")
     with ChatServer(answer, reject_dogs) as server:
-        result = run_json(capsys, *make_command(server, *LOCATION, "--no-presence"))
+        result = run_json(capsys, *make_command(server, *LOCATION, "--no-presence", *prices))
     assert result["unanswered"] == 2
+    assert result["tokens_in"] > 0  # a rejected question has none
     assert not any("too long" in row["answer"] for row in read_csv("answers.csv"))
+
+
+def test_rows_that_are_edited_meanwhile_stay(capsys):
+    table, edited = Path("answers.csv"), f"text,condition,answer\n{TEXTS[0]},the place,mine\n"
+
+    def edit(_body, _number):
+        table.write_text(edited)
+
+    with ChatServer(answer, edit) as server:
+        result = run_json(capsys, *make_command(server, *LOCATION, "--no-presence"))
+    rows = read_csv(table)
+    assert [row["answer"] for row in rows[:2]] == ["mine", "beach"]
+    assert (len(rows), result["unanswered"]) == (len(TEXTS), 0)
 
 
 def test_killed_command_resumes(capsys, tmp_path):
