@@ -40,7 +40,7 @@ from llmcond.heads.numpy_heads import DenseLayer
 from llmcond.heads.settings import Activation
 from llmcond.prompts import Prompt
 from llmcond.prompts.template import InputTemplate
-from llmcond.report.card import render_card
+from llmcond.report.card import code, render_card
 from llmcond.runs.embedder import Embedder, describe, load_embedder
 from llmcond.runs.open import open_any_run
 from llmcond.runs.portable import copy_run, read_credits, strip_path
@@ -637,7 +637,7 @@ def _collect_notes(
     if selector == "prompt_name":
         notes.append(
             "Without a prompt name, encode, encode_query and encode_document use the first "
-            f"condition, {next(iter(modular.text_prefixes))!r}."
+            f"condition, `{code(next(iter(modular.text_prefixes)))}`."
         )
     if is_bidirectional_decoder(embedder.encoder.resolved):
         notes.append(

@@ -11,6 +11,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import InputModule
 
 from llmcond.base.errors import UserError
+from llmcond.encoders.adapter import RUN_RECORD
 from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.portable import EXPORT_SETTINGS, copy_run, read_export
 
@@ -128,7 +129,8 @@ def load_sentence_transformer(
     folder = Path(path)
     if (folder / EXPORT_SETTINGS).is_file():
         module = ConditionalEmbedder.of_export(folder, folder / "run", device)
-    elif (folder / "modules.json").is_file():
+    elif (folder / "modules.json").is_file() and not (folder / RUN_RECORD).is_file():
+        # A run of a whole checkpoint has its modules.json, too.
         return SentenceTransformer(str(folder), device=None if device == "auto" else device)
     else:
         from llmcond.runs.open import resolve_run

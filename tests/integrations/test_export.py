@@ -111,7 +111,8 @@ def test_plain_exports_work_without_llmcond(exported, fitted, head):
 
 
 def test_notes_and_card_explain_the_export(exported, fitted):
-    assert "encode_query and encode_document use the first" in " ".join(exported["plain"].notes)
+    notes = " ".join(exported["plain"].notes)
+    assert f"encode_query and encode_document use the first condition, `{CONDITIONS[0]}`." in notes
     # Without a bias the length of the encoder's vectors has no effect, so one Normalize is enough.
     assert exported["relu"].modules == ["Transformer", "Pooling", "Dense", "Normalize"]
     assert exported["relu"].notes == []
@@ -181,6 +182,15 @@ def test_export_accepts_any_condition(one_thread, fitted, tmp_path):
     expected = embedder.encode(TEXTS, conditions)
     pairs = list(zip(TEXTS, conditions, strict=True))
     np.testing.assert_allclose(model.encode(pairs), expected, atol=1e-6)
+    # A run is one even if it has the modules of a whole checkpoint that was trained.
+    run = tmp_path / "run"
+    shutil.copytree(fitted, run)
+    (run / "modules.json").write_text("[]")
+    of_run = llmcond.load_sentence_transformer(run)
+    default = llmcond.load_embedder(fitted)
+    np.testing.assert_allclose(
+        of_run.encode(TEXTS, condition="the place"), default.encode(TEXTS, "the place"), atol=1e-6
+    )
     condition = llmcond.Condition("the place", ["park", "beach"])
     expected_with_values = embedder.encode(TEXTS, condition)
     assert np.abs(expected_with_values[0] - expected[0]).max() > 1e-3
