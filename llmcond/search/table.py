@@ -102,7 +102,7 @@ def infer_types(
                 break
             if name in known_types:
                 wrong = values.filter(pc.invert(matches))[0].as_py()
-                raise _type_error(name, arrow_type, f"{shortened_repr(wrong)} is none")
+                raise _type_error(name, arrow_type, f"{shortened_repr(wrong)} is not of this type")
     return arrays
 
 

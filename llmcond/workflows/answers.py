@@ -101,8 +101,7 @@ def answers(options: AnswersOptions) -> AnswersResult:
     }
     examples = _read_examples(options, conditions)
     texts = read_collection(options.texts, options.text, read=options.read_options()).texts
-    rows = read_rows(out)
-    known = {answer_key(row["text"], row["condition"]): row for row in rows}
+    known = {answer_key(row["text"], row["condition"]) for row in read_rows(out)}
     pairs = {answer_key(t, c): (t, c) for c in conditions for t in texts}
     missing = {key: pair for key, pair in pairs.items() if key not in known}
     previous = len(pairs) - len(missing)
@@ -138,17 +137,16 @@ def answers(options: AnswersOptions) -> AnswersResult:
             mentioned = [asker.parsed_answer(one) for one in presence] or [True] * len(values)
             asker.ask([value for value, yes in zip(values, mentioned, strict=True) if yes])
             rows = read_rows(out)  # It may have been edited meanwhile.
-            known = {answer_key(row["text"], row["condition"]): row for row in rows}
+            known = {answer_key(row["text"], row["condition"]) for row in rows}
             cells = zip(missing.items(), values, mentioned, strict=True)
             for (key, (text, condition)), question, yes in cells:
                 answer = asker.parsed_answer(question) if yes else "" if yes is False else None
                 if answer is None:
                     unanswered += 1
                 elif key not in known:
-                    written = (text, condition_text(condition), answer, model)
-                    cell_names = (*COLUMNS, "model", "prompt")
-                    row = zip(cell_names, (*written, templates["answer"].name), strict=True)
-                    rows.append(dict(row))
+                    name = templates["answer"].name
+                    written = text, condition_text(condition), answer, model, name
+                    rows.append(dict(zip((*COLUMNS, "model", "prompt"), written, strict=True)))
             write_rows(out, rows)
         counts, n_questions = asker.count_tokens(), len(asker.new_answers)
     table = read_answers(out)

@@ -137,7 +137,7 @@ def test_invalid_index_input_reports_one_line(index, texts, tmp_path, capsys):
         message = run_rejected(
             capsys, "index", more, "--out", index, "--id", "id", "--keep", "year"
         )
-        assert f"the column 'year' has the type int64 in the index: '{year}' is none" in message
+        assert f"the column 'year' has the type int64 in the index: '{year}' is not" in message
     assert len(Index.open(index, device="cpu")) == 4
 
 
