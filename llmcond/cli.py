@@ -197,7 +197,12 @@ class _PrintCompletion(argparse.Action):
     ) -> None:
         import shtab
 
-        sys.stdout.write(f"{shtab.complete(_parser(), str(values))}\n")
+        described = _parser()
+        for command in described.commands.values():
+            for action in command._actions:
+                if not action.choices and action.nargs != 0:
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
+        sys.stdout.write(f"{shtab.complete(described, str(values))}\n")
         parser.exit()
 
 

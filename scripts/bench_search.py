@@ -142,7 +142,7 @@ def measure_index(
 
 
 def measure_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the index and the other libraries at every size."""
+    """Measure the index at every size."""
     splits = read_dataset(options.data).splits
     sentences = [*splits["train"].sentence1, *splits["train"].sentence2, *splits["dev"].sentence1]
     texts = list(dict.fromkeys([*sentences, *splits["dev"].sentence2]))

@@ -45,7 +45,10 @@ def read_texts(path: Path) -> tuple[list[str], list[dict[str, str]], dict[str, s
     if path.suffix == ".json":
         data = json.loads(path.read_text("utf-8"))
         rows = [(entry["text"], entry["attrs"]) for entry in data["texts"]]
-        conditions = {name: condition["text"] for name, condition in data["conds"].items()}
+        conditions = {
+            name: condition if isinstance(condition, str) else condition["text"]
+            for name, condition in data["conds"].items()
+        }
     else:
         with path.open(encoding="utf-8", newline="") as stream:
             rows = [(row["text"], row) for row in csv.DictReader(stream)]

@@ -2,12 +2,14 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from llmcond.base.errors import UserError
 from llmcond.base.files import (
     check_output,
+    create_folder_atomically,
     digest_file,
     digest_files,
     digest_text,
@@ -34,6 +36,23 @@ def test_new_content_replaces_old_atomically(path):
     assert list(path.parent.iterdir()) == [path]
     write_text(path.parent / "b" / "c" / "d.txt", "é\n")  # missing folders are created
     assert (path.parent / "b" / "c" / "d.txt").read_bytes() == b"\xc3\xa9\n"
+
+
+def test_rewritten_file_keeps_its_mode(path):
+    path.chmod(0o600)
+    write_text(path, "new")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", 0o600)
+
+
+def test_new_folder_may_have_lock_but_is_not_current_folder(tmp_path, monkeypatch):
+    (tmp_path / ".lock").touch()
+    with create_folder_atomically(tmp_path) as temporary:
+        (temporary / "file").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "x/..", tmp_path):
+        with pytest.raises(UserError, match="is the current folder"):
+            create_folder_atomically(Path(folder)).__enter__()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

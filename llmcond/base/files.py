@@ -85,6 +85,8 @@ def replace_atomically(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
+        with suppress(FileNotFoundError):
+            shutil.copymode(path, temporary)
         temporary.replace(path)
     except OSError as error:
         if is_disk_full(error):
@@ -113,12 +115,16 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
     """
     # Folders of tempfile are accessible to their owner only, whatever the umask.
     folder = folder.resolve() if folder.is_symlink() else folder
+    if folder.resolve() == Path.cwd():
+        raise UserError(f"{folder} is the current folder, which cannot be replaced. Name another.")
     temporary = temporary_sibling(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         remove_stale(temporary, folder)
         yield temporary
+        if is_vacant(folder):  # A lock would be in the way of the rename.
+            (folder / ".lock").unlink(missing_ok=True)
         # The rename is atomic, even if an empty folder exists.
         temporary.rename(folder)
     except OSError as error:

@@ -407,7 +407,7 @@ class Embedder(SimilarityModel):
         if isinstance(sentences, str):
             sentences, conditions = [sentences], as_condition_list(conditions)
         rows = pair_with_conditions(sentences, conditions)
-        plain = replace(self, guides={})
+        plain = replace(self, guides={}, truncate_dim=None)
         base = _load_base(self.encoder)
         scores = score_mentions(rows, lambda rows: plain._encode(rows, False), base.encode)
         return np.asarray(scores[0] if is_single else scores)
@@ -451,7 +451,8 @@ class Embedder(SimilarityModel):
         from llmcond.runs.similarity import explain_embedding
 
         names = as_conditions(conditions)
-        is_mapped = self.head.kind != "none" or any(name in self.guides for name in names)
+        is_truncated = self.truncate_dim is not None
+        is_mapped = self.head.kind != "none" or is_truncated or any(n in self.guides for n in names)
         explanation = explain_embedding(
             self, self.encoder, self.view, is_mapped, sentence, names, to
         )
@@ -1139,6 +1140,7 @@ class EmbeddingModel:
             vectors = vectors[:, : check_truncate_dim(self.truncate_dim, vectors.shape[1])]
             vectors = worded.mean(vectors, normalize=head.compares_by_cosine)
             vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
+            check_finite(vectors, batch, f"the head {self.head.name}", "Fit the head again.")
             yield normalise_vectors(vectors, head) if normalize else vectors
 
     @contextmanager

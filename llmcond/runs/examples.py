@@ -462,8 +462,13 @@ class Examples(ABC):
         """Return what else determines the ranks of answers: candidates and known answers."""
         return []
 
-    def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
-        """Return masks (n,) of the subsets of a split's examples that are reported separately."""
+    def subsets(
+        self, split: str, heads: Sequence[AnyPredictor] = ()
+    ) -> Mapping[str, NDArray[np.bool_]]:
+        """Return masks (n,) of the subsets of a split's examples that are reported separately.
+
+        What ``heads`` were trained on counts as training.
+        """
         return {}
 
     @abstractmethod

@@ -135,10 +135,12 @@ class RatedExamples(Examples):
         return rows
 
     @override
-    def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
+    def subsets(
+        self, split: str, heads: Sequence[AnyPredictor] = ()
+    ) -> Mapping[str, NDArray[np.bool_]]:
         """Return whether conditions, and sentences, occur in rated rows of training."""
         rows = self.run.rows(split)
-        known = training_rows(self.run, (), split)
+        known = training_rows(self.run, heads, split)
         conditions = {text for part in known for text in part.condition}
         seen = np.array([text in conditions for text in rows.condition], dtype=np.bool_)
         shared = shares_sentence(rows, {text for part in known for text in part.folded_sentences()})

@@ -319,7 +319,7 @@ def _run_in_pool(
             if not done:
                 n_done = len(trials) - len(waiting)
                 log.info(f"{n_done:,} of {len(trials):,} {noun} are done")
-            for future in done:
+            for future in sorted(done, key=lambda one: one.exception() is not None):
                 yield future.result()
         executor.shutdown()
     except BrokenProcessPool as error:

@@ -145,7 +145,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     # The run's copies of the prompts, because a template file may have changed since extraction.
     stored = [run.prompt(prompt.name) for prompt in usable]
     systems = _score_zeroshots(run, stored, split)
-    fitted, grid = _fit_systems(run, stored, recipes, split, settings)
+    fitted, grid = _fit_systems(run, stored, recipes, split, settings, options.device)
     systems += fitted
     results = examples.add_new_sentences(
         [system.result for system in systems],
@@ -189,7 +189,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     if settings.keep:
-        save_best_trial(run, grid, "auto")
+        save_best_trial(run, grid, options.device)
     return comparison
 
 
@@ -315,6 +315,7 @@ def _fit_systems(
     recipes: Sequence[Recipe],
     split: str,
     settings: CompareOptions,
+    device: str,
 ) -> tuple[list[ComparedSystem], Grid[Trial]]:
     """Fit every head with every seed; return the systems and the grid."""
     trials = [
@@ -332,7 +333,7 @@ def _fit_systems(
         for zeroshot in zero_shot_heads(run, prompt)
         if settings.plain or zeroshot.view.subtract == run.kind.subtracts
     ]
-    grid = fit_trials(run, split, trials, "comparisons", settings.workers)
+    grid = fit_trials(run, split, trials, "comparisons", settings.workers, device=device)
     systems = []
     for fits in grid.finished():
         trial = fits[0][0]
@@ -530,7 +531,9 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     log.info(f"comparing {len(systems):,} systems on {RowCounts.of(rows).text} of {split}")
     predicted = [system.predict(examples, orders, split) for system in systems]
     name = systems[baseline].name
-    subsets = _compare_subsets(predicted, name, rows, first.subsets(split), metrics[0])
+    members = [member.predictor for system in systems for member in system.members]
+    heads = [head for head in members if not isinstance(head, CrossEncoder)]
+    subsets = _compare_subsets(predicted, name, rows, first.subsets(split, heads), metrics[0])
     compared = [
         replace(
             result,

@@ -365,10 +365,12 @@ def _write_npy(
 ) -> None:
     """Write embeddings as (n, k), or as (n, conditions, k) under several conditions."""
     stacked = (np.stack(block, axis=1) if len(names) > 1 else block[0] for block in blocks)
-    first, start = next(stacked), 0
+    first = next(stacked)
     shape = (len(texts["sentence"]), *first.shape[1:])
-    array = np.lib.format.open_memmap(path, "w+", first.dtype, shape)
-    for codes in chain([first], stacked):
-        array[start : start + len(codes)] = codes
-        start += len(codes)
-    array.flush()
+    form = np.lib.format.dtype_to_descr(first.dtype)
+    header = {"descr": form, "fortran_order": False, "shape": shape}
+    # On a full disk, writing into a memory map kills the process.
+    with path.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, header)
+        for codes in chain([first], stacked):
+            stream.write(np.ascontiguousarray(codes).data)

@@ -25,7 +25,7 @@ from llmcond.base.records import as_json, check_record
 from llmcond.base.stores import check_lance_column_names
 from llmcond.data.answers import AnswerTable
 from llmcond.data.datasets import Collection, text_column
-from llmcond.data.formats import ReadOptions
+from llmcond.data.formats import ReadOptions, check_columns
 from llmcond.data.guides import read_guide
 from llmcond.data.streams import (
     LanceRows,
@@ -156,6 +156,8 @@ class _OutputRecord:
         unit_rows: the number of rows of a work unit.
         columns: the Arrow schema, in base64, of the source's columns that are kept.
         parts: the parts of the source (see ``SourcePart``).
+        first_parts: the number of parts when the output was started, which decide what conditions
+            ignore; None: the record is older.
         ranges: the ranges of int8 and uint8; None: the precision has none.
         model: the names of the model, and the version of llmcond.
     """
@@ -165,6 +167,7 @@ class _OutputRecord:
     unit_rows: Annotated[int, Ge(1)]
     columns: str
     parts: Annotated[list[tuple[str, str, Annotated[int, Ge(0)]]], MinLen(1)]
+    first_parts: Annotated[int, Ge(1)] | None = None
     ranges: list[list[float]] | None = None
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -309,7 +312,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         check_lance_column_names([*(keep or others), "sentence", *names])
     texts = texts.with_texts(sentence_column, sources)
     previous_record = output.read_record()
-    _fit_ignored(model, options, columns, texts, sentence_column, previous_record)
+    previous = _read_previous(previous_record, texts, out)
+    _fit_ignored(model, options, columns, texts, sentence_column, previous)
     if options.guide is not None:
         _fit_guides(model, options.guide, text, columns, reading)
     config = {
@@ -323,7 +327,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         "keep": list(keep),
         "precision": None if options.precision == "float32" else options.precision,
     }
-    record = _extend_record(texts, out, config, [sentence_column, *sources], previous_record)
+    record = _extend_record(texts, out, config, [sentence_column, *sources], previous)
     with output.writing():
         if output.read_record() != previous_record:
             raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
@@ -342,8 +346,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             Quantizer(options.precision, _find_ranges(options, record.ranges, out)),
         )
         if job.quantizer.needs_ranges:
-            ranges = measure_ranges(UnitEmbedder(job).embed(_shorten(units[0]))[1])
-            job = replace(job, quantizer=replace(job.quantizer, ranges=ranges))
+            quantizer = replace(job.quantizer, ranges=_measure_first(job, units))
+            job = replace(job, quantizer=quantizer)
         source = {**model.find_arguments, "prompt": model.view.name, **guides_json(model.guides)}
         outcome: dict[str, Any] = {
             "ranges": job.quantizer.ranges,
@@ -353,7 +357,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         done = output.find_finished(units)
         todo = [unit for unit in units if unit.number not in done]
         if todo:
-            unit = _shorten(todo[0])
+            unit = replace(todo[0], stop=min(todo[0].stop, todo[0].start + CALIBRATION_ROWS))
             table = texts.read(unit.part, unit.start, unit.stop, read)
             report_foreign_texts(
                 table[sentence_column].to_pylist(), model.encoder.resolved.checkpoint
@@ -384,21 +388,29 @@ def _fit_ignored(
     vectors: Sequence[VectorColumn],
     texts: TextSource,
     text: str,
-    record: Mapping[str, Any] | None,
+    previous: _OutputRecord | None,
 ) -> None:
     """Find what conditions ignore in the first texts of a source.
 
     Those of a started output are read again, so that new parts do not change what is ignored.
+
+    Raises:
+        UserError: a text is empty, or a part lacks a column.
     """
     others = options.ignore_column
     if not (options.ignore or others):
         return
     sentences: list[str] = []
     columns: dict[str, list[Any]] = {name: [] for name in others}
-    for name in [part[0] for part in record["parts"]] if record else texts.states():
-        (part,), schema = survey(texts, [name], [text], others or [text])
-        stop = min(part.rows, MAX_COLLECTION - len(sentences))
-        table = texts.read(name, 0, stop, StreamColumns(text, [], schema))
+    names = list(texts.states())
+    if previous is not None:
+        names = [part[0] for part in previous.parts[: previous.first_parts]]
+    for name in names:
+        rows, schema = texts.survey(name, [text])
+        check_columns(texts.part_name(name), schema.names, others, "Name others.")
+        read = pa.schema([schema.field(column).remove_metadata() for column in others])
+        stop = min(rows, MAX_COLLECTION - len(sentences))
+        table = texts.read(name, 0, stop, StreamColumns(text, [], read))
         sentences += table[text].to_pylist()
         for column in others:
             columns[column] += table[column].to_pylist()
@@ -427,9 +439,16 @@ def _fit_guides(
         model.fit_guide(replace(labelled, condition=condition))
 
 
-def _shorten(unit: WorkUnit) -> WorkUnit:
-    """Return the first rows of a unit, which ranges and languages are found on."""
-    return replace(unit, stop=min(unit.stop, unit.start + CALIBRATION_ROWS))
+def _measure_first(job: EmbeddingJob, units: Sequence[WorkUnit]) -> NDArray[np.float32]:
+    """Return the ranges of the first embeddings. Small files are small units, so it takes many."""
+    worker, missing, first = UnitEmbedder(job), CALIBRATION_ROWS, []
+    for unit in units:
+        short = replace(unit, stop=min(unit.stop, unit.start + missing))
+        first.append(worker.embed(short)[1])
+        missing -= short.rows
+        if not missing:
+            break
+    return measure_ranges(np.concatenate(first))
 
 
 def _find_ranges(
@@ -452,30 +471,46 @@ def _find_ranges(
     return ranges
 
 
+def _read_previous(
+    record: Mapping[str, Any] | None, texts: TextSource, out: str
+) -> _OutputRecord | None:
+    """Check the record of a started output, and that its source still has the recorded parts.
+
+    Raises:
+        UserError: the output has another source, or parts have changed since.
+        LlmcondError: the record is damaged.
+    """
+    if record is None:
+        return None
+    where = f"{out}/{RECORD_NAME}"
+    check_format(dict(record), FORMAT, where)
+    previous = check_record(record, _OutputRecord, where, "Name another --out.")
+    _check_same(out, {"source": previous.made_of.get("source")}, {"source": texts.name})
+    _check_parts(texts, texts.states(), [SourcePart(*part) for part in previous.parts], out)
+    return previous
+
+
 def _extend_record(
     texts: TextSource,
     out: str,
     config: Mapping[str, Any],
     read: Sequence[str],
-    previous_record: Mapping[str, Any] | None,
+    previous: _OutputRecord | None,
 ) -> _OutputRecord:
     """Return the record of the output: the previous one, extended by new parts of the source.
 
     ``read`` names the columns of texts and conditions.
 
     Raises:
-        UserError: the output holds other embeddings, or parts have changed since.
+        UserError: the output holds other embeddings.
     """
     known_parts: list[SourcePart] = []
-    previous, previous_schema, source = None, None, f"{out}/{RECORD_NAME}"
-    if previous_record is not None:
-        check_format(dict(previous_record), FORMAT, source)
-        previous = check_record(previous_record, _OutputRecord, source, "Name another --out.")
+    previous_schema = None
+    if previous is not None:
         _check_same(out, previous.made_of, config)
         known_parts = [SourcePart(*part) for part in previous.parts]
         previous_schema = _read_schema(previous.columns, out)
     states = texts.states()
-    _check_parts(texts, states, known_parts, out)
     names = {part.name for part in known_parts}
     new = [name for name in states if name not in names]
     columns = list(dict.fromkeys(read))
@@ -493,6 +528,7 @@ def _extend_record(
         previous.unit_rows if previous else UNIT_ROWS,
         base64.b64encode(schema.serialize()).decode(),
         [(part.name, part.state, part.rows) for part in [*known_parts, *parts]],
+        previous.first_parts or len(known_parts) if previous else len(parts),
         previous.ranges if previous else None,
     )
 

@@ -369,11 +369,26 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
             run, [(_find_input_features(head, run), head) for head in fitted], comparisons
         ),
     }
-    report = {name: functions[name]() for name in analyses}
+    report = _run_analyses({name: functions[name] for name in analyses}, must=bool(options.what))
     result = AnalysisResult(split=split, n=len(rated), **report)
     if can_write:
         write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
     return result
+
+
+def _run_analyses(
+    functions: Mapping[str, Callable[[], list[dict[str, Any]]]], *, must: bool
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of analyses, without impossible ones unless all ``must`` be possible."""
+    report = {}
+    for name, function in functions.items():
+        try:
+            report[name] = function()
+        except UserError as error:
+            if must:
+                raise
+            log.info(f"{name}: left out, because {error}")
+    return report
 
 
 def _choose_analyses(options: AnalyseOptions, run: Run) -> Sequence[Analysis]:

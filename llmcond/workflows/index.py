@@ -84,10 +84,10 @@ def index_texts(options: IndexOptions) -> IndexResult:
     deleted, ids = 0, list(options.delete)
     if len(ids) == 1 and path_exists(Path(ids[0])) and not is_folder(Path(ids[0])):
         ids = read_text_file(Path(ids[0]), "ids", "id", read)
-    if ids:
-        deleted = Index.build(out, **model_options).delete(ids)
     plain = [without_ignored(condition) for condition in conditions]
     if texts is None:
+        if ids:
+            deleted = Index.build(out, **model_options).delete(ids)
         index = Index.build(out, conditions=plain, **model_options)
     else:
         keep = list(dict.fromkeys([*keep, *options.ignore_column]))
@@ -108,6 +108,8 @@ def index_texts(options: IndexOptions) -> IndexResult:
                 row_ids or digest_ids(indexed),
             )
             columns = {**columns, ORIGINAL: collection.texts}
+        if ids:
+            deleted = Index.build(out, **model_options).delete(ids)
         index = Index.build(
             out,
             indexed,

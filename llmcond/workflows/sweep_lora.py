@@ -18,7 +18,13 @@ import numpy as np
 from typing_extensions import override
 
 from llmcond.base.errors import LlmcondError, UserError, format_count, nearest
-from llmcond.base.files import digest_file, digest_text, write_json, write_text
+from llmcond.base.files import (
+    create_folder_atomically,
+    digest_file,
+    digest_text,
+    write_json,
+    write_text,
+)
 from llmcond.base.metrics import Metric, choose_metrics
 from llmcond.base.options import options_of, parse_value
 from llmcond.base.output import log
@@ -402,7 +408,8 @@ class _Search:
             self._grid.save(digest, _run_training(digest, self._grid.trials[digest]))
         shutil.rmtree(best, ignore_errors=True)
         if self._options.keep_all:
-            shutil.copytree(trained, best)
+            with create_folder_atomically(best) as folder:
+                shutil.copytree(trained, folder, dirs_exist_ok=True)
         else:
             trained.rename(best)
         return best

@@ -83,7 +83,7 @@ def test_exact_contributions_sum_to_similarity(routed):
     assert explained.values.sum() == pytest.approx(plain.similarity(FIRST, SECOND, "the place"))
 
 
-@pytest.mark.parametrize("change", ["head", "guide", "dense"])
+@pytest.mark.parametrize("change", ["head", "guide", "dense", "fewer dimensions"])
 def test_anything_after_pooling_is_explained_by_leaving_out(change, routed, routed_run, tmp_path):
     if change == "guide":
         texts, labels = [FIRST, SECOND, "two women", "dogs"], ["a", "b", "a", "b"]
@@ -94,6 +94,8 @@ def test_anything_after_pooling_is_explained_by_leaving_out(change, routed, rout
         fit_head(run=folder, head="linear", dim=4, prompt="routed", set=settings, device="cpu")
         embedder = llmcond.load_embedder(folder, "linear", device="cpu")
         assert embedder.explain(FIRST, "the place").method == "pooling-weights"
+    elif change == "fewer dimensions":
+        embedder = replace(routed, truncate_dim=4)
     else:
         # Its dense layers turn the pooled states.
         checkpoints.build_checkpoint("gemma", tmp_path / "model")

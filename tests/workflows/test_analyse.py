@@ -39,6 +39,21 @@ def test_histograms_of_cosines_are_written_with_their_data(fitted, tmp_path):
         assert sum(float(line["percent"]) for line in bins) == pytest.approx(100)
 
 
+def test_analysis_that_is_impossible_is_left_out_unless_it_is_named(
+    model, small_rows, write_rows, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [(a, b, "the place", rating) for a, b, _, rating in small_rows]
+    data = write_rows(rows, "data/train.csv").parent
+    llmcond.extract(model=model, data=data, run="run", prompt=["concat-sent-cond"], device="cpu")
+    options = {"run": "run", "split": "train", "out": "figures"}
+    analysis = llmcond.analyse(**options)
+    assert "isotropy" in analysis
+    assert "clusters" not in analysis
+    with pytest.raises(UserError, match="at least 2 conditions"):
+        llmcond.analyse(**options, what=["clusters"])
+
+
 def test_tables_and_figures_of_all_analyses_are_written(capsys, fitted, tmp_path):
     what = ("isotropy", "clusters", "conditions")
     options = ("--out", str(tmp_path), "--conditions", "2", "--figure-format", "pdf")

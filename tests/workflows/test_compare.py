@@ -17,6 +17,8 @@ from llmcond.cli import run
 from llmcond.evaluation.paired import PairedDifference, holm
 from llmcond.evaluation.results import Result, RowCounts
 from llmcond.report.tables import summary
+from llmcond.runs import open_run
+from llmcond.runs.examples import load_examples, load_fitted_heads
 from llmcond.runs.open import LazyEncoder
 from llmcond.workflows.compare import _parse_reference
 
@@ -302,6 +304,15 @@ def test_differences_on_subsets_of_rows_are_reported(capsys, small_rows, write_r
         "sentence shared with training": 24,
         "no sentence shared with training": 24,
     }
+    # A head that was fitted with dev has seen the rows of dev.
+    llmcond.fit_head(
+        run="run", head="linear", dim=4, set={"epochs": 1}, prompt=SENT_COND, with_split="dev"
+    )
+    opened = open_run(Path("run"))
+    heads = load_fitted_heads(opened, ["linear"], "train")
+    examples = load_examples(opened)
+    for trained, n in (((), 0), (heads, 80)):
+        assert examples.subsets("train", trained)["condition in training"].sum() == n
     for name, part in compared.subsets["subsets"].items():
         value = part.main.value - baseline.subsets["subsets"][name].main.value
         assert part.difference.value == pytest.approx(value)

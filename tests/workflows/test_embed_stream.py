@@ -17,6 +17,7 @@ from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
 from helpers.units import KilledOnce, embed_command, kill_at, text_table
 
+import llmcond
 from llmcond.base.arrays import quantize_embeddings
 from llmcond.cli import run
 from llmcond.features import outputs
@@ -106,6 +107,29 @@ def test_units_have_one_precision_with_recorded_ranges(embed, monkeypatch):
     extended = stack_vectors(read_output("out.lance"))
     np.testing.assert_array_equal(extended[:250], codes)
     assert (np.abs(extended[250:].astype(int) - codes[:40]) <= 1).mean() > 0.95
+
+
+def test_ranges_come_from_several_small_files(embed):
+    for row in range(4):
+        pq.write_table(text_table(row, row + 1), f"src/a/0{row}.parquet")
+    embed("out.lance", "--precision", "int8")
+    codes = stack_vectors(read_output("out.lance")).astype(int)
+    assert (np.abs(codes + 0.5) > 127).mean() < 0.3  # 0.9 with the ranges of one row's file
+
+
+def test_conditions_ignore_same_directions_after_files_are_added(fitted, source):
+    Path("pages").mkdir()
+    table = text_table(0, 80).rename_columns(["id", "sentence", "kind", "url"])
+    options = {"ignore": ["the mood"], "ignore_column": ["kind"], "condition_text": "the place"}
+    first = None
+    for number, (start, stop) in enumerate([(0, 60), (60, 70), (70, 80), (80, 80)]):
+        if start < stop:
+            pq.write_table(table.slice(start, stop - start), f"pages/{number}.parquet")
+        llmcond.embed(texts="pages", out="out", run=fitted, keep=["id"], **options)
+        vectors = stack_vectors(read_output("out"))
+        assert len(vectors) == stop
+        first = vectors if first is None else first
+        np.testing.assert_array_equal(vectors[:60], first)
 
 
 def test_lance_source_is_read_at_one_version(embed):

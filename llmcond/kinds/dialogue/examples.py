@@ -175,7 +175,9 @@ class DialogueExamples(RankedExamples):
         return query_rows(self.data, split, self._queries(split))
 
     @override
-    def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
+    def subsets(
+        self, split: str, heads: Sequence[AnyPredictor] = ()
+    ) -> Mapping[str, NDArray[np.bool_]]:
         queries = self._queries(split)
         return {
             f"after {format_count(int(history), 'turn')}": mask

@@ -177,7 +177,9 @@ class QueryExamples(RankedExamples):
         return keys
 
     @override
-    def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
+    def subsets(
+        self, split: str, heads: Sequence[AnyPredictor] = ()
+    ) -> Mapping[str, NDArray[np.bool_]]:
         return query_subsets(self.data, split) if isinstance(self.data, Graph) else {}
 
     @override
