@@ -5,15 +5,14 @@
 
 Each simulated user sees another sample of pairs, of other texts, and answers them by the labels.
 The truth is the figure that the labels of all pairs of these texts give. Wordings are separated by
-``|``. A file of texts with known
-attributes (docs/aspects.md) has the wording of its conditions, which is the default.
+``|``. A file of texts with known attributes (docs/aspects.md) has the wording of its conditions,
+which is the default.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.base.files import read_json
 from llmcond.base.package import DEFAULT_MODEL
 from llmcond.base.text import as_condition, wordings
+from llmcond.data.guides import parse_sample
 from llmcond.evaluation.analyses import MOST_TEXTS
 from llmcond.evaluation.pair_answers import (
     order_pairs,
@@ -40,15 +41,12 @@ MOST_EMBEDDED = 600
 LONGEST = 400
 
 
-def read_texts(path: Path) -> tuple[list[str], list[dict[str, str]], dict[str, str]]:
+def read_texts(path: Path) -> tuple[list[str], list[Mapping[str, str]], dict[str, str]]:
     """Return texts, their labels by attribute, and the conditions by attribute."""
     if path.suffix == ".json":
-        data = json.loads(path.read_text("utf-8"))
-        rows = [(entry["text"], entry["attrs"]) for entry in data["texts"]]
-        conditions = {
-            name: condition if isinstance(condition, str) else condition["text"]
-            for name, condition in data["conds"].items()
-        }
+        sample = parse_sample(read_json(path), path.stem, str(path))
+        rows = [(one.text, one.attributes) for one in sample.texts]
+        conditions = {name: one.text for name, one in sample.conditions.items()}
     else:
         with path.open(encoding="utf-8", newline="") as stream:
             rows = [(row["text"], row) for row in csv.DictReader(stream)]

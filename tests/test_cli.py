@@ -181,7 +181,7 @@ def test_package_runs_as_module_and_in_a_closed_pipe():
         ("--version --verbose", "\nextra lora: installed\n"),
         ("models --json", '"bundled": ["minilm-conditions", "minilm-csts"]'),
         ("prompts | head -1", "\n"),
-        ("--print-completion bash", "_shtab_llmcond"),
+        ("--print-completion bash", "_shtab_llmcond_embed___out_COMPGEN=_shtab_compgen_files"),
     ):
         process = subprocess.run(
             ["bash", "-c", f"{python} {command}"], check=True, capture_output=True, text=True
@@ -212,6 +212,7 @@ INVALID = {
     "fit-head --head mlp": "llmcond extract --model",
     "fit-head --head mlp --seeds 3": "It is an option of sweep, sweep-lora",
     "embed x.csv y.csv --out v.npy": "unrecognized arguments: y.csv",
+    "extract --model minilm --run=": "--run is empty; expected a path",
 }
 #: Mistakes in options of a run with the head p, of the kind PCA.
 INVALID_FOR_RUN = {

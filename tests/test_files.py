@@ -8,6 +8,7 @@ import pytest
 
 from llmcond.base.errors import UserError
 from llmcond.base.files import (
+    check_new_folder,
     check_output,
     create_folder_atomically,
     digest_file,
@@ -44,15 +45,17 @@ def test_rewritten_file_keeps_its_mode(path):
     assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", 0o600)
 
 
-def test_new_folder_may_have_lock_but_is_not_current_folder(tmp_path, monkeypatch):
+def test_new_folder_may_have_lock_and_is_not_current_folder(tmp_path, monkeypatch):
     (tmp_path / ".lock").touch()
     with create_folder_atomically(tmp_path) as temporary:
         (temporary / "file").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    monkeypatch.chdir(tmp_path)
-    for folder in (".", "x/..", tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    for folder in (".", "../empty", empty):
         with pytest.raises(UserError, match="is the current folder"):
-            create_folder_atomically(Path(folder)).__enter__()
+            check_new_folder(Path(folder))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

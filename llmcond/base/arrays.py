@@ -283,14 +283,14 @@ def cosine(first: Array, second: Array) -> Array:
     product = _inner(first, second)
     norms = np.sqrt(_inner(first, first)) * np.sqrt(_inner(second, second))
     zeros = np.zeros(len(norms), dtype=np.float64)
-    cosines = np.divide(product, norms, out=zeros, where=norms > 0)
+    cosines = np.divide(product, norms, out=zeros, where=norms != 0)
     return clip_cosines(cosines).astype(np.float32)
 
 
 def scale_to_unit_norm(vectors: NDArray[Any]) -> NDArray[Any]:
-    """Return vectors, (n, k), with unit L2 norm. Zero vectors stay zero."""
+    """Return vectors, (n, k), with unit L2 norm. Zero vectors stay zero, and NaN stays NaN."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: NDArray[Any] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+    unit: NDArray[Any] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms != 0)
     return unit
 
 

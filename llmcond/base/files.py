@@ -85,7 +85,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # There is no such file yet, or the disk has no modes.
             shutil.copymode(path, temporary)
         temporary.replace(path)
     except OSError as error:
@@ -115,8 +115,6 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
     """
     # Folders of tempfile are accessible to their owner only, whatever the umask.
     folder = folder.resolve() if folder.is_symlink() else folder
-    if folder.resolve() == Path.cwd():
-        raise UserError(f"{folder} is the current folder, which cannot be replaced. Name another.")
     temporary = temporary_sibling(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -291,11 +289,19 @@ def check_new_folder(path: Path, inputs: Iterable[Any] = ()) -> None:
     """Check before any work that a folder can be created, or exists and is empty.
 
     Raises:
-        UserError: ``path`` is a file or a folder that is not empty, or as ``_check_creatable``.
+        UserError: ``path`` is a file or a folder that is not empty, or the current folder, or as
+            ``_check_creatable``.
     """
     if not is_vacant(path):
         raise UserError(f"{path} already exists. Name another folder, or remove it.")
+    check_not_current(path)
     _check_creatable(path)
+
+
+def check_not_current(folder: Path) -> None:
+    """Raise a UserError for the current folder, which no other folder can replace."""
+    if folder.resolve() == Path.cwd():
+        raise UserError(f"{folder} is the current folder. Name a new folder.")
 
 
 def is_folder(path: Path) -> bool:

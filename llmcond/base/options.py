@@ -147,6 +147,8 @@ class Options:
         limits, options = _read_declarations(cast("Any", type(self)))
         for name, hint, spec in options:
             value, flag = getattr(self, name), spec.flag or flag_of(name)
+            if Path in get_args(hint) and value == "":
+                raise UserError(f"{flag} is empty; expected a path.")
             if spec.parse is not None and isinstance(value, str):
                 value = spec.parse(check_string(value, flag))
             else:

@@ -224,7 +224,7 @@ def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
     # An option that parses its own values gets them as text; see `Options`.
-    return {**keywords, "type": kind if kind in (int, float, Path) and not spec.parse else str}
+    return {**keywords, "type": kind if kind in (int, float) and not spec.parse else str}
 
 
 class _StoreOnce(argparse.Action):

@@ -501,6 +501,10 @@ class TableRows(TextSource):
     @override
     def states(self) -> dict[str, str]:
         """Return a digest of the rows."""
+        return self._states
+
+    @cached_property
+    def _states(self) -> dict[str, str]:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self._table.schema) as writer:
             writer.write_table(self._table)

@@ -451,8 +451,12 @@ class Embedder(SimilarityModel):
         from llmcond.runs.similarity import explain_embedding
 
         names = as_conditions(conditions)
-        is_truncated = self.truncate_dim is not None
-        is_mapped = self.head.kind != "none" or is_truncated or any(n in self.guides for n in names)
+        is_mapped = (
+            self.head.kind != "none"
+            or self.truncate_dim is not None
+            or self.answers is not None
+            or any(name in self.guides for name in names)
+        )
         explanation = explain_embedding(
             self, self.encoder, self.view, is_mapped, sentence, names, to
         )

@@ -7,7 +7,7 @@ rated pairs or queries against candidates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import nan
@@ -463,11 +463,13 @@ class Examples(ABC):
         return []
 
     def subsets(
-        self, split: str, heads: Sequence[AnyPredictor] = ()
+        self, split: str, trained_on: Collection[str] = ()
     ) -> Mapping[str, NDArray[np.bool_]]:
         """Return masks (n,) of the subsets of a split's examples that are reported separately.
 
-        What ``heads`` were trained on counts as training.
+        Args:
+            split: split that is scored.
+            trained_on: splits that count as training, besides those of the run's encoder.
         """
         return {}
 

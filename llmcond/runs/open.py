@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from llmcond.base.errors import LlmcondError, UserError, format_list, shortened_repr
-from llmcond.base.files import is_vacant, path_exists, write_json
+from llmcond.base.files import check_not_current, is_vacant, path_exists, write_json
 from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import (
     DEFAULT_MODEL,
@@ -113,7 +113,7 @@ def run_exists(folder: Path, *, cross: bool = False) -> bool:
 
     Raises:
         UserError: As ``open_any_run`` if the folder holds something else, or no run can be created
-            because its path contains control characters.
+            because its path contains control characters, or it is the current folder.
     """
     if is_vacant(folder):
         path = str(folder.absolute())
@@ -122,6 +122,7 @@ def run_exists(folder: Path, *, cross: bool = False) -> bool:
                 f"{path!r} contains control characters, so features cannot be stored in it. Name "
                 "another --run."
             )
+        check_not_current(folder)
         return False
     open_any_run(folder, cross=cross)
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -136,11 +136,11 @@ class RatedExamples(Examples):
 
     @override
     def subsets(
-        self, split: str, heads: Sequence[AnyPredictor] = ()
+        self, split: str, trained_on: Collection[str] = ()
     ) -> Mapping[str, NDArray[np.bool_]]:
         """Return whether conditions, and sentences, occur in rated rows of training."""
         rows = self.run.rows(split)
-        known = training_rows(self.run, heads, split)
+        known = training_rows(self.run, trained_on, split)
         conditions = {text for part in known for text in part.condition}
         seen = np.array([text in conditions for text in rows.condition], dtype=np.bool_)
         shared = shares_sentence(rows, {text for part in known for text in part.folded_sentences()})
@@ -285,12 +285,15 @@ class DevFit:
         return predict(RunHead("", head, self.view, {}), pairs)
 
 
-def training_rows(run: Run, heads: Sequence[AnyPredictor], split: str | None) -> list[Rows]:
-    """Return the rated rows of each split that the encoder or a head was trained on.
+def training_rows(run: Run, trained_on: Collection[str], split: str | None) -> list[Rows]:
+    """Return the rated rows of train and of each split that models were trained on.
 
-    ``split`` is the split of the run that is scored; its rows are not included.
+    Args:
+        run: run, with the splits that its encoder was trained on.
+        trained_on: splits that other models, such as heads, were trained on.
+        split: split of the run that is scored; its rows are not included.
     """
-    names = {"train", *run.trained_on, *(name for head in heads for name in head.trained_on)}
+    names = {"train", *run.trained_on, *trained_on}
     return [rows.take(rows.rated) for rows in map(run.rows, names - {split})]
 
 
@@ -363,7 +366,8 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
         features = RowFeatures(rows, store)
         predictions = [predict(head, features.pairs(head.view)) for head in heads]
     scored = score_predictors(predictors, predictions, rows, split, metrics, task=run.task.name)
-    known, single_seed = training_rows(run, heads, run_split), [p[None] for p in predictions]
+    trained_on = {name for head in heads for name in head.trained_on}
+    known, single_seed = training_rows(run, trained_on, run_split), [p[None] for p in predictions]
     results = add_new_sentences(scored, single_seed, rows, known, metrics)
     if run_split == "dev":
         results = list(map(_add_held_out, results, predictors))

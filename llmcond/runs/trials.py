@@ -319,7 +319,8 @@ def _run_in_pool(
             if not done:
                 n_done = len(trials) - len(waiting)
                 log.info(f"{n_done:,} of {len(trials):,} {noun} are done")
-            for future in sorted(done, key=lambda one: one.exception() is not None):
+            # If a process was killed, the other outcomes must be saved before the error is raised.
+            for future in sorted(done, key=lambda future: future.exception() is not None):
                 yield future.result()
         executor.shutdown()
     except BrokenProcessPool as error:

@@ -29,7 +29,7 @@ from llmcond.base.arrays import (
 from llmcond.base.errors import UserError
 from llmcond.base.text import wordings
 from llmcond.data.guides import LabelledTexts
-from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.spec import EncoderInput, check_finite
 from llmcond.features.view import FeaturePart
 from llmcond.heads.guide import Guide, Guides
 from llmcond.heads.numpy_heads import ACTIVATIONS, NumpyHead
@@ -96,6 +96,8 @@ class ConditionProjection:
         else:
             activation = ACTIVATIONS[self._head.settings.activation]
             vectors = activation(features.read() @ matrix)
+        head = f"the head {self._model.head.name}"
+        check_finite(vectors, list(zip(texts)), head, "Fit the head again.")
         return normalise_vectors(vectors, self._head)
 
     @property

@@ -431,6 +431,13 @@ class _Member:
         return self.source if is_cross else f"{self.source}:{self.predictor.name}"
 
     @property
+    def trained_on(self) -> tuple[str, ...]:
+        """The splits that the head, its encoder or the cross-encoder was trained on."""
+        predictor = self.predictor
+        of_head = () if isinstance(predictor, CrossEncoder) else predictor.trained_on
+        return (*self.run.trained_on, *of_head)
+
+    @property
     def configuration(self) -> dict[str, str]:
         """Everything that determines the head except for the encoder, the data and the seed.
 
@@ -531,9 +538,9 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     log.info(f"comparing {len(systems):,} systems on {RowCounts.of(rows).text} of {split}")
     predicted = [system.predict(examples, orders, split) for system in systems]
     name = systems[baseline].name
-    members = [member.predictor for system in systems for member in system.members]
-    heads = [head for head in members if not isinstance(head, CrossEncoder)]
-    subsets = _compare_subsets(predicted, name, rows, first.subsets(split, heads), metrics[0])
+    trained_on = {part for system in systems for one in system.members for part in one.trained_on}
+    masks = first.subsets(split, trained_on)
+    subsets = _compare_subsets(predicted, name, rows, masks, metrics[0])
     compared = [
         replace(
             result,

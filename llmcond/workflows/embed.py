@@ -367,8 +367,8 @@ def _write_npy(
     stacked = (np.stack(block, axis=1) if len(names) > 1 else block[0] for block in blocks)
     first = next(stacked)
     shape = (len(texts["sentence"]), *first.shape[1:])
-    form = np.lib.format.dtype_to_descr(first.dtype)
-    header = {"descr": form, "fortran_order": False, "shape": shape}
+    descr = np.lib.format.dtype_to_descr(first.dtype)
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
     # On a full disk, writing into a memory map kills the process.
     with path.open("wb") as stream:
         np.lib.format.write_array_header_1_0(stream, header)

@@ -272,11 +272,14 @@ class UnitEmbedder:
         try:
             vectors, encoded = job.model.vectors(rows)
         except InputError as error:
-            worded = WordingRows.of(rows, job.model.answers)
-            inputs = list(job.model.view.inputs(worded.rows))
-            position = inputs.index(error.item) // (len(inputs) // len(worded.rows))
-            index = int(worded.owners[position]) % unit.rows
-            row = unit.start + index + 1
+            if error.item in rows:  # the head failed, and not the encoder
+                position = rows.index(error.item)
+            else:
+                worded = WordingRows.of(rows, job.model.answers)
+                inputs = list(job.model.view.inputs(worded.rows))
+                position = inputs.index(error.item) // (len(inputs) // len(worded.rows))
+                position = int(worded.owners[position])
+            row = unit.start + position % unit.rows + 1
             raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
         written = table.select(columns.keep.names).append_column("sentence", sentences)
         if len(job.vectors) == 1:
@@ -346,7 +349,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             Quantizer(options.precision, _find_ranges(options, record.ranges, out)),
         )
         if job.quantizer.needs_ranges:
-            quantizer = replace(job.quantizer, ranges=_measure_first(job, units))
+            quantizer = replace(job.quantizer, ranges=_measure_ranges(job, units))
             job = replace(job, quantizer=quantizer)
         source = {**model.find_arguments, "prompt": model.view.name, **guides_json(model.guides)}
         outcome: dict[str, Any] = {
@@ -402,12 +405,12 @@ def _fit_ignored(
         return
     sentences: list[str] = []
     columns: dict[str, list[Any]] = {name: [] for name in others}
-    names = list(texts.states())
-    if previous is not None:
-        names = [part[0] for part in previous.parts[: previous.first_parts]]
-    for name in names:
+    parts = [part[0] for part in previous.parts] if previous else list(texts.states())
+    for name in parts[: previous.first_parts if previous else None]:
         rows, schema = texts.survey(name, [text])
-        check_columns(texts.part_name(name), schema.names, others, "Name others.")
+        check_columns(
+            texts.part_name(name), schema.names, others, "Name other columns with --ignore-column."
+        )
         read = pa.schema([schema.field(column).remove_metadata() for column in others])
         stop = min(rows, MAX_COLLECTION - len(sentences))
         table = texts.read(name, 0, stop, StreamColumns(text, [], read))
@@ -439,8 +442,8 @@ def _fit_guides(
         model.fit_guide(replace(labelled, condition=condition))
 
 
-def _measure_first(job: EmbeddingJob, units: Sequence[WorkUnit]) -> NDArray[np.float32]:
-    """Return the ranges of the first embeddings. Small files are small units, so it takes many."""
+def _measure_ranges(job: EmbeddingJob, units: Sequence[WorkUnit]) -> NDArray[np.float32]:
+    """Return the ranges of the first embeddings, of several units if the first files are small."""
     worker, missing, first = UnitEmbedder(job), CALIBRATION_ROWS, []
     for unit in units:
         short = replace(unit, stop=min(unit.stop, unit.start + missing))

@@ -369,26 +369,22 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
             run, [(_find_input_features(head, run), head) for head in fitted], comparisons
         ),
     }
-    report = _run_analyses({name: functions[name] for name in analyses}, must=bool(options.what))
+    analyses = _leave_out_impossible(analyses, data, options)
+    report = {name: functions[name]() for name in analyses}
     result = AnalysisResult(split=split, n=len(rated), **report)
     if can_write:
         write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
     return result
 
 
-def _run_analyses(
-    functions: Mapping[str, Callable[[], list[dict[str, Any]]]], *, must: bool
-) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of analyses, without impossible ones unless all ``must`` be possible."""
-    report = {}
-    for name, function in functions.items():
-        try:
-            report[name] = function()
-        except UserError as error:
-            if must:
-                raise
-            log.info(f"{name}: left out, because {error}")
-    return report
+def _leave_out_impossible(
+    analyses: Sequence[Analysis], data: _Split, options: AnalyseOptions
+) -> Sequence[Analysis]:
+    """Leave out by default what compares conditions, if the rows have only one condition."""
+    if options.what or len(set(data.texts(data.rows.condition))) > 1:
+        return analyses
+    log.info("the rows have one condition, so the analyses clusters and norms are left out")
+    return [name for name in analyses if name not in ("clusters", "norms")]
 
 
 def _choose_analyses(options: AnalyseOptions, run: Run) -> Sequence[Analysis]:
@@ -496,7 +492,8 @@ def _find_input_features(head: RunFittedHead, run: Run) -> RunEmbeddingHead:
 def _analyse_conditions(
     predictors: Sequence[RunEmbeddingHead], data: _Split, run: Run
 ) -> list[dict[str, Any]]:
-    known = [text for part in training_rows(run, predictors, None) for text in part.condition]
+    trained_on = {name for predictor in predictors for name in predictor.trained_on}
+    known = [text for part in training_rows(run, trained_on, None) for text in part.condition]
     metric = run.task.main_metric
     results = []
     for predictor in predictors:

@@ -20,7 +20,7 @@ from llmcond.heads.guide import Guide, Guides
 from llmcond.options.texts import IndexOptions
 from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
-from llmcond.search.table import TextTable, check_column_names, digest_ids, infer_types
+from llmcond.search.table import IndexRows, TextTable, check_column_names, digest_ids, infer_types
 
 #: The value of ``--guide`` that removes the guide of a condition.
 NO_GUIDE = "none"
@@ -85,11 +85,8 @@ def index_texts(options: IndexOptions) -> IndexResult:
     if len(ids) == 1 and path_exists(Path(ids[0])) and not is_folder(Path(ids[0])):
         ids = read_text_file(Path(ids[0]), "ids", "id", read)
     plain = [without_ignored(condition) for condition in conditions]
-    if texts is None:
-        if ids:
-            deleted = Index.build(out, **model_options).delete(ids)
-        index = Index.build(out, conditions=plain, **model_options)
-    else:
+    added: dict[str, Any] = {}
+    if texts is not None:
         keep = list(dict.fromkeys([*keep, *options.ignore_column]))
         if options.answers is None and ORIGINAL in TextTable(out).columns and ORIGINAL not in keep:
             raise UserError(
@@ -108,16 +105,12 @@ def index_texts(options: IndexOptions) -> IndexResult:
                 row_ids or digest_ids(indexed),
             )
             columns = {**columns, ORIGINAL: collection.texts}
-        if ids:
-            deleted = Index.build(out, **model_options).delete(ids)
-        index = Index.build(
-            out,
-            indexed,
-            ids=row_ids,
-            columns=columns,
-            conditions=plain,
-            **model_options,
-        )
+        added = {"texts": indexed, "ids": row_ids, "columns": columns}
+    if ids:
+        if added:
+            IndexRows.validate(**added)  # Nothing is deleted if texts or ids are invalid.
+        deleted = Index.build(out, **model_options).delete(ids)
+    index = Index.build(out, **added, conditions=plain, **model_options)
     _fit_maps(index, options, conditions, labelled)
     written = index.written
     counts = (written.added, written.replaced, written.unchanged)

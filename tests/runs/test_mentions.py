@@ -1,5 +1,7 @@
 """Scores of whether texts say anything about a condition: in Python, embed, cluster and search."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers.commands import read_csv, run_json, run_rejected
@@ -52,12 +54,14 @@ def test_score_is_of_nearest_token_and_of_neutral_text(embedder):
     assert float(embedder.mentions(text, PRICE)) == pytest.approx(float(expected), abs=2e-3)
 
 
-def test_wordings_are_averaged_and_guides_make_no_difference(embedder):
+def test_wordings_are_averaged_and_guides_and_size_make_no_difference(embedder):
     single = [embedder.mentions(TEXTS, wording) for wording in (PRICE, "the cost")]
     both = embedder.mentions(TEXTS, f"{PRICE} | the cost")
     np.testing.assert_allclose(both, np.mean(single, axis=0), atol=1e-5)
     guided = embedder.guided(TEXTS, [*"aabbccdd"], PRICE)
     np.testing.assert_allclose(guided.mentions(TEXTS, PRICE), single[0], atol=1e-5)
+    shorter = replace(embedder, truncate_dim=32)
+    np.testing.assert_allclose(shorter.mentions(TEXTS, PRICE), single[0], atol=1e-5)
     ignoring = Condition(PRICE, ignore=["the product"])
     np.testing.assert_allclose(embedder.mentions(TEXTS, ignoring), single[0], atol=1e-5)
 

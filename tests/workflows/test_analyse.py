@@ -39,7 +39,7 @@ def test_histograms_of_cosines_are_written_with_their_data(fitted, tmp_path):
         assert sum(float(line["percent"]) for line in bins) == pytest.approx(100)
 
 
-def test_analysis_that_is_impossible_is_left_out_unless_it_is_named(
+def test_analysis_of_several_conditions_is_left_out_for_one(
     model, small_rows, write_rows, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)

@@ -17,8 +17,7 @@ from llmcond.cli import run
 from llmcond.evaluation.paired import PairedDifference, holm
 from llmcond.evaluation.results import Result, RowCounts
 from llmcond.report.tables import summary
-from llmcond.runs import open_run
-from llmcond.runs.examples import load_examples, load_fitted_heads
+from llmcond.runs import trials
 from llmcond.runs.open import LazyEncoder
 from llmcond.workflows.compare import _parse_reference
 
@@ -304,19 +303,44 @@ def test_differences_on_subsets_of_rows_are_reported(capsys, small_rows, write_r
         "sentence shared with training": 24,
         "no sentence shared with training": 24,
     }
-    # A head that was fitted with dev has seen the rows of dev.
-    llmcond.fit_head(
-        run="run", head="linear", dim=4, set={"epochs": 1}, prompt=SENT_COND, with_split="dev"
-    )
-    opened = open_run(Path("run"))
-    heads = load_fitted_heads(opened, ["linear"], "train")
-    examples = load_examples(opened)
-    for trained, n in (((), 0), (heads, 80)):
-        assert examples.subsets("train", trained)["condition in training"].sum() == n
     for name, part in compared.subsets["subsets"].items():
         value = part.main.value - baseline.subsets["subsets"][name].main.value
         assert part.difference.value == pytest.approx(value)
         assert baseline.subsets["subsets"][name].difference is None
+
+
+def test_rows_of_dev_are_training_for_heads_fitted_with_dev(small_rows, write_rows, model):
+    # The rows of test share sentences and conditions with those of dev only.
+    new = [(f"{a} again", f"{b} again", f"{c} now", r) for a, b, c, r in small_rows[:20]]
+    write_rows(small_rows, "data/train.csv")
+    write_rows(new, "data/dev.csv")
+    data = write_rows([*new, *small_rows[:10]], "data/test.csv").parent
+    llmcond.extract(model=model, data=data, run="run", prompt=SENT_COND, **ENCODER)
+    systems, names = [f"run:none@{SENT_COND}"], []
+    for number, options in enumerate(({}, {"with_split": "dev"})):
+        llmcond.fit_head(
+            run="run", head="linear", dim=4, set={"epochs": 1}, name=f"head{number}", **options
+        )
+        systems.append(f"run:head{number}")
+        results = llmcond.compare(systems=systems, split="test").results
+        names.append({k: part.n for k, part in results[0].subsets["subsets"].items()})
+    assert names == [
+        {"condition in training": 10, "condition not in training": 20}
+        | {"sentence shared with training": 10, "no sentence shared with training": 20},
+        {},  # A subset of all rows is left out.
+    ]
+
+
+def test_device_is_that_of_the_command(call, monkeypatch):
+    devices = []
+
+    def choose(device):
+        devices.append(device)
+        return "cpu"
+
+    monkeypatch.setattr(trials, "choose_device", choose)
+    call(SENT_COND, "--keep")
+    assert set(devices) == {"cpu"}
 
 
 def test_other_kinds_of_models_are_compared(capsys, seeded, dialogue_run, model, data):

@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
+from safetensors.numpy import load_file, save_file
 
 import llmcond
 from llmcond import Condition
+from llmcond.base.files import digest_file
 
 CONDITIONS = ("the animal", "the U.S. number", "aspect")
 NAMES = ["embedding (the animal)", "embedding (the U_S_ number)", "embedding (aspect)"]
@@ -51,6 +53,27 @@ def read_columns(out, names):
         return [np.array([json.loads(row[name]) for row in rows]) for name in names], list(rows[0])
     table = lance.dataset(out).to_table() if out.endswith(".lance") else pq.read_table(out)
     return [np.stack(table[name].to_numpy()) for name in names], table.column_names
+
+
+def test_head_that_returns_nan_is_rejected(embed, capsys, fitted, tmp_path):
+    folder = Path(shutil.copytree(fitted, tmp_path / "damaged"))
+    (record_path,) = folder.glob("heads/*/head.json")
+    (weights,) = record_path.parent.glob("*.safetensors")
+    tensors = {name: np.full_like(value, np.nan) for name, value in load_file(weights).items()}
+    save_file(tensors, weights)
+    digest = digest_file(weights)
+    weights.rename(weights.with_name(f"head-{digest[:16]}.safetensors"))
+    record = json.loads(record_path.read_text()) | {"weights_sha256": digest}
+    record_path.write_text(json.dumps(record))
+    model = ("--run", folder, "--condition", "the animal")
+    for arguments in (
+        ("embed", "texts.parquet", "--out", "v.npy", *model),
+        ("embed", "texts.parquet", "--out", "vectors", *model),
+        ("cluster", "texts.parquet", *model),
+        ("index", "texts.parquet", "--out", "index", *model),
+    ):
+        line = run_rejected(capsys, *arguments, "--head", record_path.parent.name)
+        assert "returned NaN or infinity" in line
 
 
 def test_ranges_are_recorded_and_give_same_codes_to_other_texts(embed):

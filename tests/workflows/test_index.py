@@ -70,9 +70,12 @@ def test_index_is_created_searched_and_updated(index, search, texts, capsys, tmp
     (tmp_path / "gone.txt").write_text("a\nd\n")
     result = run_json(capsys, "index", "--out", index, "--delete", tmp_path / "gone.txt")
     assert (result["deleted"], result["texts"]) == (2, 2)
-    (tmp_path / "bad.csv").write_text('text\nx\n" "\n')
-    run_rejected(capsys, "index", tmp_path / "bad.csv", "--out", index, "--delete", "b")
-    assert len(Index.open(index)) == 2
+    # Invalid texts or ids delete nothing.
+    for rows in ('x,1\n" ",2\n', "x,1\ny,1\n"):
+        (tmp_path / "bad.csv").write_text(f"text,id\n{rows}")
+        options = ("--out", index, "--id", "id", "--delete", "b")
+        run_rejected(capsys, "index", tmp_path / "bad.csv", *options)
+        assert len(Index.open(index)) == 2
     result = run_json(capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year")
     assert [result[name] for name in ("added", "replaced", "unchanged")] == [2, 0, 2]
     assert result["conditions"] == []  # a search prepares none

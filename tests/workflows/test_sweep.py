@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import statistics
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from pathlib import Path
@@ -253,6 +254,15 @@ def test_killed_process_reports_one_line(capsys, monkeypatch, folder):
     assert err.count("llmcond: error: ") == 1
     assert "Completed fits are saved" in err
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_fits_that_ended_before_a_process_was_killed_are_saved(capsys, monkeypatch, folder):
+    broken = Future()
+    broken.set_exception(BrokenProcessPool("A process was terminated abruptly"))
+    monkeypatch.setattr(TRIALS, "wait", lambda futures, *_: ([broken, *wait(futures).done], set()))
+    assert run(sweep_arguments(folder, *DIMS, workers=2)) == 1
+    assert "Completed fits are saved" in capsys.readouterr().err
+    assert len(load_fits(folder)) == 4
 
 
 # -- invalid sweeps ----------------------------------------------------------------------------

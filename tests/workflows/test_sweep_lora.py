@@ -173,6 +173,24 @@ def test_repeated_sweep_trains_only_what_is_missing(complete, folder, trainings,
     assert find_weights(folder) == ["best"]
 
 
+def test_interrupted_copy_of_best_encoder_is_repeated(complete, tmp_path, monkeypatch):
+    copy, best = shutil.copytree, tmp_path / "run/best"
+
+    def interrupt(source, target, **options):
+        Path(target).mkdir(exist_ok=True)
+        shutil.copy(Path(source, "training.json"), target)
+        raise KeyboardInterrupt
+
+    varied = ("--vary", "learning_rate=0.0001,0.05", "--rank", "4", "--seeds", "1", "--keep-all")
+    arguments = complete(best.parent, *varied, "--head", "none")
+    monkeypatch.setattr(shutil, "copytree", interrupt)
+    assert run(arguments) == 130
+    assert not best.exists()
+    monkeypatch.setattr(shutil, "copytree", copy)
+    assert run(arguments) == 0
+    assert "best" in find_weights(best.parent)
+
+
 # -- other tasks -------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache, partial
 from pathlib import PurePosixPath
@@ -176,7 +176,7 @@ class DialogueExamples(RankedExamples):
 
     @override
     def subsets(
-        self, split: str, heads: Sequence[AnyPredictor] = ()
+        self, split: str, trained_on: Collection[str] = ()
     ) -> Mapping[str, NDArray[np.bool_]]:
         queries = self._queries(split)
         return {

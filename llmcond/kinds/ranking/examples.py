@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -178,7 +178,7 @@ class QueryExamples(RankedExamples):
 
     @override
     def subsets(
-        self, split: str, heads: Sequence[AnyPredictor] = ()
+        self, split: str, trained_on: Collection[str] = ()
     ) -> Mapping[str, NDArray[np.bool_]]:
         return query_subsets(self.data, split) if isinstance(self.data, Graph) else {}
 
