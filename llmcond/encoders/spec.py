@@ -208,7 +208,7 @@ def check_finite(
 
     Args:
         vectors: (n, k) vectors.
-        items: what they are the vectors of: n inputs, or n rows that begin with a text.
+        items: what they are the vectors of: n inputs, n texts, or n rows that begin with a text.
         source: what computed the vectors, for the message.
         advice: what to do about it; empty: what helps with an encoder.
 
@@ -221,7 +221,10 @@ def check_finite(
     if not len(bad):
         return
     item = items[bad[0]]
-    text = item.text if isinstance(item, EncoderInput) else item[0]
+    if isinstance(item, EncoderInput):
+        text = item.text
+    else:
+        text = item if isinstance(item, str) else item[0]
     advice = advice or (
         "Compute in another type (llmcond extract --dtype float32). If that does not help, the "
         "checkpoint is damaged: copy it again."

@@ -97,7 +97,7 @@ class ConditionProjection:
             activation = ACTIVATIONS[self._head.settings.activation]
             vectors = activation(features.read() @ matrix)
         head = f"the head {self._model.head.name}"
-        check_finite(vectors, list(zip(texts)), head, "Fit the head again.")
+        check_finite(vectors, texts, head, "Fit the head again.")
         return normalise_vectors(vectors, self._head)
 
     @property
