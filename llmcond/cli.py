@@ -77,7 +77,12 @@ def run(arguments: Sequence[str]) -> int:
         error.
     """
     with _raise_on_signals() as received:
-        return _run(arguments, received)
+        try:
+            return _run(arguments, received)
+        except SystemExit as error:
+            if isinstance(error.__context__, BrokenPipeError):  # Rich has discarded the rest.
+                return 0
+            raise
 
 
 def _escape_unencodable_characters() -> None:

@@ -181,10 +181,15 @@ def test_package_runs_as_module_and_in_a_closed_pipe():
         ("--version --verbose", "\nextra lora: installed\n"),
         ("models --json", '"bundled": ["minilm-conditions", "minilm-csts"]'),
         ("prompts | head -1", "\n"),
+        ("prompts | true", ""),
+        ("prompts >&-", ""),
         ("--print-completion bash", "_shtab_llmcond_embed___out_COMPGEN=_shtab_compgen_files"),
     ):
         process = subprocess.run(
-            ["bash", "-c", f"{python} {command}"], check=True, capture_output=True, text=True
+            ["bash", "-c", f"set -o pipefail; {python} {command}"],
+            check=True,
+            capture_output=True,
+            text=True,
         )
         assert expected in process.stdout
         assert process.stderr == ""
@@ -224,6 +229,7 @@ INVALID_FOR_RUN = {
     "fit-head --head pca --name none@x": "means zero-shot",
     "evaluate --rating-range 0 10": "and --data was not given",
     "evaluate --head mlp": "fit-head --head mlp",
+    "evaluate --head none@cond": "Name zero-shot, under every prompt, as none.",
     "similarity a b --condition c --head p --prompt q": "not q",
     "embed texts.csv --out v.npy": "Name the conditions: --condition COL_OR_TEXT.",
 }

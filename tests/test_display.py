@@ -89,8 +89,10 @@ class Clock:
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", clock)
+    return clock
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def lines(monkeypatch):
 
 
 def test_extraction_is_reported_with_rate_and_remaining_time(clock, lines):
-    with ExtractionBar(clock) as bar:
+    with ExtractionBar() as bar:
         bar.start(None, None)  # the size becomes known later
         clock.now += 31
         bar.advance(100, 5_000, 3_100, 31)
@@ -116,7 +118,7 @@ def test_extraction_is_reported_with_rate_and_remaining_time(clock, lines):
             bar.advance(100, 5_000, 3_100, 31)
     assert lines[0] == "encoding: 100/? inputs, 100 tokens/s"
     assert lines[-1] == "encoding: 400/1,000 inputs, 100 tokens/s, about 3 min left"
-    with ExtractionBar(clock) as bar:
+    with ExtractionBar() as bar:
         bar.start(1_000, 50_000)
         clock.now += 500  # neither loading counts, nor the delay of a batch's result
         bar.advance(100, 5_000, 1_200, 10)
@@ -124,7 +126,7 @@ def test_extraction_is_reported_with_rate_and_remaining_time(clock, lines):
         bar.advance(100, 5_000, 1_200, 10)
         assert bar._seconds_left() == 80
     n_lines, clock.now = len(lines), 1_000.0
-    with FitBar("dev_score", "MRR", METRICS["mrr"].format, clock) as fit:
+    with FitBar("dev_score", "MRR", METRICS["mrr"].format) as fit:
         for epoch in range(1, 29):  # short work is not reported
             clock.now += 1
             fit.on_epoch(epoch, 28, {"dev_score": 0.5})
@@ -133,7 +135,7 @@ def test_extraction_is_reported_with_rate_and_remaining_time(clock, lines):
 
 def test_long_epoch_is_reported_while_it_runs(clock, lines):
     """The remaining time is known from the second step on; quick steps are not reported."""
-    with FitBar("dev_score", "MRR on 1,000 queries", METRICS["mrr"].format, clock) as bar:
+    with FitBar("dev_score", "MRR on 1,000 queries", METRICS["mrr"].format) as bar:
         for step in range(1, 120):
             clock.now += 1
             bar.on_epoch(step / 120, 2, None)

@@ -235,13 +235,18 @@ def can_draw() -> bool:
     return all(find_spec(name) is not None for name in ("altair", "vl_convert"))
 
 
-def check_figure(path: Path, inputs: Iterable[Any] = (), pages: Sequence[str] = ()) -> None:
+def check_figure(
+    path: Path, inputs: Iterable[Any] = (), pages: Sequence[str] = ()
+) -> Sequence[Path]:
     """Check before any work that a figure, and the CSV file of its numbers, can be written.
 
     Args:
         path: the file of the figure.
         inputs: input files; see ``check_output``.
         pages: legal suffixes besides ``FIGURE_SUFFIXES``, of pages that need no library.
+
+    Returns:
+        Both files.
 
     Raises:
         UserError: as ``check_output``, or a library is not installed.
@@ -250,6 +255,7 @@ def check_figure(path: Path, inputs: Iterable[Any] = (), pages: Sequence[str] = 
     check_output(data_path(path), (".csv",), inputs)
     if suffix(path) not in pages and not can_draw():
         raise UserError(f"{MISSING_LIBRARIES}. Install them: {install_command('report')}.")
+    return path, data_path(path)
 
 
 def _is_input(path: Path, source: Path) -> bool:
@@ -369,8 +375,9 @@ def write_json(path: Path, value: object) -> None:
 def as_json(value: Any, digits: int | None = None) -> Any:
     """Return a value as JSON: dataclasses and mappings as objects, other iterables as lists.
 
-    An object with a method ``to_json`` is converted by it. Paths become texts, NumPy's numbers and
-    arrays become numbers and lists, and numbers that are not finite become None.
+    An object with a method ``to_json`` is converted by it. NumPy's numbers and arrays become
+    numbers and lists, and numbers that are not finite become None. Bytes become hexadecimal digits,
+    dates and times have the form of ISO 8601, and other objects, such as paths, become texts.
 
     Args:
         value: the value.
@@ -384,12 +391,18 @@ def as_json(value: Any, digits: int | None = None) -> Any:
         value = value.tolist()
     if isinstance(value, Mapping):
         return {key: as_json(item, digits) for key, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [as_json(item, digits) for item in value]
-    if isinstance(value, float):
+    if isinstance(value, bytes):
+        value = value.hex()
+    elif hasattr(value, "isoformat"):
+        value = value.isoformat()
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        value = [as_json(item, digits) for item in value]
+    elif isinstance(value, float):
         value = value if digits is None else round(value, digits)
-        return value if math.isfinite(value) else None
-    return str(value) if isinstance(value, PurePath) else value
+        value = value if math.isfinite(value) else None
+    elif value is not None and not isinstance(value, str | int):
+        value = str(value)
+    return value
 
 
 def fields_as_json(instance: Any) -> dict[str, Any]:

@@ -83,10 +83,11 @@ class Option:
             it need not exist.
         check: function that raises a UserError for an illegal value; it gets no None.
         writes: function that checks, before any work, the file or folder that is written: it takes
-            its path and the inputs of the command; None: the option names no output.
+            its path and the inputs of the command, and returns all files that are written if there
+            are others; None: the option names no output.
         needs: another option that this one requires, as the user gives it: ``--plan``,
-            ``--teacher RUN`` with any value, or ``--scale ray`` with this value. Of several, joined
-            by `` or ``, one is enough.
+            ``--teacher RUN`` with any value, ``--scale ray`` with this value, or ``TEXTS``, the
+            metavar of a positional argument. Of several, joined by `` or ``, one is enough.
         conflicts: options that exclude this one, in the same form, joined by `` or ``.
     """
 
@@ -98,7 +99,7 @@ class Option:
     repeat: bool = False
     source: str = ""
     check: Callable[[Any], object] | None = None
-    writes: Callable[[Path, Sequence[Any]], None] | None = None
+    writes: Callable[[Path, Sequence[Any]], Sequence[Path] | None] | None = None
     needs: str = ""
     conflicts: str = ""
 
@@ -165,7 +166,10 @@ class Options:
                 spec.check(getattr(self, name))
 
     def _check_combinations(self, options: Sequence[tuple[str, Any, Option]]) -> None:
-        names = {spec.flag or flag_of(name): name for name, _, spec in options}
+        names = {
+            spec.flag or (spec.metavar if spec.flag == "" else flag_of(name)): name
+            for name, _, spec in options
+        }
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
 
         def is_set(name: str) -> bool:
@@ -199,12 +203,13 @@ class Options:
             value, flag = getattr(self, name), spec.flag or flag_of(name)
             if spec.writes is None or value is None:
                 continue
-            spec.writes(Path(value), inputs)
+            files = spec.writes(Path(value), inputs) or (Path(value),)
             if Path(value).is_symlink():  # Its target is written, and the link stays.
                 object.__setattr__(self, name, Path(value).resolve())
-            same = outputs.setdefault(Path(value).absolute(), flag)
-            if same != flag:
-                raise UserError(f"{same} and {flag} both name {value}. Name two files.")
+            for file in files:
+                same = outputs.setdefault(file.absolute(), flag)
+                if same != flag:
+                    raise UserError(f"{same} and {flag} both write {file}. Rename one.")
 
     def select(self, cls: type[T]) -> T:
         """Return an instance of another dataclass with the options that both have."""

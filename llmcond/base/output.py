@@ -102,17 +102,14 @@ class ProgressBar:
 
     Args:
         name: name of the work.
-        clock: function that returns the time in seconds.
         visible: whether to show the bar before the first progress.
     """
 
-    def __init__(
-        self, name: str, clock: Callable[[], float] = time.monotonic, visible: bool = True
-    ) -> None:
+    def __init__(self, name: str, visible: bool = True) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-        self._name, self._clock, self._items = name, clock, 0
-        self._last_line, self._has_lines = clock(), False
+        self._name, self._items = name, 0
+        self._last_line, self._has_lines = time.monotonic(), False
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -120,7 +117,7 @@ class ProgressBar:
             TextColumn("{task.fields[detail]}"),
             console=console(),
             transient=True,
-            get_time=clock,
+            get_time=time.monotonic,
             # A chunk of a large model takes minutes, and the default only considers the last 30 s.
             speed_estimate_period=600,
             disable=not shows_bars(),
@@ -164,7 +161,7 @@ class ProgressBar:
         if seconds_left:
             detail += f", {estimate} {format_duration(seconds_left)} left"
         self._progress.update(self._task, detail=detail)
-        now = self._clock()
+        now = time.monotonic()
         is_due = now - self._last_line >= EVERY_SECONDS
         is_long = not self._has_lines and seconds_left is not None and seconds_left >= EVERY_SECONDS
         if self._progress.disable and (is_due or is_long):
@@ -183,24 +180,14 @@ class ExtractionBar(ProgressBar):
     left is estimated by characters, because inputs are not encoded in the order of their length.
 
     Args:
-        clock: function that returns the time in seconds.
-        processes: number of processes that work on the same inputs.
-        stored: with several processes, a function that returns how many inputs all of them have
-            stored. The rate is that of this process.
+        processes: number of processes that work on the same inputs. The rate is that of this one.
         name: name of the bar.
         noun: name of the inputs.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        processes: int = 1,
-        stored: Callable[[], int] | None = None,
-        name: str = "encoding",
-        noun: str = "inputs",
-    ) -> None:
-        super().__init__(name, clock, visible=False)
-        self._total, self._noun, self._processes, self._stored = "?", noun, processes, stored
+    def __init__(self, processes: int = 1, name: str = "encoding", noun: str = "inputs") -> None:
+        super().__init__(name, visible=False)
+        self._total, self._noun, self._processes = "?", noun, processes
         self._characters = self._tokens = 0
         self._seconds = 0.0
 
@@ -229,19 +216,14 @@ class ExtractionBar(ProgressBar):
         self._characters += characters
         self._tokens += tokens
         self._seconds += seconds
-        # This assumes that the inputs of other processes are as long as those of this one.
-        share = self._done() / (self._items or 1)
-        self._show(self._detail(), completed=self._characters * share)
-
-    def _done(self) -> int:
-        return max(self._items, self._stored() if self._stored else 0)
+        self._show(self._detail(), completed=self._characters)
 
     def _detail(self) -> str:
         if not self._items:
             return f"{self._total} {self._noun}, starting"
         rate = self._tokens / (self._seconds or 1e-9)
         share = f" in each of {self._processes} processes" if self._processes > 1 else ""
-        return f"{self._done():,}/{self._total} {self._noun}, {rate:,.0f} tokens/s{share}"
+        return f"{self._items:,}/{self._total} {self._noun}, {rate:,.0f} tokens/s{share}"
 
     @override
     def _seconds_left(self) -> float | None:
@@ -258,19 +240,13 @@ class FitBar(ProgressBar):
         key: key of the score in the entries of learning curves; None: nothing is scored.
         score: name of the score.
         show: function that formats a score.
-        clock: function that returns the time in seconds.
         name: name of the bar.
     """
 
     def __init__(
-        self,
-        key: str | None,
-        score: str,
-        show: Callable[[float], str],
-        clock: Callable[[], float] = time.monotonic,
-        name: str = "fitting",
+        self, key: str | None, score: str, show: Callable[[float], str], name: str = "fitting"
     ) -> None:
-        super().__init__(name, clock)
+        super().__init__(name)
         self._key, self._score, self._format_score = key, score, show
         self._last_score, self._last_shown, self._n_logged = "", -math.inf, 0
 
@@ -283,7 +259,7 @@ class FitBar(ProgressBar):
             entry: entry of the learning curve after an epoch; None within one, which is not always
                 shown.
         """
-        now = self._clock()
+        now = time.monotonic()
         if entry is not None:
             score = entry.get(self._key) if self._key else None
             if score is not None:

@@ -7,7 +7,6 @@ the head's or the training's record, with the time, and in a training those of s
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from llmcond.base.errors import UserError, first_line, raise_disk_error
-from llmcond.base.files import replace_atomically
+from llmcond.base.files import as_json, replace_atomically
 from llmcond.base.output import log
 from llmcond.base.system import provenance
 
@@ -164,7 +163,7 @@ class RunLog:
         # A fit that fails at once leaves the log of an earlier one as it is.
         stream = self._stream or self._rewrite(self._start)
         record = {"event": event, "time": _now(), **({"stage": stage} if stage else {})}
-        record |= {key: _finite(value) for key, value in fields.items()}
+        record |= as_json(fields)
         try:
             stream.write(_line(record))
             stream.flush()
@@ -239,10 +238,6 @@ def send_log(path: Path, name: str, trackers: Sequence[str]) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -584,6 +584,20 @@ def score_subset(
     return [Subset(int(selected.sum()), draws.estimates(i)) for i in range(len(systems))]
 
 
+def add_subsets(
+    results: Sequence[Result], parts: Mapping[str, Mapping[str, Sequence[Subset]]]
+) -> list[Result]:
+    """Add the figures on subsets, by their kind and name and by the position of the result."""
+    added = []
+    for i, result in enumerate(results):
+        new = {
+            kind: {name: subsets[i] for name, subsets in named.items()}
+            for kind, named in parts.items()
+        }
+        added.append(replace(result, subsets={**result.subsets, **new}))
+    return added
+
+
 def _add_metrics(results: Sequence[Result], draws: BootstrapMetrics, rows: Scored) -> list[Result]:
     """Add the figures that ``_bootstrap_results`` computed on rows to results."""
     counts = RowCounts.of(rows)

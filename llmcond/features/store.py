@@ -113,9 +113,9 @@ class LocalLocation:
     def raise_unreachable(self, error: BaseException) -> None:
         """Do nothing, because a local disk is always reachable."""
 
-    def raise_unwritable(self, error: BaseException, stored: int) -> None:
+    def raise_unwritable(self, error: BaseException) -> None:
         """Raise a clear error if the disk is full or the folder is not writable."""
-        raise_disk_error(error, self.folder, f"the {stored:,} features already stored are kept")
+        raise_disk_error(error, self.folder, "the features already stored are kept")
 
     def damage_message(self, error: BaseException) -> str:
         """Return the message for files that cannot be read."""
@@ -191,11 +191,11 @@ class BucketLocation(LocalLocation):
                 session.upload_file(empty.name, name)
             session.delete_file(name)
         except Exception as error:
-            self.raise_unwritable(error, 0)
+            self.raise_unwritable(error)
             raise
 
     @override
-    def raise_unwritable(self, error: BaseException, stored: int) -> None:
+    def raise_unwritable(self, error: BaseException) -> None:
         self.raise_unreachable(error)
         if isinstance(error, OSError):
             raise LlmcondError(self.damage_message(error)) from None
@@ -451,7 +451,7 @@ class FeatureStore:
             self._location.prepare()
             yield
         except Exception as error:
-            self._location.raise_unwritable(error, len(self))
+            self._location.raise_unwritable(error)
             raise
 
     def _merge_small_fragments(self, *, alone: bool) -> None:

@@ -57,14 +57,15 @@ class ConditionalBackend(BaseEmbedder):  # type: ignore[misc]  # BERTopic has no
             verbose: Whether to show a progress bar.
 
         Returns:
-            (n, k) float32 with unit norm, as ``Embedder.encode`` returns them. Zeros for ``""``.
+            (n, k) float32 with unit norm, as ``Embedder.encode`` returns them. Zeros for blank
+            documents.
 
         Raises:
             UserError, LlmcondError: As ``Embedder.encode``, and as ``Embedder.ignoring`` for the
                 first documents if a condition is ignored.
         """
         if ignored_by(self.condition) and not self._guides:
-            texts = filter(None, document)
+            texts = (text for text in document if not _is_blank(text))
             self._guides = self.model.embedder.ignoring(texts, self.condition).guides
         return self.embed(document, verbose)
 
@@ -81,9 +82,13 @@ class ConditionalBackend(BaseEmbedder):  # type: ignore[misc]  # BERTopic has no
             )
         embedder = replace(self.model.embedder, guides=self._guides)
         # KeyBERTInspired and MaximalMarginalRelevance fill short lists of words with "".
-        is_filled = np.array([text != "" for text in documents], dtype=bool)
+        is_filled = np.array([not _is_blank(text) for text in documents], dtype=bool)
         vectors = np.zeros((len(is_filled), embedder.dim), dtype=np.float32)
-        texts = [text for text in documents if text != ""]
+        texts = [text for text in documents if not _is_blank(text)]
         # BERTopic passes None for the names of zero-shot topics.
         vectors[is_filled] = embedder.encode(texts, self.condition, show_progress=bool(verbose))
         return vectors
+
+
+def _is_blank(document: object) -> bool:
+    return isinstance(document, str) and not document.strip()

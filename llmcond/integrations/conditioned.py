@@ -141,7 +141,7 @@ class ConditionedModel:
             )
         return model
 
-    @property
+    @cached_property  # so that the fingerprint is that of the vectors, also after another fit
     def _model(self) -> EmbeddingModel:
         run = resolve_run(self.model, revision=self.revision)
         return EmbeddingModel.find(run, self.head, self.prompt, device=self.device, quiet=True)

@@ -619,8 +619,8 @@ def _collect_notes(
     biased = any(layer.bias is not None or layer.activation in ("gelu", "tanh") for layer in layers)
     if selector == "task":
         notes.append(
-            "A Router selects the condition. sentence-transformers supports it from version 5 on; "
-            "other servers (text-embeddings-inference, vLLM) do not: export one condition for "
+            "A Router selects the condition. sentence-transformers supports it from version 5.4 "
+            "on; other servers (text-embeddings-inference, vLLM) do not: export one condition for "
             "those."
         )
     elif layers and biased and embedder.encoder.identity.normalize:
@@ -728,8 +728,8 @@ def _finish_export(
         versions=versions(),
     )
     write_text(folder / "README.md", card)
-    if find_spec("sentence_transformers") is None:
-        return result
+    if not find_spec("sentence_transformers") or not find_spec("sentence_transformers.base"):
+        return result  # not installed, or older than 5.4
     texts = _test_texts(embedder)
     actual = _load_and_encode(folder, result.chosen_by, list(expected), texts)
     return replace(result, difference=_compare(actual, expected, texts, result.dtype))
@@ -800,8 +800,7 @@ def _compare(
             raise LlmcondError(
                 f"the export computes other vectors than llmcond under {condition!r}: that of "
                 f"{shortened_repr(texts[int(distance.argmax())])} is {distance.max():.1e} away, "
-                "which is "
-                "more than rounding. Nothing was written. Leave out --condition instead."
+                "which is more than rounding. Nothing was written."
             )
         largest = max(largest, float(np.abs(difference).max()))
     return largest

@@ -158,9 +158,20 @@ def _settings_path() -> Path:
 
 
 def _read_settings() -> dict[str, Any]:
-    """Read the settings of the registered models, by their ids, in the order of registration."""
+    """Read the settings of the registered models, by their ids, in the order of registration.
+
+    Raises:
+        CommandError: the file is damaged, for example after it was edited.
+    """
     path = _settings_path()
-    return read_json(path) if path.exists() else {}
+    try:
+        settings = read_json(path) if path.exists() else {}
+    except LlmcondError as error:
+        raise CommandError(str(error)) from error
+    for key, value in settings.items():
+        if not (key.count("/") == 2 and isinstance(value, dict) and "fingerprint" in value):
+            raise CommandError(f"{path} has an invalid entry {key!r}. Correct or remove it.")
+    return settings
 
 
 def _read_models() -> list[ConditionalModel]:

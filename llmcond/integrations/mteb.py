@@ -8,7 +8,7 @@ mteb passes the condition of each row to the model. Usage::
     tasks = [CSTS("csts/", split="dev"), AspectTriples("aspects/")]
     mteb.evaluate(MtebEncoder("runs/default"), tasks, cache=None)
 
-Inputs that embedders do not read, such as the instruction of a task, are ignored.
+mteb does not compare the data of stored results, so that a cache would return those of other data.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from safetensors.numpy import save as save_tensors
 from llmcond.base.errors import UserError, nearest
 from llmcond.base.files import digest_bytes, digest_text, read_json
 from llmcond.base.package import pretrained_folder
+from llmcond.base.text import as_condition
 from llmcond.data.datasets import read_rows, sample_folder
 from llmcond.data.guides import AspectSample, dataset_files, read_triples
 from llmcond.data.rows import rows_digest
@@ -58,16 +59,23 @@ class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # mteb has no types
         head: str | None = None,
         prompt: str | None = None,
         condition: str | None = None,
-        **_: Any,
+        truncate_dim: int | None = None,
     ) -> None:
-        """Load an embedder; ``model_name`` is the folder of a run or the name of a bundled model.
+        """Load an embedder; the arguments are those of ``llmcond.load_embedder``.
 
         Raises:
-            UserError, LlmcondError: as in ``llmcond.load_embedder``; or the head does not compare
-                vectors by their cosine.
+            UserError, LlmcondError: as in ``llmcond.load_embedder``; or the condition is invalid,
+                or the head does not compare vectors by their cosine.
         """
-        self.embedder = load_embedder(model_name, head, prompt=prompt, device=device or "auto")
-        self.condition = condition
+        self.condition = None if condition is None else as_condition(condition)
+        self.embedder = load_embedder(
+            model_name,
+            head,
+            prompt=prompt,
+            device=device or "auto",
+            revision=revision,
+            truncate_dim=truncate_dim,
+        )
         embedder = self.embedder
         if not embedder.head.compares_by_cosine:
             raise UserError(
@@ -75,11 +83,20 @@ class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # mteb has no types
                 "does."
             )
         self.mteb_model_meta = _describe_model(
-            embedder, {"source": str(model_name), "head": head, "prompt": prompt}, condition
+            embedder,
+            {
+                "source": str(model_name),
+                "head": head,
+                "prompt": prompt,
+                "truncate_dim": truncate_dim,
+            },
+            condition,
         )
 
     def encode(self, inputs: Any, *, task_metadata: Any, **_: Any) -> Vectors:
         """Return (n, k) float32 embeddings of the texts and conditions in mteb's batches.
+
+        Blank texts, which some corpora have, get zero vectors.
 
         Raises:
             UserError: neither the task nor the model has a condition.
@@ -99,13 +116,19 @@ class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # mteb has no types
                 if isinstance(batch_conditions, str)
                 else batch_conditions
             )
+        filled = [index for index, text in enumerate(texts) if text.strip()]
+        vectors = np.zeros((len(texts), self.embedder.dim), dtype=np.float32)
         # All at once, so that a text that is in several batches is encoded once.
-        return self.embedder.encode(texts, conditions)
+        vectors[filled] = self.embedder.encode(
+            [texts[index] for index in filled], [conditions[index] for index in filled]
+        )
+        return vectors
 
 
 def load_mteb_encoder(_: str, revision: str | None = None, **options: Any) -> MtebEncoder:
-    """Load a model by its ``ModelMeta``, whose name is not the name that llmcond loads it by."""
-    return MtebEncoder(options.pop("source"), revision, **options)
+    """Load a model by its ``ModelMeta``, whose name and revision are not those of llmcond."""
+    options.pop("embed_dim", None)  # mteb has compared it with that of the model
+    return MtebEncoder(options.pop("source"), **options)
 
 
 def _describe_model(
@@ -219,7 +242,8 @@ def _hash_embedder(embedder: Embedder) -> str:
     weights = digest_bytes(save_tensors(tensors), size=16).hex()
     # Zero-shot has no settings, but may subtract.
     settings = repr(head.settings) if head.dim_in else "" if embedder.view.subtract else "plain"
-    return digest_text(embedder.encoder.identity.fingerprint, *prompts, settings, weights)
+    size = () if embedder.truncate_dim is None else (str(embedder.truncate_dim),)
+    return digest_text(embedder.encoder.identity.fingerprint, *prompts, settings, weights, *size)
 
 
 class _LocalData:

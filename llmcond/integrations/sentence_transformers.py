@@ -11,6 +11,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import InputModule
 
 from llmcond.base.errors import UserError
+from llmcond.base.system import check_device
 from llmcond.encoders.adapter import RUN_RECORD
 from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.portable import EXPORT_SETTINGS, copy_run, read_export
@@ -23,6 +24,11 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has
 
     def __init__(self, embedder: Embedder, run: Path) -> None:
         super().__init__()
+        if not embedder.head.compares_by_cosine:
+            raise UserError(
+                f"the head {embedder.name} does not compare embeddings by their cosine, as "
+                "sentence-transformers does."
+            )
         self.embedder, self.run = embedder, run
 
     @property
@@ -57,6 +63,8 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has
                 f"condition is a {type(condition).__name__}; give one text for all, or a list of "
                 "(text, condition) pairs to encode."
             )
+        if condition is not None and any(isinstance(item, tuple | list) for item in inputs):
+            raise UserError("give condition= or (text, condition) pairs, not both.")
         rows = [item if isinstance(item, tuple | list) else (item, condition) for item in inputs]
         for row in rows:
             if len(row) != 2 or not all(isinstance(text, str) for text in row):
@@ -73,8 +81,14 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has
         return features
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Write the files that ``load`` reads."""
+        """Write the files that ``load`` reads.
+
+        Raises:
+            UserError: the model was loaded from this folder.
+        """
         embedder = self.embedder
+        if (Path(output_path) / "run").resolve() == self.run.resolve():
+            raise UserError(f"the model was loaded from {output_path}. Name another folder.")
         checkpoint = embedder.encoder.resolved.checkpoint
         copy_run(self.run, embedder.name, embedder.view, checkpoint, Path(output_path))
 
@@ -115,7 +129,8 @@ def load_sentence_transformer(
         The model. An export with fixed conditions is an ordinary sentence-transformers model.
 
     Raises:
-        UserError, LlmcondError: as in ``llmcond.load_embedder``.
+        UserError, LlmcondError: as in ``llmcond.load_embedder``; or ``path`` is an export, and a
+            revision is given.
 
     Examples:
         >>> import llmcond
@@ -127,10 +142,16 @@ def load_sentence_transformer(
         (2, 384)
     """
     folder = Path(path)
+    is_export = (folder / "modules.json").is_file() and not (folder / RUN_RECORD).is_file()
+    if is_export and revision is not None:
+        raise UserError(
+            f"revision is {revision!r}, but {path} is a folder, and only models on the hub have "
+            "revisions. Leave it out."
+        )
     if (folder / EXPORT_SETTINGS).is_file():
         module = ConditionalEmbedder.of_export(folder, folder / "run", device)
-    elif (folder / "modules.json").is_file() and not (folder / RUN_RECORD).is_file():
-        # A run of a whole checkpoint has its modules.json, too.
+    elif is_export:  # A run of a whole checkpoint has its modules.json, too.
+        check_device(device)
         return SentenceTransformer(str(folder), device=None if device == "auto" else device)
     else:
         from llmcond.runs.open import resolve_run

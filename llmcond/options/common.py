@@ -57,6 +57,7 @@ class FigureOption(Options):
     figure_format: Literal["png", "svg", "pdf"] = option(
         "png",
         metavar="FORMAT",
+        needs="--figures or --out",
         help="format of figures: png, svg or pdf; the numbers of each figure are written next to "
         "it as CSV",
     )
@@ -409,6 +410,7 @@ class AnswersOption(Options):
     answers: Any = option(
         None,
         source=FILES,
+        needs="TEXTS",
         help="table of an answer for each text and condition, as llmcond answers writes it: the "
         "encoder reads the answers in place of the texts",
     )

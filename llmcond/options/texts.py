@@ -338,12 +338,18 @@ class IndexOptions(AnswersOption, IgnoreOptions, EmbedderOptions, TruncateOption
         help=f"texts to add: {TEXT_FILES}; {IN_PYTHON}",
     )
     out: str | Path = option(metavar="DIR", writes=check_folder, help="folder of the index")
-    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
+    text: str | None = option(None, metavar="COL", needs="TEXTS or --guide", help=TEXT_HELP)
     id: str | None = option(
-        None, metavar="COL", help="column of unique ids (default: ids derived from the texts)"
+        None,
+        metavar="COL",
+        needs="TEXTS",
+        help="column of unique ids (default: ids derived from the texts)",
     )
     keep: Sequence[str] = option(
-        (), metavar="COL", help="other columns to store, for filters and search results"
+        (),
+        metavar="COL",
+        needs="TEXTS",
+        help="other columns to store, for filters and search results",
     )
     condition: Sequence[str] = condition_option(
         "condition to embed all texts under now; may be repeated. Later searches under it are "

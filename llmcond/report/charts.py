@@ -117,9 +117,7 @@ def interval_chart(
     offset = alt.YOffset("place:Q", scale=alt.Scale(domain=[0, 1]))
     base = alt.Chart(alt.InlineData(values=placed)).encode(y=y, yOffset=offset, tooltip=tooltip)
     x = alt.X("value:Q", title=title, scale=alt.Scale(zero=False, nice=True)).axis(tickCount=8)
-    colour, shape = series_encoding("series:N", series)
-    if legend:
-        colour, shape = colour.legend(title=None), shape.legend(title=None)
+    colour, shape = series_encoding(series, alt.Legend(title=None) if legend else None)
     bars = (
         base.transform_filter("isValid(datum.low) && isValid(datum.high)")
         .mark_rule(strokeWidth=2, opacity=0.55, aria=False)
@@ -172,9 +170,7 @@ def calibration_chart(names: Sequence[str] = ("A", "B"), *, legend: bool = False
     def y(field: str) -> Any:
         return alt.Y(field, title="predicted similarity").scale(zero=False)
 
-    colour, shape = series_encoding("series:N", names)
-    if legend:
-        colour, shape = colour.legend(title=None), shape.legend(title=None)
+    colour, shape = series_encoding(names, alt.Legend(title=None) if legend else None)
     line = _chart_of("ends").mark_line(strokeDash=[4, 4], color=_MUTED, strokeWidth=1, aria=False)
     tooltip = [
         alt.Tooltip("name:N", title="system"),
@@ -202,7 +198,7 @@ def hits_chart() -> dict[str, Any]:
 
     The page's script supplies the dataset ``points`` (series A or B, name, k, share).
     """
-    colour, shape = series_encoding("series:N", ("A", "B"))
+    colour, shape = series_encoding(("A", "B"))
     tooltip = [
         alt.Tooltip("name:N", title="system"),
         alt.Tooltip("k:Q", title="among the first", format=",~f"),
@@ -252,13 +248,13 @@ def _chart_of(data: str) -> Any:
     return alt.Chart(alt.NamedData(name=data))
 
 
-def series_encoding(field: str, names: Sequence[str]) -> tuple[Any, Any]:
-    """Return the encodings of series by their colours and marks, without a legend."""
+def series_encoding(names: Sequence[str], legend: Any = None) -> tuple[Any, Any]:
+    """Return the encodings of series by their colours and marks; ``legend`` is None without one."""
     colours, shapes = zip(*(series_style(i) for i in range(len(names))), strict=True)
     domain = list(names)
     return (
-        alt.Color(field, legend=None, scale=alt.Scale(domain=domain, range=list(colours))),
-        alt.Shape(field, legend=None, scale=alt.Scale(domain=domain, range=list(shapes))),
+        alt.Color("series:N", legend=legend, scale=alt.Scale(domain=domain, range=list(colours))),
+        alt.Shape("series:N", legend=legend, scale=alt.Scale(domain=domain, range=list(shapes))),
     )
 
 

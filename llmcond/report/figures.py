@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.base.errors import escape_control_characters
-from llmcond.base.files import data_path, replace_atomically, suffix, write_csv
+from llmcond.base.files import as_json, data_path, replace_atomically, suffix, write_csv
 from llmcond.base.output import log
 from llmcond.base.text import shorten
 from llmcond.evaluation.results import Result, format_settings
@@ -106,11 +106,7 @@ def _clean(value: Any) -> Any:
         return {_clean(key): _clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return escape_control_characters(value) if isinstance(value, str) else value
+    return escape_control_characters(value) if isinstance(value, str) else as_json(value)
 
 
 def _data(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
@@ -121,14 +117,12 @@ def _data(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
     return alt.InlineData(values=_clean(values))
 
 
-def _series(
-    names: Sequence[str], field: str = "series", legend: Mapping[str, Any] | None = None
-) -> tuple[Any, Any]:
+def _series(names: Sequence[str], legend: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Return the encodings of series by colour and mark, with one legend."""
     from llmcond.report.charts import series_encoding
 
     names = _clean(names)
-    colour, shape = series_encoding(f"{field}:N", names)
+    colour, shape = series_encoding(names)
     if len(names) == 1 and legend is None:
         return colour, shape
     columns = max(1, 100 // (max(map(len, names)) + 6))

@@ -123,7 +123,7 @@ class CrossEncoder(SimilarityModel):
                 "second sentence (--to SENTENCE)."
             )
         names = as_conditions(conditions)
-        explanation = leave_one_out(self, self.encoder, sentence, names, to)
+        explanation = leave_one_out(self, sentence, names, to)
         return replace(explanation, about=describe(self))
 
     def _compute_similarity(

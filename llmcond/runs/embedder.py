@@ -457,9 +457,7 @@ class Embedder(SimilarityModel):
             or self.answers is not None
             or any(name in self.guides for name in names)
         )
-        explanation = explain_embedding(
-            self, self.encoder, self.view, is_mapped, sentence, names, to
-        )
+        explanation = explain_embedding(self, is_mapped, sentence, names, to)
         return replace(explanation, about=describe(self))
 
     def guided(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> Embedder:
@@ -1272,7 +1270,7 @@ def _find_zero_shot(run: Run, name: str) -> RunHead[Any]:
     views = [view for prompt in run.prompts().values() for view in run.zero_shot_views(prompt)]
     heads = {head.name: head for head in map(zero_shot_head, views)}
     if name not in heads:
-        raise UserError(f"{run.folder} has no {name}. {nearest(name, heads)}")
+        raise UserError(f"{run.display_name} has no {name}. {nearest(name, heads)}")
     return heads[name]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from math import nan
 from pathlib import Path
@@ -31,6 +31,7 @@ from llmcond.evaluation.results import (
     Result,
     Results,
     Scored,
+    add_subsets,
     score_results,
     score_subset,
 )
@@ -335,18 +336,7 @@ def score_ranks(
         kind: {name: score_subset(systems, queries, metrics, mask) for name, mask in named.items()}
         for kind, named in masks.items()
     }
-    return Results(
-        tuple(
-            replace(
-                result,
-                subsets={
-                    kind: {name: part[i] for name, part in named.items()}
-                    for kind, named in parts.items()
-                },
-            )
-            for i, result in enumerate(score_results(results, systems, queries, metrics))
-        )
-    )
+    return Results(tuple(add_subsets(score_results(results, systems, queries, metrics), parts)))
 
 
 def predict(predictor: RunEmbeddingHead, pairs: PairArrays) -> NDArray[np.float32]:

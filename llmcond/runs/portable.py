@@ -52,6 +52,7 @@ from llmcond.encoders.checkpoint import (
     settings_files,
     weight_files,
 )
+from llmcond.encoders.resolve import is_server
 from llmcond.features.view import FeatureView
 from llmcond.heads.storage import weights_path
 from llmcond.runs.open import open_any_run
@@ -169,11 +170,12 @@ _VERBATIM |= {field.name for field in fields(Columns)}
 _PATH = re.compile(r"(?<![\w.:/~-])~?(?:/[^\s/'\"`,;()]+)+/([^\s/'\"`,;()]+)")
 
 
-def open_portable_run(folder: Path) -> tuple[Run, EncoderRecord | None]:
+def open_portable_run(folder: Path, heads: Sequence[str] = ()) -> tuple[Run, EncoderRecord | None]:
     """Open a run, and check that others could use a copy of it.
 
     Args:
         folder: the run's folder.
+        heads: names of the heads in the copy; empty: all.
 
     Returns:
         The run, and the record of its encoder if that was trained, otherwise None.
@@ -195,6 +197,12 @@ def open_portable_run(folder: Path) -> tuple[Run, EncoderRecord | None]:
         )
     encoder = run.manifest["encoder"]["model"]
     if encoder != IN_RUN_FOLDER:
+        if is_server(encoder):
+            raise UserError(
+                f"the encoder of {folder} is {encoder}, a server that others may not reach. "
+                "Extract and fit with an encoder of the hub in another run: llmcond extract "
+                "--model OWNER/NAME --run OTHER"
+            )
         if _is_local_only(encoder, folder):
             raise UserError(
                 f"the encoder of {folder} is {encoder}, a folder that nobody else has. Upload it "
@@ -207,7 +215,8 @@ def open_portable_run(folder: Path) -> tuple[Run, EncoderRecord | None]:
                 f"{folder} has no fitted head, so there is nothing to push: everybody can already "
                 f"load {encoder}. Fit one first: llmcond fit-head --head mlp --run {folder}"
             )
-        run.find_heads(run.head_names())  # raises an error for a head that nobody could load
+        # Raises an error for a head that nobody could load.
+        run.find_heads(heads or run.head_names())
         return run, None
     tuned = read_encoder_record(folder)
     if tuned is None or not (folder / TRAINING_RECORD).is_file():
@@ -302,7 +311,7 @@ def save_portable_run(folder: Path, out: Path, heads: Sequence[str] = ()) -> Non
         DiskFullError: the disk is full.
     """
     check_new_folder(out)
-    run, tuned = open_portable_run(folder)
+    run, tuned = open_portable_run(folder, heads)
     with tempfile.TemporaryDirectory(prefix="llmcond-") as temporary:
         stage_run(run, tuned, Path(temporary), heads)
         with create_folder_atomically(out) as target:

@@ -22,6 +22,7 @@ from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.evaluation.results import (
     Result,
     Results,
+    add_subsets,
     check_fold_count,
     cross_validated_gain,
     score_subset,
@@ -314,21 +315,12 @@ def add_new_sentences(
     if is_new.sum() == rows.rated.sum():
         return list(results)
     masks = {"unseen_sentences": is_new, "shared_sentences": rows.rated & ~is_new}
-    parts = {name: score_subset(similarity, rows, metrics, mask) for name, mask in masks.items()}
-    n_pairs = {name: len(rows.take(mask).pair_keys()) for name, mask in masks.items()}
-    return [
-        replace(
-            result,
-            subsets={
-                **result.subsets,
-                "sentences": {
-                    name: replace(subsets[i], about={"n_pairs": n_pairs[name]})
-                    for name, subsets in parts.items()
-                },
-            },
-        )
-        for i, result in enumerate(results)
-    ]
+    parts = {}
+    for name, mask in masks.items():
+        about = {"n_pairs": len(rows.take(mask).pair_keys())}
+        scored = score_subset(similarity, rows, metrics, mask)
+        parts[name] = [replace(subset, about=about) for subset in scored]
+    return add_subsets(results, {"sentences": parts})
 
 
 # -- evaluation --------------------------------------------------------------------------------

@@ -580,10 +580,12 @@ class Run:
         # The path of a template file is accepted as well, since `extract` accepts it.
         prompt_name = Path(name).stem if name.endswith(".toml") else name
         if prompt_name not in prompts:
+            model = self.find_arguments.get("model")  # not a folder that the user knows
             raise UserError(
-                f"{self.folder} has no features of the prompt {prompt_name!r}. "
+                f"{self.display_name} has no features of the prompt {prompt_name!r}. "
                 f"{nearest(prompt_name, prompts)} Extract them: llmcond extract --model "
-                f"{self.encoder_name} --prompt {name} --run {self.folder}"
+                f"{model or self.encoder_name} --prompt {name} --run "
+                f"{'DIR' if model else self.folder}"
             )
         return prompts[prompt_name]
 
@@ -842,6 +844,8 @@ class Run:
                         f"Heads are fitted in a run: llmcond extract --model {model} --prompt "
                         f"{prompt} --run DIR"
                     )
+                if name.startswith("none@"):
+                    remedy = "Name zero-shot, under every prompt, as none."
                 if recipe and next((self.folder / "sweep").glob("*.json"), None):
                     remedy = f"The fits of a sweep are not heads of the run. {remedy}"
                 raise UserError(

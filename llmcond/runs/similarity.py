@@ -24,7 +24,6 @@ from llmcond.encoders.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder, TokenWeights
     from llmcond.encoders.tokenizing import Token
-    from llmcond.features.view import FeatureView
     from llmcond.prompts import Prompt
 
 #: Numbers of texts, and of characters at the beginning of each, that are looked at.
@@ -448,13 +447,7 @@ class Explanation(Displayed):
 
 
 def explain_embedding(
-    model: SimilarityModel,
-    encoder: Encoder,
-    view: FeatureView,
-    is_mapped: bool,
-    sentence: str,
-    conditions: Sequence[str],
-    to: str | None,
+    model: Any, is_mapped: bool, sentence: str, conditions: Sequence[str], to: str | None
 ) -> Explanation:
     """Explain an embedding or, if there is a second sentence, a similarity.
 
@@ -462,13 +455,12 @@ def explain_embedding(
 
     Args:
         model: The embedder.
-        encoder: Its encoder.
-        view: Its features.
         is_mapped: Whether a head or a guide maps the features.
         sentence: The sentence.
         conditions: The conditions.
         to: The second sentence, if there is one.
     """
+    encoder, view = model.encoder, model.view
     rows = pair_with_conditions([sentence] * len(conditions), conditions)
     # The prompt whose tokens a router weights.
     prompts = [prompt for prompt, _ in view.terms() if prompt.conditional.router is not None]
@@ -488,7 +480,7 @@ def explain_embedding(
         explained = [each for each in pairs if each is not None]
         if len(explained) == len(conditions):
             return Explanation(sentence, to, "exact", explained)
-    return leave_one_out(model, encoder, sentence, conditions, to)
+    return leave_one_out(model, sentence, conditions, to)
 
 
 def _explain_by_weights(
@@ -562,22 +554,19 @@ def _scaled_parts(weighted: TokenWeights) -> Values | None:
 
 
 def leave_one_out(
-    model: SimilarityModel,
-    encoder: Encoder,
-    sentence: str,
-    conditions: Sequence[str],
-    to: str | None,
+    model: Any, sentence: str, conditions: Sequence[str], to: str | None
 ) -> Explanation:
     """Explain a similarity by encoding the sentence again without each token.
 
     The contribution of a token is the similarity to ``to`` with the token minus that without it.
-    If ``to`` is None, the embedding of the whole sentence takes its place.
+    If ``to`` is None, the embedding of the whole sentence takes its place. ``model`` is an embedder
+    or a cross-encoder.
 
     Raises:
         UserError: The tokenizer does not report positions, the sentence has fewer than two tokens
             or more than the encoder reads, or a text is empty.
     """
-    reference = sentence if to is None else to
+    reference, encoder = sentence if to is None else to, model.encoder
     pair_with_conditions([sentence, reference], conditions[0])
     tokens = [token for token in encoder.tokenize(sentence) if not token.special]
     tokens = [token for token in tokens if token.start is not None]

@@ -63,7 +63,7 @@ from llmcond.runs.embedder import Embedder, fit_ignoring_map
 from llmcond.runs.open import extract_inputs
 from llmcond.runs.similarity import report_foreign_texts
 from llmcond.search.model import SearchModel
-from llmcond.search.query import Hits, IndexVersion, PreparedSearch
+from llmcond.search.query import Hits, IndexVersion, PreparedSearch, check_rerank
 from llmcond.search.table import (
     VECTOR,
     IndexRows,
@@ -908,9 +908,17 @@ class Index:
             self._encode_missing(_wordings_of(conditions))
         (self._fit_missing if prepare else self._read_maps)(conditions)
         version = self._version
-        return partial(
-            PreparedSearch.prepare(version, weights, k, where, explain, rerank, seconds), queries
-        )
+        mask = None if where is None else version.table.match_filter(where, seconds)
+        n = len(version.table) if mask is None else int(mask.sum())
+        if n < k:
+            origin = "in the index" if mask is None else "that match the filter"
+            log.info(
+                f"only {format_count(n, 'text')} {origin}: fewer than the {k:,} hits requested"
+            )
+        if n and rerank is not None:
+            check_rerank(rerank, min(k, n), version.model)
+        search = PreparedSearch(version, weights, mask, n, min(k, n), explain, rerank)
+        return partial(search, queries)
 
     def _encode_missing(self, conditions: Sequence[str]) -> None:
         """Encode texts under conditions that a search needs, and log how many."""

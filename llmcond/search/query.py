@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from llmcond.base.arrays import Array, clip_cosines
 from llmcond.base.errors import UserError, format_count, shortened_repr
+from llmcond.base.files import as_json
 from llmcond.base.output import Displayed, log, make_frame
 from llmcond.base.text import condition_flags, ignored_by, without_ignored, wordings
 from llmcond.encoders.spec import EncoderInput
@@ -264,7 +265,7 @@ class Hits(Displayed):
             None.
         """
         return {
-            "results": [_as_json(row) for row in self.rows],
+            "results": [as_json(row) for row in self.rows],
             "query": self.query,
             "conditions": dict(self.conditions),
             "searched": self.searched,
@@ -285,20 +286,6 @@ class Hits(Displayed):
             A ``pandas.DataFrame`` with one row per hit and the columns of ``rows``.
         """
         return make_frame([dict(row) for row in self.rows])
-
-
-def _as_json(value: Any) -> Any:
-    """Convert a value of any column's type to one that JSON can hold."""
-    if isinstance(value, Mapping):
-        return {name: _as_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    value = _finite_or_none(value)
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, bytes):
-        return value.hex()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 #: Number of scores that are in memory at a time.
@@ -339,35 +326,6 @@ class PreparedSearch:
     k: int
     explain: bool
     rerank: int | None
-
-    @classmethod
-    def prepare(
-        cls,
-        version: IndexVersion,
-        weights: Mapping[str, float],
-        k: int,
-        where: str | None,
-        explain: bool,
-        rerank: int | None,
-        seconds: float,
-    ) -> PreparedSearch:
-        """Evaluate the filter of a search for at most k hits.
-
-        Raises:
-            FilterError: if the filter cannot be applied, or takes longer than ``seconds``.
-            UserError: if ``rerank`` is below k, the model does not encode texts together with
-                conditions, or it has no vectors without a condition.
-        """
-        mask = None if where is None else version.table.match_filter(where, seconds)
-        n = len(version.table) if mask is None else int(mask.sum())
-        if n < k:
-            origin = "in the index" if mask is None else "that match the filter"
-            log.info(
-                f"only {format_count(n, 'text')} {origin}: fewer than the {k:,} hits requested"
-            )
-        if n and rerank is not None:
-            _check_rerank(rerank, min(k, n), version.model)
-        return cls(version, weights, mask, n, min(k, n), explain, rerank)
 
     def __call__(self, queries: Sequence[str]) -> list[Hits]:
         """Return the hits of each query.
@@ -508,7 +466,8 @@ class PreparedSearch:
         return [{"without": _round(score), "rank_without": None} for score in scores]
 
 
-def _check_rerank(count: int, k: int, model: SearchModel) -> None:
+def check_rerank(count: int, k: int, model: SearchModel) -> None:
+    """Raise a UserError if a search for k hits cannot compare the ``count`` nearest texts only."""
     if not model.joint:
         raise UserError(
             "--rerank is for models that encode each text together with the condition, but this "

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.base.errors import UserError, format_count, shortened_repr
-from llmcond.base.files import data_path
 from llmcond.base.output import log
 from llmcond.base.text import condition_text, ignored_by
 from llmcond.clustering import (
@@ -182,18 +181,11 @@ def _find_mentions(
 def _check_options(
     options: ClusterOptions, conditions: Sequence[str], guided: bool, labels: Sequence[str]
 ) -> None:
-    """Check the files and the conditions.
+    """Check the conditions, and the columns of labels.
 
     Raises:
         UserError: the options contradict each other.
     """
-    out = options.out
-    positions = None if options.map is None else data_path(Path(options.map))
-    if out is not None and positions and Path(out).absolute() == positions.absolute():
-        raise UserError(
-            f"--out {out} is the file that the positions of --map {options.map} are written to. "
-            "Name another file."
-        )
     if options.answers is not None and not conditions:
         raise UserError("--answers needs --condition, whose answers are read. Add it.")
     if not conditions and not guided:

@@ -23,7 +23,6 @@ from llmcond.base.output import ExtractionBar, log
 from llmcond.base.package import __version__
 from llmcond.base.records import as_json, check_record
 from llmcond.base.stores import check_lance_column_names
-from llmcond.data.answers import AnswerTable
 from llmcond.data.datasets import Collection, text_column
 from llmcond.data.formats import ReadOptions, check_columns
 from llmcond.data.guides import read_guide
@@ -40,7 +39,6 @@ from llmcond.features.extract import check_storable
 from llmcond.features.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit, open_output
 from llmcond.features.pool import Workers, assign_devices, worker_pool
 from llmcond.features.view import WordingRows
-from llmcond.heads.guide import Guides
 from llmcond.options.texts import EmbedOptions
 from llmcond.runs.embedder import (
     MAX_COLLECTION,
@@ -88,8 +86,8 @@ class StreamModel(EmbeddingModel):
         if "run" in source:
             source = {"run": str(self.run.folder.absolute())}
         arguments = {**self.find_arguments, **source, "device": self.device, "quiet": True}
-        state = self.guides, self.normalize, self.answers
-        return _restore_model, (arguments, self.truncate_dim, *state)
+        names = ("truncate_dim", "guides", "normalize", "answers")
+        return _restore_model, (arguments, {name: getattr(self, name) for name in names})
 
     @override
     def embed(self, rows: Sequence[tuple[str, str]], file: str) -> Any:
@@ -135,15 +133,8 @@ class StreamModel(EmbeddingModel):
         return normalise_vectors(vectors, self.head.head) if self.normalize else vectors, encoded
 
 
-def _restore_model(
-    arguments: Mapping[str, Any],
-    truncate_dim: int | None,
-    guides: Guides,
-    normalize: bool,
-    answers: AnswerTable | None,
-) -> StreamModel:
-    model = StreamModel.find(**arguments, truncate_dim=truncate_dim)
-    return replace(model, guides=guides, normalize=normalize, answers=answers)
+def _restore_model(arguments: Mapping[str, Any], state: Mapping[str, Any]) -> StreamModel:
+    return replace(StreamModel.find(**arguments), **state)
 
 
 @dataclass(frozen=True)
@@ -365,10 +356,9 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             report_foreign_texts(
                 table[sentence_column].to_pylist(), model.encoder.resolved.checkpoint
             )
-        dim = _embed_units(job, output, todo, workers)
-        if not dim:
-            packed = job.quantizer.precision.endswith("binary")
-            dim = (model.truncate_dim or 8 * output.dim) if packed else output.dim
+        dim = _embed_units(job, output, todo, workers) or model.truncate_dim
+        packed = job.quantizer.precision.endswith("binary")
+        dim = dim or model.head.head.dim_out or output.dim * (8 if packed else 1)
     n, n_new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     previous_note = f" ({n - n_new:,} of them existed)" if n > n_new else ""
     form = describe_embeddings(n, dim, columns, model.head.reference, job.quantizer)

@@ -59,7 +59,7 @@ def push_to_hub(options: PushOptions) -> PushResult:
     """
     repo, revision = options.repo, options.revision
     _check_name(repo)
-    run, tuned = open_portable_run(Path(options.run))
+    run, tuned = open_portable_run(Path(options.run), options.head)
     token = _read_token(repo, revision)
     with tempfile.TemporaryDirectory(prefix="llmcond-push-") as temporary:
         staged = Path(temporary)

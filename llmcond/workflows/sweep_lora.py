@@ -406,7 +406,11 @@ class _Search:
         if not _is_trained(trained, self._grid.records[digest]):
             log.info(f"training the best again, because its weights were removed: {digest}")
             self._grid.save(digest, _run_training(digest, self._grid.trials[digest]))
-        shutil.rmtree(best, ignore_errors=True)
+        if best.exists():  # of an earlier call; the user may have fitted heads on it
+            names = (best.with_name(f"{_BEST}-{n}") for n in itertools.count(2))
+            earlier = next(path for path in names if not path.exists())
+            best.rename(earlier)
+            log.info(f"{best} was the best of an earlier call, and is {earlier} now")
         if self._options.keep_all:
             with create_folder_atomically(best) as folder:
                 shutil.copytree(trained, folder, dirs_exist_ok=True)

@@ -39,12 +39,18 @@ def test_stored_settings_give_the_same_model(condition):
 
 def test_head_that_was_fitted_again_is_loaded_again(tiny_run, tmp_path):
     run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    first = ConditionedModel("the activity", run, "linear")
+    fingerprints = set()
     for seed in (0, 1):
         settings = {"epochs": "1", "batch_size": "16"}
         llmcond.fit_head(run=run, head="linear", dim=4, set=settings, seed=seed)
         vectors = ConditionedModel("the activity", run, "linear").embed(TEXTS)
         expected = llmcond.load_embedder(run, "linear").encode(TEXTS, "the activity")
         np.testing.assert_array_equal(vectors, expected)
+        fingerprints.add(first.fingerprint)  # of its vectors, which stay those of the first head
+    assert len(fingerprints) == 1
+    assert first.fingerprint != ConditionedModel("the activity", run, "linear").fingerprint
+    assert not np.array_equal(first.embed(TEXTS), expected)
 
 
 def test_zero_shot_with_and_without_subtraction_is_selected_again(tiny_run):

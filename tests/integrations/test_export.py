@@ -208,6 +208,12 @@ def test_export_accepts_any_condition(one_thread, fitted, tmp_path):
     ):
         with pytest.raises(llmcond.UserError, match=message):
             model.encode(TEXTS, **arguments)
+    with pytest.raises(llmcond.UserError, match="not both"):
+        model.encode(pairs, condition="the place")
+    with pytest.raises(llmcond.UserError, match="only models on the hub have revisions"):
+        llmcond.load_sentence_transformer(moved, revision="v1")
+    with pytest.raises(llmcond.UserError, match="Name another folder"):
+        model.save_pretrained(str(moved))
 
 
 def test_heads_without_plain_form_are_rejected(fitted, tmp_path):

@@ -105,6 +105,14 @@ def test_changed_model_is_an_error(run, table, tmp_path, tiny_run):
     output = run("embed-multi", "texts", table, "-m", "places", fails=True)
     assert "Embed the texts again" in output
     assert "Traceback" not in output
+    for damaged, message in (
+        ("{,}", "is not a readable JSON file"),
+        ('{"a": {}}', "invalid entry"),
+    ):
+        path.write_text(damaged)
+        output = run("embed-models", fails=True)
+        assert message in output
+        assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(

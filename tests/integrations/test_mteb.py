@@ -106,7 +106,21 @@ def test_accuracy_of_triples_matches_embedder(wrapper, tiny_run, aspects):
 def test_revisions_differ_where_vectors_do(wrapper, tiny_run):
     names = ("none@concat-sent-cond", "none@concat-sent-cond+c")
     models = [wrapper.MtebEncoder(tiny_run, head=name) for name in names]
-    assert len({model.mteb_model_meta.revision for model in models}) == 2
+    models.append(wrapper.MtebEncoder(tiny_run, head=names[0], truncate_dim=4))
+    assert len({model.mteb_model_meta.revision for model in models}) == 3
+
+
+def test_blank_texts_get_zero_vectors_and_invalid_arguments_are_reported(wrapper, tiny_run):
+    model = wrapper.MtebEncoder(tiny_run, head="none", condition="the place", truncate_dim=4)
+    vectors = model.encode([{"text": ["a park", " "]}, {"text": [""]}], task_metadata=None)
+    assert vectors.shape == (3, 4)
+    np.testing.assert_array_equal(vectors.any(axis=1), [True, False, False])
+    with pytest.raises(TypeError, match="heads"):
+        wrapper.MtebEncoder(tiny_run, heads="none")
+    with pytest.raises(llmcond.UserError, match="the condition is empty"):
+        wrapper.MtebEncoder(tiny_run, condition=" ")
+    with pytest.raises(llmcond.UserError, match="revision is 'v1'"):
+        wrapper.MtebEncoder(tiny_run, "v1")
 
 
 def test_proposed_tasks_import_nothing_of_llmcond():

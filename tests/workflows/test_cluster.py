@@ -212,7 +212,7 @@ INVALID = [
     ),
     ((*PLACE, "--keep", "text"), "the table would have two columns 'text'. Leave it out of --keep"),
     ((*PLACE, "--labels", "place", "people"), "--labels names 2 columns"),
-    ((*PLACE, "--map", "out.png", "--out", "out-data.csv"), "the positions of --map out.png"),
+    ((*PLACE, "--map", "out.png", "--out", "out-data.csv"), "--out and --map both write"),
     ((*PLACE, *PEOPLE_COUNT, "--guide", "guide.csv"), "there are 2 conditions"),
     ((*PLACE, "--ignore", "the mood"), "48 distinct texts, and at least 50 are needed"),
     ((*PLACE, "--ignore-column", "peple"), "no column 'peple'"),

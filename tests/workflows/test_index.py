@@ -130,6 +130,7 @@ def test_invalid_index_input_reports_one_line(index, texts, tmp_path, capsys):
     for arguments, expected in (
         (new, "Name TEXTS to create one"),
         (("--out", index), "there is nothing to do"),
+        (("--out", index, *CONDITION, "--keep", "year"), "--keep needs TEXTS"),
         ((texts, "--out", index, "--head", "relu"), "another head"),
         ((texts, "--out", tmp_path / "folder"), "is not an index"),
         # The names of columns are checked before texts are deleted.

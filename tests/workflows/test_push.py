@@ -238,6 +238,16 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(hub, frozen, capsys, tmp_pat
     np.testing.assert_array_equal(encode_texts(REPO, LINEAR), expected_linear)
 
 
+def test_head_that_cannot_be_loaded_does_not_prevent_a_copy_of_another(frozen, tmp_path):
+    folder = Path(shutil.copytree(frozen, tmp_path / "run"))
+    edit(folder / "heads" / LINEAR / "head.json", {"encoder.identity.max_length": 9})
+    with pytest.raises(UserError, match="max_length"):
+        save_portable_run(folder, tmp_path / "all")
+    (other,) = {*open_any_run(folder).head_names()} - {LINEAR}
+    llmcond.load_embedder(folder, other).save_pretrained(tmp_path / "copy")
+    np.testing.assert_array_equal(encode_texts(tmp_path / "copy"), encode_texts(frozen, other))
+
+
 def test_best_head_is_the_default_of_a_copy_if_zero_shot_was(frozen, tmp_path):
     for best in open_any_run(frozen).head_names():
         folder = Path(shutil.copytree(frozen, tmp_path / best))
@@ -406,6 +416,7 @@ def test_runs_that_others_cannot_use_are_rejected(
         (adapter, "encoder.json", {"base": "/data/ada/gone", "like": None}, "whole encoder."),
         (adapter, "encoder.json", {"base": "/data/ada/gone", "like": "a/b"}, ", or use a/b if"),
         (tiny_run, "run.json", {"encoder.like": "ada/base"}, "or use ada/base if the folder"),
+        (tiny_run, "run.json", {"encoder.model": "http://localhost:9/v1#m"}, "may not reach"),
         (adapter, "run.json", template, "would publish a path of this machine: special_tokens"),
     ):
         message = rejected(folder, name, lambda path, changes=changes: edit(path, changes))

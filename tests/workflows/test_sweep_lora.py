@@ -163,14 +163,18 @@ def test_repeated_sweep_trains_only_what_is_missing(complete, folder, trainings,
     assert "learning_rate=0.05" in captured.out
     assert len(trainings) in (1, 2)
     assert json.loads(damaged.read_text())["scores"] == scores
-    # A smaller sweep has another best training, whose weights were removed.
+    # A smaller sweep has another best training, whose weights were removed. The earlier best stays,
+    # with the files that were added to it.
     trainings.clear()
+    (folder / "best/notes.txt").write_text("mine")
     other = before["results"][1]
     rate = other["settings"]["learning_rate"]
     result = run_json(capsys, *complete(folder, "--vary", f"learning_rate={rate}", *VARIED[2:]))
     assert trainings == [(rate, result["best"]["seed"])]
     assert result["results"] == [other]
-    assert find_weights(folder) == ["best"]
+    (earlier,) = folder.glob("*/notes.txt")
+    assert find_weights(folder)[:2] == ["best", "best-2"]
+    assert earlier.parent.name.startswith("best-")
 
 
 def test_interrupted_copy_of_best_encoder_is_repeated(complete, tmp_path, monkeypatch):
