@@ -71,7 +71,7 @@ def notice_text() -> str:
         "",
         "Licensed under the Apache License, Version 2.0 (see LICENSE).",
         "",
-        f"The bundled models {' and '.join(table['models'])} derive from the following works.",
+        f"The models {', '.join(table['models'])} derive from the following works.",
         "They contain no text of the data.",
     ]
     for work in (Work(**work) for work in table["works"]):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import run_json, run_rejected
 from helpers.paths import ROOT
+from huggingface_hub import constants
 
 import llmcond
 from llmcond.base.files import digest_file
@@ -34,6 +35,25 @@ def test_bundled_files_are_small_and_consistent(name, size):
         llmcond.load_embedder(name).encoder.identity.weights
         == (json.loads((folder / "run.json").read_text())["encoder"]["identity"]["weights"])
     )
+
+
+@pytest.mark.weights
+def test_larger_model_is_loaded_with_its_base(real_checkpoint, monkeypatch, tmp_path):
+    record = json.loads((pretrained_folder("mpnet-conditions") / "encoder.json").read_text())
+    base = tmp_path / "hub" / f"models--{record['base'].replace('/', '--')}" / "snapshots"
+    base.mkdir(parents=True)
+    (base / record["revision"]).symlink_to(real_checkpoint("all-mpnet-base-v2"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    test_bundled_files_are_small_and_consistent("mpnet-conditions", 12)
+    texts = "Great battery, terrible screen.", "The battery lasts two days, and I love the display."
+    battery, screen = (
+        llmcond.load_embedder("mpnet-conditions").similarity(
+            *texts, f"the opinion about the {part}"
+        )
+        for part in ("battery", "screen")
+    )
+    assert battery > screen + 0.05
 
 
 def test_bundled_model_compares_and_embeds_without_run(capsys, tmp_path):

@@ -179,7 +179,7 @@ def test_package_runs_as_module_and_in_a_closed_pipe():
     python = f"{sys.executable} -m llmcond"
     for command, expected in (
         ("--version --verbose", "\nextra lora: installed\n"),
-        ("models --json", '"bundled": ["minilm-conditions", "minilm-csts"]'),
+        ("models --json", '"bundled": ["minilm-conditions", "minilm-csts", "mpnet-conditions"]'),
         ("prompts | head -1", "\n"),
         ("prompts | true", ""),
         ("prompts >&-", ""),

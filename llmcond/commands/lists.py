@@ -165,8 +165,9 @@ class ListModels(EncoderFlags, Command):
 
             Table.of_rows(models_in_brief()).print(form)
             log.info(
-                f"bundled models, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The "
-                "first is the default for embedding texts if you have no run of your data"
+                "bundled models, encoders with a LoRA adapter: "
+                f"{', '.join(pretrained_names())}. The first is the default for embedding texts if "
+                "you have no run of your data"
             )
 
     def failed(self, result: Models) -> LlmcondError | None:

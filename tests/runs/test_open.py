@@ -77,7 +77,7 @@ def test_unknown_name_suggests_known_names(in_tmp, tiny_run):
     for name, expected in (
         ("minlm-csts", "Did you mean 'minilm-csts'"),
         ("NV-Embd-v2", "Did you mean 'nvidia/NV-Embed-v2'"),
-        ("x" * 300, "The bundled models are 'minilm-conditions', 'minilm-csts'."),
+        ("x" * 300, "The bundled models are 'minilm-conditions', 'minilm-csts', "),
     ):
         with pytest.raises(UserError) as error:
             llmcond.load_embedder(name)
@@ -226,15 +226,17 @@ def test_card_of_bundled_model_names_every_work(name):
     card = ModelCard.load(folder / "README.md")
     expected = ("apache-2.0", ["LivNLP/C-STS-Reannotated"])
     assert (card.data.license, card.data.datasets) == expected
-    assert {"base encoder", "rated sentence pairs"} < {work.use for work in works}
+    assert works[0].use.startswith("base encoder")
+    assert "rated sentence pairs" in {work.use for work in works}
     for work in works:
         assert f"[{work.name}]({work.url})" in card.text
         assert work.authors in card.text
     if name == "minilm-conditions":  # it continues a model that was trained on dev
         assert not card.data.eval_results
         return
-    (score,) = card.data.eval_results
-    assert (score.metric_type, score.dataset_split) == ("spearmanr", "dev (5 folds)")
+    score, *_ = card.data.eval_results
+    split = "dev (5 folds)" if name == "minilm-csts" else "dev"
+    assert (score.metric_type, score.dataset_split) == ("spearmanr", split)
 
 
 def test_texts_of_credits_are_not_markdown(tmp_path):

@@ -81,7 +81,7 @@ def test_sdist_and_wheel_have_every_file(tmp_path):
     licences = {name.partition("/licenses/")[2] for name in shipped}
     assert {"LICENSE", "NOTICE"} <= licences
     for name in tracked:
-        folder = name.partition("/")[0]
-        if folder in ("prompts", "heads", "models", "llmcond"):
-            target = name if folder == "llmcond" else f"llmcond/_bundled/{name}"
+        if name.startswith(("prompts/", "heads/", "models/minilm-", "llmcond/")):
+            target = name if name.startswith("llmcond/") else f"llmcond/_bundled/{name}"
             assert shipped.get(target) == (ROOT / name).read_bytes(), name
+    assert not any("mpnet" in name for name in shipped if name.endswith(".safetensors"))
