@@ -4,6 +4,8 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,7 @@ def test_values_become_json_and_are_read_again(tmp_path):
     assert as_json(values) == fields_as_json(values) == expected
     assert as_json([values, None, True, np.arange(2)]) == [expected, None, True, [0, 1]]
     assert [type(value) for value in as_json((np.int64(2), np.float32(1)))] == [int, float]
+    assert as_json([b"\x0a", date(2026, 1, 2), Decimal("0.10")]) == ["0a", "2026-01-02", "0.10"]
     record = _Outer(_Inner(("a",), 0.5), {"x": 1})
     write_record(tmp_path / "record.json", record)
     assert read_record(tmp_path / "record.json", _Outer) == _Outer(_Inner(["a"], 0.5), {"x": 1})

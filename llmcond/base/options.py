@@ -209,7 +209,9 @@ class Options:
             for file in files:
                 same = outputs.setdefault(file.absolute(), flag)
                 if same != flag:
-                    raise UserError(f"{same} and {flag} both write {file}. Rename one.")
+                    raise UserError(
+                        f"{same} and {flag} both write {file}. Give one of them another name."
+                    )
 
     def select(self, cls: type[T]) -> T:
         """Return an instance of another dataclass with the options that both have."""

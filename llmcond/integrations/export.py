@@ -800,7 +800,7 @@ def _compare(
             raise LlmcondError(
                 f"the export computes other vectors than llmcond under {condition!r}: that of "
                 f"{shortened_repr(texts[int(distance.argmax())])} is {distance.max():.1e} away, "
-                "which is more than rounding. Nothing was written."
+                "which is more than rounding. Nothing was written. Leave out --condition instead."
             )
         largest = max(largest, float(np.abs(difference).max()))
     return largest

@@ -169,7 +169,9 @@ def _read_settings() -> dict[str, Any]:
     except LlmcondError as error:
         raise CommandError(str(error)) from error
     for key, value in settings.items():
-        if not (key.count("/") == 2 and isinstance(value, dict) and "fingerprint" in value):
+        names = ("condition", "model", "fingerprint")
+        values = [value.get(name) for name in names] if isinstance(value, dict) else [None]
+        if key.count("/") != 2 or not all(isinstance(each, str) for each in values):
             raise CommandError(f"{path} has an invalid entry {key!r}. Correct or remove it.")
     return settings
 

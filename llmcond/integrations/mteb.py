@@ -8,7 +8,7 @@ mteb passes the condition of each row to the model. Usage::
     tasks = [CSTS("csts/", split="dev"), AspectTriples("aspects/")]
     mteb.evaluate(MtebEncoder("runs/default"), tasks, cache=None)
 
-mteb does not compare the data of stored results, so that a cache would return those of other data.
+mteb does not check that a stored result is of the same data: leave ``cache=None`` if it differs.
 """
 
 from __future__ import annotations

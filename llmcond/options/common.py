@@ -57,7 +57,7 @@ class FigureOption(Options):
     figure_format: Literal["png", "svg", "pdf"] = option(
         "png",
         metavar="FORMAT",
-        needs="--figures or --out",
+        needs="--figures",
         help="format of figures: png, svg or pdf; the numbers of each figure are written next to "
         "it as CSV",
     )

@@ -199,8 +199,8 @@ def open_portable_run(folder: Path, heads: Sequence[str] = ()) -> tuple[Run, Enc
     if encoder != IN_RUN_FOLDER:
         if is_server(encoder):
             raise UserError(
-                f"the encoder of {folder} is {encoder}, a server that others may not reach. "
-                "Extract and fit with an encoder of the hub in another run: llmcond extract "
+                f"the encoder of {folder} is behind a server, {encoder}, which others may not "
+                "reach. Extract and fit with an encoder of the hub in another run: llmcond extract "
                 "--model OWNER/NAME --run OTHER"
             )
         if _is_local_only(encoder, folder):

@@ -580,7 +580,8 @@ class Run:
         # The path of a template file is accepted as well, since `extract` accepts it.
         prompt_name = Path(name).stem if name.endswith(".toml") else name
         if prompt_name not in prompts:
-            model = self.find_arguments.get("model")  # not a folder that the user knows
+            # Users do not know the folders of bundled models and of models on the hub.
+            model = self.find_arguments.get("model")
             raise UserError(
                 f"{self.display_name} has no features of the prompt {prompt_name!r}. "
                 f"{nearest(prompt_name, prompts)} Extract them: llmcond extract --model "

@@ -401,9 +401,13 @@ class _Search:
     def _keep_best(self, digest: str) -> Path:
         """Make a training the folder ``best``; train it again if its weights were removed."""
         best, trained = self._folder / _BEST, self._folder / _TRAININGS / digest
-        if _is_trained(best, self._grid.records[digest]):
+        folders = (best, *sorted(self._folder.glob(f"{_BEST}-*")), trained)
+        record = self._grid.records[digest]
+        source = next((path for path in folders if _is_trained(path, record)), None)
+        if source == best:
             return best
-        if not _is_trained(trained, self._grid.records[digest]):
+        if source is None:
+            source = trained
             log.info(f"training the best again, because its weights were removed: {digest}")
             self._grid.save(digest, _run_training(digest, self._grid.trials[digest]))
         if best.exists():  # of an earlier call; the user may have fitted heads on it
@@ -411,11 +415,11 @@ class _Search:
             earlier = next(path for path in names if not path.exists())
             best.rename(earlier)
             log.info(f"{best} was the best of an earlier call, and is {earlier} now")
-        if self._options.keep_all:
+        if self._options.keep_all and source == trained:
             with create_folder_atomically(best) as folder:
                 shutil.copytree(trained, folder, dirs_exist_ok=True)
         else:
-            trained.rename(best)
+            source.rename(best)
         return best
 
 

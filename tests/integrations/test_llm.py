@@ -108,6 +108,7 @@ def test_changed_model_is_an_error(run, table, tmp_path, tiny_run):
     for damaged, message in (
         ("{,}", "is not a readable JSON file"),
         ('{"a": {}}', "invalid entry"),
+        ('{"llmcond/a/0": {"fingerprint": "0", "model": "minilm-csts"}}', "invalid entry"),
     ):
         path.write_text(damaged)
         output = run("embed-models", fails=True)

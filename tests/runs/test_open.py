@@ -83,6 +83,9 @@ def test_unknown_name_suggests_known_names(in_tmp, tiny_run):
             llmcond.load_embedder(name)
         assert f"there is no run or model {name}" in str(error.value)
         assert expected in str(error.value)
+    message = r"^minilm-csts \(bundled\) has no features.*--model minilm-csts .*--run DIR$"
+    with pytest.raises(UserError, match=message):
+        llmcond.load_embedder("minilm-csts", head="none", prompt="pair-cond")
     message = r"--model minilm-csts --prompt concat-cond-sent --run DIR$"
     with pytest.raises(UserError, match=message):
         llmcond.load_embedder("minilm-csts", head="mpl")

@@ -21,11 +21,13 @@ NONE, LINEAR = "none@concat-sent-cond", "linear@concat-sent-cond"
 
 
 def test_histograms_of_cosines_are_written_with_their_data(fitted, tmp_path):
-    options = {"what": ["isotropy"], "out": tmp_path, "figure_format": "svg", "split": "train"}
-    analysis = llmcond.analyse(run=fitted, **options)
-    assert {path.name for path in tmp_path.iterdir()} == {"isotropy.svg", "isotropy-data.csv"}
+    folder = shutil.copytree(fitted, tmp_path / "run")
+    options = {"what": ["isotropy"], "figure_format": "svg", "split": "train"}
+    analysis = llmcond.analyse(run=folder, **options)
+    figures = folder / "analyses"
+    assert {path.name for path in figures.iterdir()} == {"isotropy.svg", "isotropy-data.csv"}
     series = {}
-    for row in read_csv(tmp_path / "isotropy-data.csv"):
+    for row in read_csv(figures / "isotropy-data.csv"):
         series.setdefault((row["panel"], row["series"]), []).append(row)
     assert set(series) == {(NONE, "minus c"), (NONE, "with c"), (LINEAR, "minus c")}
     for row in analysis["isotropy"]:

@@ -145,6 +145,7 @@ def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows,
         ([SENT_COND, "--baseline", COND_SENT], f"{COND_SENT} is not among the prompts"),
         (["cond"], "none of the prompts can be used with"),
         (["glued.toml"], "the prompt glued gives the same input for"),
+        ([SENT_COND, "--figure-format", "svg"], "--figure-format needs --figures"),
     ):
         line = call(*options, "--data", data, folder="fresh", code=2).err.splitlines()[-1]
         assert line.startswith("llmcond: error: ")

@@ -109,6 +109,13 @@ def test_units_have_one_precision_with_recorded_ranges(embed, monkeypatch):
     assert (np.abs(extended[250:].astype(int) - codes[:40]) <= 1).mean() > 0.95
 
 
+def test_size_of_binary_vectors_is_reported_again(capsys, fitted, source, tmp_path):
+    run_folder = Path(shutil.copytree(fitted, tmp_path / "copy"))
+    llmcond.fit_head(run=run_folder, head="pca", dim=12, name="short")
+    command = embed_command("out.lance", run_folder, "--precision", "binary", "--head", "short")
+    assert [run_json(capsys, *command)["dim"] for _ in range(2)] == [12, 12]
+
+
 def test_ranges_come_from_several_small_files(embed, monkeypatch):
     monkeypatch.setattr(embed_stream, "CALIBRATION_ROWS", 30)
     for row in range(4):

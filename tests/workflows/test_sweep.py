@@ -274,7 +274,7 @@ INVALID = [
     (f"--prompt {JOINT} {SEPARATE} --no-subtract", "the condition would be ignored"),
     (f"--head hypernet --prompt {JOINT}", "--prompt separate"),
     ("--head small.toml copy/small.toml", "the head small was given 2 times"),
-    ("--plot x.png --plot-steps x.png", "--plot-steps and --plot both write x.png. Rename one."),
+    ("--plot x.png --plot-steps x.png", "--plot-steps and --plot both write x.png. Give one"),
     ("--plot x.png --plot-steps x.svg", "--plot-steps and --plot both write x-data.csv."),
 ]
 

@@ -175,6 +175,10 @@ def test_repeated_sweep_trains_only_what_is_missing(complete, folder, trainings,
     (earlier,) = folder.glob("*/notes.txt")
     assert find_weights(folder)[:2] == ["best", "best-2"]
     assert earlier.parent.name.startswith("best-")
+    # The first sweep uses it again, without a training.
+    trainings.clear()
+    assert run_json(capsys, *complete(folder, *VARIED))["results"] == before["results"]
+    assert (trainings, (folder / "best/notes.txt").read_text()) == ([], "mine")
 
 
 def test_interrupted_copy_of_best_encoder_is_repeated(complete, tmp_path, monkeypatch):
