@@ -382,7 +382,8 @@ class BiEncoderModel(RatedModel[RatedInputs]):
         self, sampler: AspectSampler, view: FeatureView, seed: list[int]
     ) -> Tensor:
         """Return the contrastive loss of sampled groups of texts, a scalar."""
-        sampled = sampler.sample(seed)
+        with torch.autocast(self.engine.output_device.type, enabled=False):
+            sampled = sampler.sample(seed)  # a teacher computes in its own number format
         texts = RatedInputs.from_rows(sampled.rows, view, sampler.tokenizer)
         positions = np.arange(len(sampled.rows))
         used = texts.distinct_inputs(positions)
@@ -403,6 +404,9 @@ class BiEncoderModel(RatedModel[RatedInputs]):
                 loss = loss + classify_values(
                     embeddings, self.prototypes, sampler.kinds, torch.from_numpy(sampled.label)
                 )
+            if sampled.target is not None:
+                target = torch.from_numpy(sampled.target).to(embeddings)
+                loss = loss + match_neighbours(embeddings, target, group, _TEMPERATURE)
             return loss
 
     def groups(self, inputs: RatedInputs) -> NDArray[np.int64]:
@@ -515,6 +519,7 @@ class AspectBatch:
             the condition have numbers that no other text has.
         label: (n,) position of the text's value in ``AspectSampler.classes``; -1: it is not there.
         twin: (n,) position of the same text under another condition; -1: there is none.
+        target: (n, d) embeddings of another model, to learn from; None: there is none.
     """
 
     rows: Rows
@@ -522,6 +527,7 @@ class AspectBatch:
     value: NDArray[np.int64]
     label: NDArray[np.int64]
     twin: NDArray[np.int64]
+    target: NDArray[np.float32] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,14 +572,24 @@ class AspectSampler:
     """
 
     def __init__(
-        self, samples: Sequence[AspectSample], settings: AspectSettings, tokenizer: InputTokenizer
+        self,
+        samples: Sequence[AspectSample],
+        settings: AspectSettings,
+        tokenizer: InputTokenizer,
+        teacher: Callable[[Sequence[str], Sequence[str]], NDArray[np.float32]] | None = None,
     ) -> None:
-        """Index sets of texts; ``tokenizer`` is that of the model that reads them.
+        """Index sets of texts.
+
+        Args:
+            samples: the sets.
+            settings: settings of the groups.
+            tokenizer: tokenizer of the model that reads the texts.
+            teacher: function from n texts and n conditions to (n, d) embeddings to learn from.
 
         Raises:
             UserError: no condition has two values, one of them in two texts.
         """
-        self.settings, self.tokenizer = settings, tokenizer
+        self.settings, self.tokenizer, self._teacher = settings, tokenizer, teacher
         self._sets = [conditions for sample in samples if (conditions := _find_conditions(sample))]
         if not self._sets:
             raise UserError(
@@ -617,8 +633,9 @@ class AspectSampler:
         sentences, conditions, groups, values, labels = zip(*texts, strict=True)
         number = np.arange(len(texts))
         rows = Rows(sentences, sentences, conditions, np.zeros(len(texts)), number + 1, "aspects")
+        target = None if self._teacher is None else self._teacher(sentences, conditions)
         return AspectBatch(
-            rows, np.array(groups), np.array(values), np.array(labels), np.array(twin)
+            rows, np.array(groups), np.array(values), np.array(labels), np.array(twin), target
         )
 
     def _describe(
@@ -764,15 +781,41 @@ def supervised_contrast(
         value: (n,) number of each text's value; texts of a group with equal numbers are positives.
         temperature: temperature of the cosines.
     """
-    unit = normalize(vectors, dim=1)
-    cosine = unit @ unit.T / temperature
-    compared = (group[:, None] == group) & ~torch.eye(len(group), dtype=torch.bool).to(group.device)
+    log_share, compared = _compare_within_groups(vectors, group, temperature)
     positive = compared & (value[:, None] == value)
-    log_share = cosine - cosine.masked_fill(~compared, -torch.inf).logsumexp(1, keepdim=True)
     count = positive.sum(1)
     has_positive = count > 0
     summed = log_share.masked_fill(~positive, 0).sum(1)
     return -(summed[has_positive] / count[has_positive]).mean()
+
+
+def match_neighbours(vectors: Tensor, target: Tensor, group: Tensor, temperature: float) -> Tensor:
+    """Return the mean divergence from a teacher's similarities within groups, a scalar.
+
+    The softmax of a text's cosines with the other texts of its group is a distribution over them.
+    The loss is the Kullback-Leibler divergence from the teacher's distribution to the model's (as
+    in SEED, arXiv 2101.04731, whose texts are compared with a queue instead).
+
+    Args:
+        vectors: (n, k) embeddings.
+        target: (n, d) the teacher's embeddings of the same texts.
+        group: (n,) group of each text.
+        temperature: temperature of the cosines.
+    """
+    log_share, compared = _compare_within_groups(vectors, group, temperature)
+    expected, _ = _compare_within_groups(target, group, temperature)
+    excess = (expected - log_share).masked_fill(~compared, 0)
+    return (expected.exp() * excess).sum(1).mean()
+
+
+def _compare_within_groups(
+    vectors: Tensor, group: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the log-softmax of the cosines within groups, and which pairs have one, (n, n)."""
+    unit = normalize(vectors, dim=1)
+    compared = (group[:, None] == group) & ~torch.eye(len(group), dtype=torch.bool).to(group.device)
+    cosine = (unit @ unit.T / temperature).masked_fill(~compared, -torch.inf)
+    return cosine.log_softmax(1), compared
 
 
 def contrast_conditions(vectors: Tensor, group: Tensor, value: Tensor, twin: Tensor) -> Tensor:

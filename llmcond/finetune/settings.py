@@ -199,6 +199,8 @@ class AspectSettings:
         aspects_twins: share of the groups whose texts form a second group, under another condition
             of the same set. A further loss compares the two similarities of each pair that agrees
             under one condition and differs under the other.
+        aspects_teacher: run, or name of a bundled model, from whose similarities within each group
+            the model also learns; None: only from the attributes.
     """
 
     option_group: ClassVar[str] = "texts with attributes"
@@ -230,6 +232,11 @@ class AspectSettings:
         0.5,
         help="share of the groups whose texts are also compared under a second condition",
         metavar="SHARE",
+    )
+    aspects_teacher: str | Path | None = option(
+        None,
+        help="run or bundled model from whose similarities of these texts to learn as well",
+        metavar="RUN",
     )
 
 

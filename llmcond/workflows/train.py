@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -109,13 +109,13 @@ def plan_stage(
     options: TrainLoraOptions | TrainCrossOptions,
     dataset: Dataset,
     resolved: ResolvedEncoder,
-    teacher: Teacher | None = None,
+    teachers: Iterable[Teacher | None] = (),
 ) -> StageSettings | None:
     """Return the settings of the last stage, checked before any training; None: there is none.
 
     Raises:
         UserError: dev has no rated rows, or fewer sentence pairs than folds; or there are folds,
-            and the encoder or the teacher was trained on dev.
+            and the encoder or a teacher was trained on dev.
     """
     stage = options.select(StageSettings)
     if stage.then is None:
@@ -129,8 +129,11 @@ def plan_stage(
     check_fold_count(dev.take(dev.rated), stage.folds)
     knows_dev = dataset.dev_digests & resolved.checkpoint.dev_digests
     trained_on_dev = [options.model] if knows_dev else []
-    if teacher is not None and teacher.was_trained_on_dev(dataset):
-        trained_on_dev.append(f"the teacher {teacher.run.folder}")
+    trained_on_dev += [
+        f"the teacher {teacher.run.folder}"
+        for teacher in teachers
+        if teacher and teacher.was_trained_on_dev(dataset)
+    ]
     if stage.folds and trained_on_dev:
         raise UserError(
             f"{trained_on_dev[0]} was trained on dev, so folds of dev would measure nothing. "
@@ -221,8 +224,9 @@ def plan_training(
     teacher = find_teacher(options.teacher, options.teacher_rows, dataset)
     aspects = None if options.aspects is None else options.select(AspectSettings)
     samples = [] if aspects is None else read_aspect_datasets(Path(str(aspects.aspects)))
+    aspects_teacher = find_teacher(options.aspects_teacher, 0, dataset)
     resolved, settings = resolve_trainable(options, options.encoder_options(), settings)
-    stage = plan_stage(options, dataset, resolved, teacher)
+    stage = plan_stage(options, dataset, resolved, (teacher, aspects_teacher))
     names = {"separate": ["separate"], "both": [resolved.joint_prompt, "separate"]}
     names["alone"] = [str(task.prompt)]
     prompts = prompts or [
@@ -250,7 +254,7 @@ def plan_training(
             "objective": asdict(objective),
             "then": stage and asdict(stage),
             "teacher": teacher and dict(teacher.record),
-            "aspects": aspects and _record_aspects(aspects),
+            "aspects": aspects and _record_aspects(aspects, aspects_teacher),
             "ensemble": options.ensemble if options.ensemble > 1 else None,
         }
         config |= {key: value for key, value in optional.items() if value is not None}
@@ -268,6 +272,7 @@ def plan_training(
         teacher=teacher,
         objective=objective,
         aspects=aspects,
+        aspects_teacher=aspects_teacher,
         samples=samples,
     )
     if options.ensemble > 1:
@@ -290,11 +295,14 @@ def _check_options_without_ratings(options: TrainLoraOptions, task: AnyTask[Any]
         )
 
 
-def _record_aspects(settings: AspectSettings) -> dict[str, Any]:
-    """Return what decides the sampled groups: the settings, and the digest of each set."""
+def _record_aspects(settings: AspectSettings, teacher: Teacher | None) -> dict[str, Any]:
+    """Return what decides their losses: the settings, the digest of each set, and the teacher."""
     files = dataset_files(Path(str(settings.aspects)))
-    digests = {name: digest_file(path) for name, path in files.items()}
-    return {**asdict(settings), "aspects": digests}
+    record = asdict(settings) | {
+        "aspects": {name: digest_file(path) for name, path in files.items()},
+        "aspects_teacher": teacher and dict(teacher.record),
+    }
+    return {key: value for key, value in record.items() if value is not None}
 
 
 class _PairJob(TrainingJob):
@@ -321,7 +329,9 @@ class _PairJob(TrainingJob):
                 self.aspects.aspects_texts / self.settings.gradient_accumulation_steps
             )
             aspects = replace(self.aspects, aspects_texts=share)
-            sampler = AspectSampler(self.samples, aspects, tokenizer)
+            device, teacher = str(trainable.engine.output_device), self.aspects_teacher
+            encode = None if teacher is None else teacher.load_embedder(device).encode
+            sampler = AspectSampler(self.samples, aspects, tokenizer, encode)
         model = BiEncoderModel(
             trainable.engine,
             recipe,

@@ -72,8 +72,8 @@ class Teacher:
     Attributes:
         run: the run.
         head: the full name of the head; for a cross-encoder, the name of its linear layer.
-        rows: the number of rows to rate.
-        record: what identifies the teacher: the digests of encoder and head, and ``rows``.
+        rows: the number of rows to rate; 0: it rates none.
+        record: what identifies the teacher: the digests of encoder and head, and ``rows``, if any.
         dev_digests: digests of the datasets whose dev rows its encoder or its head was trained on.
     """
 
@@ -88,7 +88,8 @@ class Teacher:
         tuned = read_encoder_record(self.run.folder)
         base = {} if tuned is None or tuned.base is None else {"base": tuned.base}
         fields = {"encoder": self.run.encoder_name, **base}
-        return {**fields, "head": self.head, "rows": self.rows}
+        rows = {"rows": self.rows} if self.rows else {}
+        return {**fields, "head": self.head, **rows}
 
     def was_trained_on_dev(self, dataset: Dataset) -> bool:
         """Return whether the teacher was trained on the dev rows of a dataset."""
@@ -119,7 +120,10 @@ class Teacher:
             log.info(
                 f"rating {len(rows) - len(ratings):,} rows with {self.head} of {self.run.folder}"
             )
-            model = self._load(device)
+            if self.run.cross:
+                model: CrossEncoder | Embedder = load_cross_encoder(self.run.folder, device=device)
+            else:
+                model = self.load_embedder(device)
             while len(ratings) < len(rows):
                 batch = slice(len(ratings), len(ratings) + _BLOCK)
                 texts = (rows.sentence1[batch], rows.sentence2[batch], rows.condition[batch])
@@ -131,9 +135,12 @@ class Teacher:
                 write_json(path, {"ratings": ratings})
         return replace(rows, rating=np.array(ratings))
 
-    def _load(self, device: str) -> CrossEncoder | Embedder:
-        if self.run.cross:
-            return load_cross_encoder(self.run.folder, device=device)
+    def load_embedder(self, device: str) -> Embedder:
+        """Load its encoder and head to a device.
+
+        Raises:
+            LlmcondError: the encoder cannot be loaded.
+        """
         encoder = LazyEncoder(self.run.resolve_encoder(device))()
         return make_embedder(encoder, self.run.load_head(self.head))
 
@@ -143,7 +150,8 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
 
     Args:
         folder: the folder of a run, or the name of a bundled model; None: there is no teacher.
-        rows: the number of rows to rate; None: as many as train has rated rows.
+        rows: the number of rows to rate; None: as many as train has rated rows; 0: it rates none,
+            so that it must not be a cross-encoder, and its similarities need not be ratings.
         dataset: the dataset of the student.
 
     Returns:
@@ -154,8 +162,10 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     """
     if folder is None:
         return None
-    run = open_run(local_folder(folder), cross=True)
-    splits, rows = run.trained_on, rows or int(dataset.splits["train"].rated.sum())
+    run = open_run(local_folder(folder), cross=rows != 0)
+    if rows is None:
+        rows = int(dataset.splits["train"].rated.sum())
+    splits = run.trained_on
     if run.cross:
         name = NAME
     else:
@@ -169,7 +179,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
         saved_head, reason = run.load_head(default_head[0]), default_head[1]
         saved_head.view.check_texts()
         log.info(f"teacher: {saved_head.name} of {folder}, {reason}")
-        if not getattr(saved_head.head.settings, "mse", 1.0):
+        if rows and not getattr(saved_head.head.settings, "mse", 1.0):
             raise UserError(
                 f"the head {saved_head.name} of {folder} was fitted to the order of ratings, so "
                 "its similarities are on another scale. Fit a head with mse above 0."
@@ -178,7 +188,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     record = {
         "encoder": run.manifest["encoder"]["fingerprint"],
         "head": run.head_record(name)["weights_sha256"],
-        "rows": rows,
+        **({"rows": rows} if rows else {}),
     }
     # The encoder may have been trained on other data than those of the run.
     dev_digests = run.resolve_encoder("cpu").checkpoint.dev_digests
@@ -272,6 +282,8 @@ class TrainingJob:
         teacher: the teacher that rates additional training rows; None: there is none.
         objective: the objective on rated pairs.
         aspects: the settings of training on texts with attributes too; None: there are none.
+        aspects_teacher: the teacher whose similarities of these texts are learned; None: there is
+            none.
         samples: the sets of such texts.
     """
 
@@ -290,6 +302,7 @@ class TrainingJob:
     teacher: Teacher | None = None
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     aspects: AspectSettings | None = None
+    aspects_teacher: Teacher | None = None
     samples: Sequence[AspectSample] = ()
 
     @property
@@ -309,23 +322,24 @@ class TrainingJob:
 
     @property
     def trained_on(self) -> tuple[str, ...]:
-        """The splits whose examples the encoder, or its teacher, was trained on."""
+        """The splits whose examples the encoder, or a teacher, was trained on."""
         return ("train", "dev") if self.stage is not None or self._dev_is_known else ("train",)
 
     @property
     def _dev_is_known(self) -> bool:
-        """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
+        """Whether a teacher or the encoder was trained on dev, so that dev scores are biased."""
         if _dev_digests(self.dataset) & self.resolved.checkpoint.dev_digests:
             return True
-        return self.teacher is not None and self.teacher.was_trained_on_dev(self.dataset)
+        teachers = (self.teacher, self.aspects_teacher)
+        return any(teacher and teacher.was_trained_on_dev(self.dataset) for teacher in teachers)
 
     def record_fields(self) -> dict[str, Any]:
         """Return further fields for the training record, on the data that was trained on."""
         record: dict[str, Any] = {}
         if self.trained_on != ("train",):
             record["trained_on"] = list(self.trained_on)
-        if self.teacher is not None:
-            record["teacher"] = self.teacher.record_fields()
+        teachers = {"teacher": self.teacher, "aspects_teacher": self.aspects_teacher}
+        record |= {key: teacher.record_fields() for key, teacher in teachers.items() if teacher}
         if self.samples:
             record["aspects"] = [sample.name for sample in self.samples]
         return record
@@ -355,7 +369,7 @@ class TrainingJob:
         train_inputs = self.inputs(train, tokenizer)
         if self._dev_is_known:
             log.info(
-                "the encoder or its teacher was trained on dev, so dev does not choose the weights"
+                "the encoder or a teacher was trained on dev, so dev does not choose the weights"
             )
             dev = None
         has_dev = dev is not None and dev.rated.any()

@@ -19,6 +19,7 @@ from helpers.flags import change_flags
 from helpers.processes import Command
 from helpers.training import Stopped, build_trainer, kill_in_step, resume_training, stop_after
 from safetensors.torch import load_file
+from scipy.special import softmax
 from transformers import AutoModel, AutoTokenizer
 
 import llmcond
@@ -37,6 +38,7 @@ from llmcond.finetune.model import (
     AspectSampler,
     classify_values,
     contrast_conditions,
+    match_neighbours,
     supervised_contrast,
 )
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
@@ -552,6 +554,21 @@ def test_loss_compares_texts_within_groups_only():
     assert float(loss) == pytest.approx(math.log(5), abs=1e-5)
 
 
+def test_similarities_of_teacher_are_compared_within_groups():
+    vectors = torch.tensor([[1.0, 0], [0.6, 0.8], [0, 1], [1, 0], [0, 1]])
+    group = torch.tensor([0, 0, 0, 1, 1])
+    # Only the angles count, not the number or size of dimensions.
+    target = torch.hstack([5 * vectors, torch.zeros(5, 3)])
+    assert float(match_neighbours(vectors, target, group, 0.5)) == pytest.approx(0, abs=1e-6)
+    # The first two texts swap their distributions, and a group of two has only one.
+    swapped = match_neighbours(vectors, target[[1, 0, 2, 4, 4]], group, 0.5)
+    expected = 0.0
+    for student, teacher in (((1.2, 0), (1.2, 1.6)), ((1.2, 1.6), (1.2, 0)), ((0, 1.6), (1.6, 0))):
+        shares = [softmax(cosines) for cosines in (teacher, student)]
+        expected += sum(p * math.log(p / q) for p, q in zip(*shares, strict=True)) / 5
+    assert float(swapped) == pytest.approx(expected, abs=1e-5)
+
+
 def test_texts_without_the_attribute_are_negatives_of_all_others(aspects):
     """Only in sets whose texts have every attribute that they mention."""
     (sample,) = read_aspect_datasets(aspects)
@@ -667,12 +684,16 @@ def test_training_on_aspects_is_recorded_and_changes_weights(train, aspects, tmp
     parts = ("--aspects-texts", 24, "--gradient-accumulation-steps", 4)
     train("parts", *options, "--aspects", aspects, *parts)
     assert min(sizes) < 12
+    teacher = ("--aspects-teacher", "minilm-conditions")
+    summary = train("taught", *options, "--aspects", aspects, "--aspects-texts", 24, *teacher)
+    assert summary["aspects_teacher"]["encoder"] == "minilm-conditions"
+    assert "also learned the similarities" in (tmp_path / "taught" / "README.md").read_text()
     run_digest, again, *others = (
         digest_file(tmp_path / name / "model.safetensors")
-        for name in ("run", "again", "without", "one-condition")
+        for name in ("run", "again", "without", "one-condition", "taught")
     )
     assert run_digest == again
-    assert len({run_digest, *others}) == 3
+    assert len({run_digest, *others}) == 4
 
 
 def test_training_continues_from_an_adapter(train, command, aspects, tmp_path):
