@@ -81,6 +81,7 @@ def test_invalid_condition_error_says_what_is_wrong():
         ("the place", ["Rome", 7], "the example value 7 is not a string"),
         ("the place", None, "the example values are None; expected a list"),
         ("the place", 'Rome, "Paris', "cannot be read: .* put double quotes"),
+        ("a" + "|b" * 64, (), "one condition has 65 wordings; give at most 64"),
         (" ", "Rome", "the values Rome belong to an empty condition"),
         (CUISINE, "Greek", "is the Condition .* expected its text and all values"),
         (7, "Rome", "the condition is the int 7; expected a string"),

@@ -160,6 +160,8 @@ def shorten(text: str, max_length: int = 80) -> str:
 
 #: Largest number of example values per condition; the encoder would cut longer lists.
 MAX_VALUES = 64
+#: The most wordings of a condition. Each one costs as much as a text.
+MAX_WORDINGS = 64
 
 
 class Condition(str):
@@ -182,7 +184,7 @@ class Condition(str):
 
     Raises:
         UserError: the text is not a string or is a ``Condition``, the text of values is empty, a
-            value is not a string, or there are too many values.
+            value is not a string, or there are too many values or wordings.
 
     Attributes:
         text: the condition without its values.
@@ -220,6 +222,10 @@ class Condition(str):
         cleaned = example_values(values)
         if "|" in text and not text.replace("|", "").strip():
             raise UserError(f"{text!r} names no condition. Separate its wordings by |: a | b.")
+        if text.count("|") >= MAX_WORDINGS:
+            raise UserError(
+                f"one condition has {text.count('|') + 1:,} wordings; give at most {MAX_WORDINGS}."
+            )
         if cleaned and not text:
             raise UserError(
                 f"the values {', '.join(cleaned)} belong to an empty condition. Name the condition."

@@ -30,8 +30,8 @@ from starlette.types import Receive, Scope, Send
 
 from llmcond.base.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
 from llmcond.base.package import __version__
-from llmcond.base.text import ignoring
-from llmcond.encoders.spec import Encoded, InputError
+from llmcond.base.text import as_condition, condition_text, ignored_by, ignoring
+from llmcond.encoders.spec import Encoded, InputError, NotFiniteError
 from llmcond.heads.guide import check_ignored
 from llmcond.report import page as report
 from llmcond.report.page import csp_source, page_templates
@@ -241,6 +241,9 @@ def page_response(model: ServedModel, *, needs_key: bool) -> Response:
     template = page_templates(_FOLDER).get_template("page.html.j2")
     text = template.render(
         model=model,
+        condition=condition_text(model.condition or ""),
+        values=getattr(model.condition, "values", ()),
+        ignored=ignored_by(model.condition),
         about=model.describe(),
         embeds=isinstance(model.model, Embedder),
         has_head=model.model.head.kind != "none",
@@ -523,6 +526,10 @@ class Endpoints:
             if not text.strip():
                 which = f"condition {number} of {len(texts)}" if len(texts) > 1 else "the condition"
                 raise invalid_value_error("condition", f"{which} is empty. Give a text.")
+            try:
+                as_condition(text)
+            except UserError as error:
+                raise invalid_value_error("condition", f"condition: {error}") from None
         try:
             requested = body.conditions()
         except UserError as error:
@@ -619,6 +626,8 @@ class Endpoints:
             if not disconnect.done():  # the request itself was cancelled, by its time limit
                 raise
             raise ClientDisconnect from None
+        except NotFiniteError as error:
+            raise RequestError(500, "model_failed", self._model.without_paths(error)) from error
         except InputError:
             message = (
                 "condition, with its values, is too long: within "

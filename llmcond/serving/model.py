@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from llmcond.base.arrays import CALIBRATED, Array, quantize_embeddings
 from llmcond.base.errors import format_list
 from llmcond.base.options import Precision
+from llmcond.base.text import wordings
 from llmcond.heads.numpy_heads import ZERO_SHOT
 from llmcond.runs import cross
 from llmcond.runs.cross import CrossEncoder
@@ -221,8 +222,9 @@ class Batcher:
         """
         used, stop = 0.0, job.taken
         while stop < len(job.rows) and (used < budget or stop == job.taken):
-            size = sum(map(len, job.rows[stop]))
-            used += min(1 + size * self._per_character, self._longest)
+            row = job.rows[stop]
+            n_tokens = min(1 + sum(map(len, row)) * self._per_character, self._longest)
+            used += n_tokens * len(wordings(row[-1] if row else None))  # a call has an empty row
             stop += 1
         return job.rows[job.taken : stop], used
 

@@ -436,7 +436,7 @@ class ModelServer(uvicorn.Server):
             self._batcher.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Reject new requests and finish accepted ones; at a second signal, stop at once."""
+        """Reject new requests and finish accepted ones; at a second signal, only the batch."""
         # The base class also records the signal, to raise it again after the shutdown, which would
         # kill the process. This method does not.
         self.gate.closing = True

@@ -294,11 +294,13 @@ _Values = Annotated[list[_String], Field(fail_fast=True)]
 
 #: A switch that cannot be turned off.
 _True = Annotated[bool, AfterValidator(_check_true), Field(json_schema_extra={"const": True})]
+#: The most conditions of a search.
+_MAX_CONDITIONS = 64
 #: Weights, and example values, of several conditions.
 _Weights = Annotated[
     dict[_Condition, Annotated[float, Field(allow_inf_nan=False)]],
     BeforeValidator(_check_distinct),
-    Field(json_schema_extra={"minProperties": 1}),
+    Field(max_length=_MAX_CONDITIONS, json_schema_extra={"minProperties": 1}),
 ]
 _ValuesByCondition = Annotated[dict[_Condition, _Values], BeforeValidator(_check_distinct)]
 

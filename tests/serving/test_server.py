@@ -17,6 +17,7 @@ from helpers.waiting import PATIENCE, wait_until
 
 from llmcond.base.errors import UserError
 from llmcond.base.text import Condition
+from llmcond.encoders.spec import NotFiniteError
 from llmcond.runs.embedder import Embedder
 from llmcond.search import Index
 from llmcond.serving.model import ServedModel
@@ -88,6 +89,9 @@ def test_requests_can_ignore_conditions_by_maps_of_an_index(tiny_run, tmp_path):
     condition = Condition("the place | where", ignore=["the number"])
     index = Index.build(tmp_path / "index", texts, run=tiny_run, conditions=[condition])
     with serve(ServedModel(index.embedder, condition, index)) as (client, _):
+        page = client.get("/").body.decode()
+        assert 'name="condition" required value="the place | where"' in page
+        assert page.count('name="ignore" value="the number"') == 3
         hits = [
             client.post("/v1/search", body).json["results"]
             for body in (
@@ -219,6 +223,9 @@ INVALID_FIELDS = [
     ("similarity", {"condition": "two men " * 200}, "condition", "with its values, is too long"),
     ("similarity", {"sentence2": TEXTS[:2]}, "sentence2", "3 in sentence1, 2 in"),
     ("search", {"condition": {"b": "x"}}, "condition", "'condition.b' is 'x': it should be a num"),
+    ("search", {"condition": {str(i): 1 for i in range(65)}}, "condition", "at most 64"),
+    ("embeddings", {"condition": "|"}, "condition", "names no condition"),
+    ("embeddings", {"condition": "a" + "|b" * 64}, "condition", "65 wordings; give at most 64"),
 ]
 #: Other requests, with their status.
 INVALID_REQUESTS = [
@@ -440,6 +447,8 @@ def test_model_error_fails_one_request_and_discloses_nothing(embedder, monkeypat
     def encode_with_counts(embedder, rows):
         if any(text == "secret text" for text, _ in rows):
             raise ZeroDivisionError("secret text")
+        if any(text == "overflow" for text, _ in rows):
+            raise NotFiniteError(rows[0], "the encoder returned NaN")
         return original(embedder, rows)
 
     monkeypatch.setattr(Embedder, "encode_with_counts", encode_with_counts)
@@ -447,6 +456,8 @@ def test_model_error_fails_one_request_and_discloses_nothing(embedder, monkeypat
         response = client.post("/v1/embeddings", {"input": "secret text", "condition": CONDITION})
         assert (response.status, response.error["type"]) == (500, "server_error")
         assert "secret" not in response.error["message"]
+        response = client.post("/v1/embeddings", {"input": "overflow", "condition": CONDITION})
+        assert (response.status, response.error["code"]) == (500, "model_failed")
         assert client.post("/v1/embeddings", VALID).status == 200
     assert "ZeroDivisionError in " in request_log.text
     assert "secret" not in request_log.text
