@@ -86,6 +86,6 @@ def test_lists_in_settings_are_joined_as_on_the_command_line(in_tmp):
     settings = {"a": True, "b": 0.5, "c": "x", "d": [1, 2]}
     expected = {"a": "true", "b": "0.5", "c": "x", "d": "1,2"}
     assert _command("fit-head")(head="mlp", set=settings).set == expected
-    swept = _command("sweep")(head="mlp", vary={"dim": [16, 32], "x": "1,2"})
-    assert swept.varied() == {"dim": ["16", "32"], "x": ["1", "2"]}
+    swept = _command("sweep")(head="mlp", vary={"dim": [16, 32], "x": "1,2", "y": [[1, 2], [3]]})
+    assert swept.varied() == {"dim": ["16", "32"], "x": ["1", "2"], "y": ["1+2", "3"]}
     assert _command("evaluate")(history=3).history == "3"

@@ -317,7 +317,7 @@ def _coerce_several(value: Any, kind: Any, flag: str) -> Any:
     if isinstance(value, str | PurePath):
         value = (value,)
     if origin is Mapping:
-        lists = plain_type(inner[1]) is not str
+        lists = inner[1] is not str
         pairs = value
         if not isinstance(value, Mapping):
             pairs = _split_pairs(_as_list(value, flag, "a dictionary"), flag)
@@ -339,13 +339,14 @@ def _is_bool(value: Any) -> bool:
     return type(value).__name__ in ("bool", "bool_")  # without an import of NumPy for its type
 
 
-def _as_text(value: Any, flag: str, lists: bool = False) -> Any:
+def _as_text(value: Any, flag: str, lists: bool = False, separator: str = ",") -> Any:
     """Return the value of a setting as the command line writes it.
 
     Args:
         value: a text, a number, a truth value, or a list of them.
         flag: name of the option in messages.
-        lists: whether a list becomes a tuple of texts, instead of one text with commas.
+        lists: whether a list becomes a tuple of texts, instead of one text.
+        separator: what joins the items of a list to one text; that of lists in a list is ``+``.
 
     Raises:
         UserError: the value is of another type, or as ``check_string``.
@@ -355,8 +356,8 @@ def _as_text(value: Any, flag: str, lists: bool = False) -> Any:
     if isinstance(value, str | Real | PurePath):
         return check_string(str(value), flag)
     if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
-        texts = tuple(_as_text(item, flag) for item in value)
-        return texts if lists else ",".join(texts)
+        texts = tuple(_as_text(item, flag, separator="+") for item in value)
+        return texts if lists else separator.join(texts)
     raise UserError(
         f"{flag} has the value {shortened_repr(value)}; expected a text, a number, a truth value "
         "or a list of them."

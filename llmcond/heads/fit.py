@@ -455,11 +455,7 @@ def _check_pairs(recipe: Recipe, pairs: PairArrays) -> None:
         raise UserError(
             f"the head {recipe.name} ranks candidates; it cannot be fitted on rated pairs."
         )
-    if recipe.dim is not None and recipe.dim > pairs.dim:
-        raise UserError(
-            f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
-            f"Set dim to {pairs.dim} or less."
-        )
+    recipe.check_dim(pairs.dim)
     distinct = len(set(pairs.rating.tolist()))
     if family.supervised and distinct < 2:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -94,6 +95,14 @@ class Recipe:
         dim: int | None = getattr(self.settings, "dim", None)
         return dim
 
+    def check_dim(self, dim_in: int) -> None:
+        """Raise a UserError if the embeddings are larger than features of the size ``dim_in``."""
+        if self.dim is not None and self.dim > dim_in:
+            raise UserError(
+                f"dim is {self.dim}, but the features have {dim_in}: a head never enlarges them. "
+                f"Set dim to {dim_in} or less."
+            )
+
     @property
     def features(self) -> str:
         """Sentence features that the head reads: ``joint``, ``separate`` or ``both``."""
@@ -170,7 +179,7 @@ def parse_settings(settings: type[Any], changes: Mapping[str, str]) -> dict[str,
     hints, parsed = get_type_hints(settings), dict[str, Any](changes)
     for key, text in changes.items():
         if get_origin(hints.get(key)) in (list, tuple):
-            parsed[key] = [parse(part) for part in text.split(",") if part]
+            parsed[key] = [parse(part) for part in re.split("[,+]", text) if part]
         elif hints.get(key) is not str and get_origin(hints.get(key)) is not Literal:
             parsed[key] = parse(text)
     return _load_objective(settings, parsed, Path())

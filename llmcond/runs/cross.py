@@ -94,7 +94,12 @@ class CrossEncoder(SimilarityModel):
         Raises:
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        return self.similarity(rows.sentence1, rows.sentence2, rows.condition, show_progress=True)
+        # A condition of the data is one text, also with | in it, as in training.
+        first, second = (
+            list(zip(side, rows.condition, strict=True))
+            for side in (rows.sentence1, rows.sentence2)
+        )
+        return self._compute_similarity(first, second, show_progress=True)
 
     def explain(
         self, sentence: str, conditions: str | Iterable[str], *, to: str | None = None

@@ -116,11 +116,11 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[dict[str, Pl
             try:
                 changed = _with_settings(base, texts)
                 job = plan_training(changed, task, read)
+                _check_dev(job)
             except UserError as error:
                 where = f"--vary {format_settings(texts)}: " if texts else ""
                 raise UserError(f"{where}{str(error).removeprefix('--set: ')}") from error
             if not groups:
-                _check_dev(job)
                 log.setLevel(logging.WARNING)  # each further plan would repeat the notes
             settings, group = _read_settings(job, texts), {}
             # Ensembles train with several seeds each, which must not overlap.
@@ -198,7 +198,7 @@ def _read_settings(job: TrainingJob, names: Iterable[str]) -> dict[str, Any]:
         name = key.partition("+")[0]
         is_option = hasattr(job.options, name)
         value = getattr(job.options, name) if is_option else head[name.removeprefix(_HEAD)]
-        settings[key] = "+".join(value) if isinstance(value, tuple) else value
+        settings[key] = "+".join(map(str, value)) if isinstance(value, tuple) else value
     return settings
 
 
@@ -370,7 +370,8 @@ class _Search:
         incomplete = [group for group in self._grid.groups if not done.issuperset(group)]
         groups = [*self._rank(self._grid.groups)[:1], *self._rank(incomplete)]
         needed = {max(group, key=self._quality) for group in groups}
-        for digest in done - needed:
+        # A failed training can still become the best, if the same command tries it again.
+        for digest in self._grid.records.keys() - needed:
             shutil.rmtree(self._folder / _TRAININGS / digest, ignore_errors=True)
 
     def finish(self) -> LoraSweepResult:

@@ -62,7 +62,12 @@ from llmcond.prompts import Prompt, list_fields, load_prompt, prompt_from_json
 from llmcond.runs import Run
 from llmcond.runs.cross import KIND, NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.examples import AnyPredictor, load_examples, score_predictors
-from llmcond.runs.run import FittedHeadRecord, encoder_and_data_record, is_selected_on_dev
+from llmcond.runs.run import (
+    FittedHeadRecord,
+    encoder_and_data_record,
+    is_selected_on_dev,
+    training_splits,
+)
 from llmcond.runs.trials import size_recipe
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import check_prompts, check_router_used, read_data
@@ -233,6 +238,13 @@ def plan_training(
         load_prompt(name) for name in names.get(recipe.features, [resolved.joint_prompt])
     ]
     check_prompts(prompts, resolved, task)
+    control = next((prompt.name for prompt in prompts if prompt.control), None)
+    if control is not None and (stage or teacher):
+        option = "--then" if stage else "--teacher"
+        raise UserError(
+            f"the prompt {control} is a control, and controls are trained on train only. Leave out "
+            f"{option}."
+        )
     # Separate features come last, where heads that take both kinds expect them.
     prompts = sorted(prompts, key=lambda prompt: prompt.separate)
     view = recipe_view(recipe, prompts, subtract)
@@ -314,7 +326,7 @@ class _PairJob(TrainingJob):
         dim = trainable.engine.dim
         dims = dim * len(view.prompts), dim if view.conditioned else 0
         if self.start is None:
-            recipe = size_recipe(recipe, None, dims[0])
+            recipe = self.sized_recipe(dims[0])
         train_inputs, dev_inputs = self.rated_inputs(tokenizer)
         counts = check_contrasts(train_inputs.pair, train_inputs.rating, self.objective)
         if counts:
@@ -382,7 +394,8 @@ def load_named_head(
         The recipe, the prompts, the head to start from or None, and whether e(c) is subtracted.
 
     Raises:
-        UserError: no head is named, or the head to start from gives no embeddings.
+        UserError: no head is named, or the head to start from gives no embeddings or was fitted on
+            dev.
     """
     prompts = [load_prompt(name) for name in options.prompt]
     if options.start is None:
@@ -397,6 +410,11 @@ def load_named_head(
         )
     source = str(folder / "head.json")
     check_record(record, FittedHeadRecord, source, "Fit it again.")
+    if "dev" in training_splits(record):
+        raise UserError(
+            f"{folder} was fitted on dev as well, which is to choose the weights. Start from "
+            "another head."
+        )
     prompts = prompts or [prompt_from_json(values, source) for values in record["prompts"]]
     about = {key: record["recipe"][key] for key in ("name", "description", "source")}
     recipe = Recipe(**about, kind=start.kind, family=start.family, settings=start.settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from llmcond.base.errors import UserError
-from llmcond.base.files import digest_text, write_json, write_text
+from llmcond.base.files import digest_text, read_json, write_json, write_text
 from llmcond.base.metrics import finite_or_none
 from llmcond.base.output import FitBar, format_duration, log
 from llmcond.base.records import read_record
@@ -40,6 +40,7 @@ from llmcond.runs.cross import NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import Embedder, make_embedder
 from llmcond.runs.examples import load_examples
 from llmcond.runs.open import LazyEncoder, extract_run, local_folder
+from llmcond.runs.trials import size_recipe
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.training_record import (
     RECORD,
@@ -179,7 +180,15 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
         saved_head, reason = run.load_head(default_head[0]), default_head[1]
         saved_head.view.check_texts()
         log.info(f"teacher: {saved_head.name} of {folder}, {reason}")
-        if rows and not getattr(saved_head.head.settings, "mse", 1.0):
+        if rows and not all(dataset.splits["train"].conditioned):
+            raise UserError(
+                f"{folder} rates pairs whose texts are both encoded under the condition, and the "
+                "task encodes only one so. Leave out --teacher."
+            )
+        objective = asdict(saved_head.head.settings)
+        if saved_head.head.is_identity:  # the record of the encoder's training has the objective
+            objective = read_json(run.folder / RECORD)["made_of"].get("objective", {})
+        if rows and not objective.get("mse", 1.0):
             raise UserError(
                 f"the head {saved_head.name} of {folder} was fitted to the order of ratings, so "
                 "its similarities are on another scale. Fit a head with mse above 0."
@@ -343,6 +352,17 @@ class TrainingJob:
         if self.samples:
             record["aspects"] = [sample.name for sample in self.samples]
         return record
+
+    def sized_recipe(self, dim_in: int) -> Recipe:
+        """Return the recipe, whose dimension is limited to that of the features unless it is set.
+
+        Raises:
+            UserError: the dimension is set, and larger than that of the features.
+        """
+        options: Any = self.options  # those of train-cross have no head
+        if options.dim is not None or "dim" in (options.set or {}):
+            self.recipe.check_dim(dim_in)
+        return size_recipe(self.recipe, None, dim_in)
 
     def build_parts(self, trainable: TrainableEncoder) -> tuple[Any, Any, Any]:
         """Return the model, and the examples of train and dev; see ``AnyTask.training_parts``."""

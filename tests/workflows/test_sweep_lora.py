@@ -281,6 +281,10 @@ def test_values_are_parsed_as_the_options_are(plan):
     ]
     assert planned[-1][1][0].settings.target == ("query", "value")
     assert len(plan(vary={"learning_rate": "1e-3,0.001,1e-3"}, seeds=2)) == 1
+    for sizes in ("8+4,16", [[8, 4], [16]]):
+        planned = plan(vary={"matryoshka": sizes}, seeds=1)
+        assert [settings for settings, _ in planned] == [{"matryoshka": s} for s in ("8+4", "16")]
+        assert planned[0][1][0].objective.matryoshka == (8, 4)
     ((_, jobs),) = plan(seeds=2, ensemble=3, normalize=True)
     assert [job.seed for job in jobs] == [0, 3]  # seeds of ensembles do not overlap
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +211,9 @@ def test_invalid_options_report_one_line(command, workspace, train, tmp_path, ca
         ("--ensemble 2 --head mlp", "an ensemble cannot have the head mlp"),
         ("--ensemble 2 --no-normalize", "Add --normalize"),
         ("--ensemble 2 --prompt routed", "name a --prompt such as"),
+        ("--prompt control-shuffled --then dev", "controls are trained on train only"),
+        ("--head linear --dim 33", "dim is 33, but the features have 32"),
+        ("--head linear --set dim=33", "dim is 33, but the features have 32"),
     ):
         changed = change_flags(command, *options.split())
         assert message in run_rejected(capsys, *changed, "--run", tmp_path / "bad")
@@ -218,11 +222,24 @@ def test_invalid_options_report_one_line(command, workspace, train, tmp_path, ca
     other_scale = Path(shutil.copytree(bare, tmp_path / "other"))
     changes = {"mse": "0", "cosent": "1", "epochs": "1"}
     llmcond.fit_head(run=other_scale, head="linear", set=changes)
+    cosines = [*command[: command.index("--data")], "--data", str(workspace / "rows.csv")]
+    run_json(
+        capsys, *cosines, *"--head none --set mse=0 cosent=1 --epochs 1 --run".split(),
+        tmp_path / "cosines",
+    )  # fmt: skip
     for teacher, options, message in (
         ("frozen", "--teacher-rows 15", "Give --teacher-rows 14, or fewer"),
         ("frozen", "--task kgc", "--teacher is for rated pairs"),
         (bare, "", "has no fitted head"),
         (other_scale, "", "on another scale"),
+        (tmp_path / "cosines", "", "on another scale"),
     ):
         assert message in train("bad", teacher, *options.split(), command=run_rejected)
+    (head,) = (workspace / "with-dev" / "heads").iterdir()
+    changed = [*command[: command.index("--head")], "--start", head, *OPTIONS.split()]
+    assert "was fitted on dev as well" in run_rejected(capsys, *changed, "--run", tmp_path / "bad")
+    dataset = read_dataset(str(workspace / "rows.csv"))
+    one_side = replace(dataset.splits["train"], conditioned=(True, False))
+    with pytest.raises(UserError, match="the task encodes only one so"):
+        find_teacher(workspace / "frozen", 5, replace(dataset, splits={"train": one_side}))
     assert not (tmp_path / "bad").exists()

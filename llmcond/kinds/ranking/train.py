@@ -45,7 +45,6 @@ from llmcond.kinds.ranking.heads import (
     joint_keys,
     replace_relations,
 )
-from llmcond.runs.trials import size_recipe
 
 if TYPE_CHECKING:
     from llmcond.finetune.encoder import TrainableEncoder
@@ -334,7 +333,7 @@ def build_training_parts(
         dev = replace(train, triples=graph.splits["dev"], known=graph.known)
     recipe = job.recipe
     if job.start is None:
-        recipe = size_recipe(recipe, None, trainable.engine.dim)
+        recipe = job.sized_recipe(trainable.engine.dim)
     metric = task.main_metric
     model = QueryModel(trainable.engine, recipe, train, job.seed, job.start, metric)
     return model, train, dev
