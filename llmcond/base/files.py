@@ -310,6 +310,11 @@ def check_not_current(folder: Path) -> None:
         raise UserError(f"{folder} is the current folder. Name a new folder.")
 
 
+def expand_home(path: str | os.PathLike[str]) -> Path:
+    """Return a path with ``~`` as the home folder; that of an unknown user stays as it is."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for unknown users
+
+
 def is_folder(path: Path) -> bool:
     """Return whether a path is that of a folder, which one with a name too long is not."""
     return stat.S_ISDIR(_mode(path))

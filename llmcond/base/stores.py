@@ -26,6 +26,7 @@ from llmcond.base.errors import (
     first_line,
     shortened_repr,
 )
+from llmcond.base.files import expand_home
 from llmcond.base.text import check_characters
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def open_filesystem(name: str, *, patient: bool = False) -> tuple[Any, str]:
         UserError: the URI is invalid, or the environment lacks settings of the store.
     """
     if not is_remote(name):
-        return fs.LocalFileSystem(), str(Path(name.removeprefix("file://")).expanduser().absolute())
+        return fs.LocalFileSystem(), str(expand_home(name.removeprefix("file://")).absolute())
     parts = split_uri(name)
     try:
         filesystem = STORES[parts.scheme].filesystem(parts.netloc, patient)

@@ -50,7 +50,10 @@ FORMATS = ("table", "markdown", "latex")
 #: Values of ``Command.if_interrupted``: what happens if an interrupted command is run again.
 STARTS_AGAIN = "the same command starts from the beginning"
 RESUMES = "stored results are kept, and the same command resumes"
-REUSES_VECTORS = "the same command reuses the vectors that the run has stored"
+REUSES_VECTORS = (
+    "the same command reuses the vectors that a run of your own has stored; those of a bundled "
+    "model, or one from the hub, are not stored"
+)
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)

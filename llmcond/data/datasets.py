@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 
 from llmcond.base.errors import UserError, shortened_repr
-from llmcond.base.files import digest_text, replace_atomically
+from llmcond.base.files import digest_text, expand_home, replace_atomically
 from llmcond.base.output import ProgressBar, log
 from llmcond.base.text import EmptyTextError, cell_text, check_cell, check_text, condition_cell
 from llmcond.data.formats import TEXT_COLUMNS, TEXT_SUFFIXES, MissingColumnError, ReadOptions
@@ -581,7 +581,7 @@ def read_text_file(
     Raises:
         UserError: there is no such file, it is not text, or a text is empty.
     """
-    path = Path(path).expanduser()
+    path = expand_home(path)
     if str(path) != STDIN and not path.is_file():
         raise UserError(
             f"{path} is not a file. Expected {what}: a .txt file with one per line, or a table "
@@ -593,7 +593,11 @@ def read_text_file(
 
 
 def open_collection(
-    data: Any, read: ReadOptions | None = None, column: str | None = None
+    data: Any,
+    read: ReadOptions | None = None,
+    column: str | None = None,
+    *,
+    lenient: bool = False,
 ) -> Source:
     """Open a file of texts, a table, standard input, or texts or a table in memory.
 
@@ -601,12 +605,13 @@ def open_collection(
         data: as for ``open_source``, or a file with one text per line.
         read: how the texts are read; None: the command has no such options.
         column: column of the texts that the user named, so that standard input is a table.
+        lenient: as for ``open_source``.
 
     Raises:
         UserError: as for ``open_source``.
     """
     columns = () if column else TEXT_COLUMNS
-    source = open_source(data, (*SUFFIXES, *TEXT_SUFFIXES), read, columns)
+    source = open_source(data, (*SUFFIXES, *TEXT_SUFFIXES), read, columns, lenient=lenient)
     return replace(source, splits=None) if len(source.tables) == 1 else source
 
 

@@ -145,13 +145,14 @@ def read_guide(
         conditions: the conditions that texts are embedded under, or None for texts without a
             condition. If the table has no column ``condition``, there must be exactly one.
         closed: whether the guide may name only these conditions.
-        read: how the table is read; None: the command has no such options.
+        read: how the table is read, as far as its format has these options; None: the command has
+            none.
 
     Raises:
         UserError: the table cannot be read; there are several conditions, but no column for them;
             the guide names a condition that is not among ``conditions``; or as ``check_labelled``.
     """
-    opened = open_collection(data, read, text)
+    opened = open_collection(data, read, text, lenient=True)
     by_condition = opened.has_column("condition")
     try:
         table = read_collection(opened, text, ["label", *["condition"] * by_condition])

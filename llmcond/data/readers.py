@@ -343,6 +343,10 @@ def _open_tables(data: Any, read: ReadOptions | None) -> Source:
         for values in data.values()
     )
     if by_split and (splits_of(data) or not are_columns):
+        if len({SPLIT_NAMES[name] for name in data}) < len(data):
+            raise UserError(
+                f"{', '.join(map(repr, data))} name the same split twice. Leave out one table."
+            )
         tables = {SPLIT_NAMES[name]: open_table(data[name]) for name in data}
         return Source(IN_MEMORY, None, list(tables), {n: [n] for n in tables}, tables, read)
     return Source(IN_MEMORY, None, [IN_MEMORY], None, {IN_MEMORY: open_table(data)}, read)
@@ -402,6 +406,8 @@ def open_source(
     suffixes: Sequence[str] = SUFFIXES,
     read: ReadOptions | None = None,
     columns: Sequence[str] = (),
+    *,
+    lenient: bool = False,
 ) -> Source:
     """Open a path, ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, ``-``, or rows in memory.
 
@@ -413,6 +419,7 @@ def open_source(
         suffixes: suffixes of files that can be read.
         read: how the rows are read; None: the command has no such options.
         columns: columns by which standard input is recognised as a table. Empty: it is a table.
+        lenient: whether an option that does not apply to the source is left out, not an error.
 
     Raises:
         UserError: the path does not exist, is a file of another format, or is a folder without
@@ -427,21 +434,25 @@ def open_source(
         source = _open_stdin(read, columns)
     else:
         source = _open_path(data, suffixes, read)
-    _check_read_options(source)
-    return source
+    return _check_read_options(source, lenient=lenient)
 
 
-def _check_read_options(source: Source) -> None:
-    """Raise a UserError if an option cannot apply to a source."""
+def _check_read_options(source: Source, *, lenient: bool) -> Source:
+    """Return a source without options that cannot apply to it; raise a UserError unless lenient."""
     allowed = {"encoding": (*DELIMITED, ".json", ".jsonl"), "delimiter": DELIMITED}
     for name, suffixes in allowed.items():
         for file in source.files if getattr(source.options, name) is not None else ():
             if source.suffix(file) not in suffixes:
+                if lenient:
+                    changes: Any = {name: None}
+                    read = replace(source.options, **changes)
+                    return _check_read_options(replace(source, read=read), lenient=True)
                 listed = f"{', '.join(suffixes[:-1])} and {suffixes[-1]}"
                 subject = PurePosixPath(file).name
                 raise UserError(
                     f"--{name} is for {listed} files, and not for {subject}. Leave it out."
                 )
+    return source
 
 
 def _open_path(

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -27,7 +27,7 @@ from pyarrow import fs
 from typing_extensions import override
 
 from llmcond.base.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
-from llmcond.base.files import digest_bytes, digest_text
+from llmcond.base.files import digest_bytes, digest_text, expand_home
 from llmcond.base.output import ProgressBar
 from llmcond.base.stores import (
     READ_ERRORS,
@@ -44,7 +44,7 @@ from llmcond.data.datasets import (
     read_collection,
     several_splits_error,
 )
-from llmcond.data.formats import ReadOptions, check_columns
+from llmcond.data.formats import ReadOptions, check_columns, suffix_of
 from llmcond.data.readers import STDIN, Source, read_records
 from llmcond.data.rows import to_arrow
 
@@ -54,8 +54,6 @@ _BATCH_ROWS = 16_384
 #: at once.
 _MAX_THREADS = 8
 _UNREADABLE = (pa.ArrowException, *READ_ERRORS)
-#: Columns that are written in addition to those of ``--keep``.
-RESERVED_COLUMNS = ("sentence", "condition", "embedding")
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -221,7 +219,7 @@ def open_texts(
         return TableRows(open_collection(data, read, column))
     name = os.fspath(data)
     filesystem, root = open_filesystem(name, patient=patient)
-    uri = name if "://" in name else str(Path(name).expanduser().absolute())
+    uri = name if "://" in name else str(expand_home(name).absolute())
     if root.rstrip("/").endswith(".lance"):
         _reject_options(name, has_options)
         return LanceRows(uri, version, lance_options(name, patient=patient))
@@ -325,7 +323,7 @@ class ParquetFiles(TextSource):
         for info in sorted(infos, key=lambda info: str(info.path)):
             inner = info.path.removeprefix(self._root).lstrip("/")
             hidden = any(part.startswith((".", "_")) for part in PurePosixPath(inner).parts)
-            if info.type == fs.FileType.File and inner.endswith(".parquet") and not hidden:
+            if info.type == fs.FileType.File and suffix_of(inner) == ".parquet" and not hidden:
                 states[inner] = f"{info.size}-{info.mtime_ns}"
         if not states:
             raise UserError(f"{self.name} is a folder without .parquet files.")
@@ -408,7 +406,7 @@ def _files_below(root: str) -> list[str]:
         for entry in inner:
             if entry.is_dir():
                 (linked if entry.is_symlink() else folders).append(entry.path)
-            elif entry.name.endswith(".parquet") and os.path.realpath(entry.path) not in seen:
+            elif suffix_of(entry.name) == ".parquet" and os.path.realpath(entry.path) not in seen:
                 seen.add(os.path.realpath(entry.path))
                 paths.append(entry.path)
     return paths
@@ -471,7 +469,7 @@ class TableRows(TextSource):
         if source.splits is not None:
             raise several_splits_error(source)
         is_path = not source.tables and source.content is None and "://" not in source.name
-        self.name = str(Path(source.name).expanduser().absolute()) if is_path else source.name
+        self.name = str(expand_home(source.name).absolute()) if is_path else source.name
         self._source, self._table = source, table
 
     @property
@@ -580,12 +578,6 @@ def _merge_schemas(
             )
         names = previous.names
     check_columns(where, schema.names, names, "Name other columns with --keep.")
-    reserved = [name for name in names if name in RESERVED_COLUMNS]
-    if reserved:
-        raise UserError(
-            f"{where} has a column {reserved[0]!r}, but the output has another column of that "
-            "name. Keep only other columns: --keep COL"
-        )
     # Metadata of pandas and other libraries describes columns that are not kept.
     keep_schema = pa.schema([schema.field(name).remove_metadata() for name in names])
     if previous is None:

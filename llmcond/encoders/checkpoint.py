@@ -22,7 +22,7 @@ from llmcond.base.errors import (
     install_command,
     raise_disk_error,
 )
-from llmcond.base.files import digest_file, digest_files
+from llmcond.base.files import digest_file, digest_files, expand_home, is_folder
 from llmcond.base.package import pretrained_folder
 from llmcond.encoders.adapter import (
     CONFIG,
@@ -216,10 +216,10 @@ def find_local_checkpoint(
             f"{name_or_path} is a known model with settings of its own, so like cannot be {like}. "
             "Leave --like out."
         )
-    folder = Path(name_or_path).expanduser()
-    if not folder.is_dir():
+    folder = expand_home(name_or_path)
+    if not is_folder(folder):
         folder = pretrained_folder(name_or_path) or folder
-    if known is None and folder.is_dir():
+    if known is None and is_folder(folder):
         if revision is not None:
             raise UserError(
                 f"revision is {revision!r}, but {name_or_path} is a folder, and only models on "
@@ -476,8 +476,8 @@ def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoi
             f"{name} is an adapter, and its {config_file} does not name the encoder that it "
             f"belongs to. Set {key} to its name or folder."
         )
-    known_base, local = find_model(base_name), Path(base_name).expanduser().is_dir()
-    if known_base is None and not local and (folder / base_name).is_dir():
+    known_base, local = find_model(base_name), is_folder(expand_home(base_name))
+    if known_base is None and not local and is_folder(folder / base_name):
         base_name, local = str(folder / base_name), True
     description = f"{name} is an adapter of {base_name}, according to its {config_file}"
     if not (known_base or local or is_hub_name(base_name)):

@@ -691,7 +691,8 @@ def tokens_that_fit(config: Any, dtype: Dtype, device: str, concurrency: int) ->
 def _values_per_token(config: Any) -> int:
     """Estimate the number of values that a forward pass keeps per token."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return 8 * int(config.hidden_size) + 3 * int(inner)
+    widest = max(inner) if isinstance(inner, list | tuple) else inner  # Gemma 3n has one per layer
+    return 8 * int(config.hidden_size) + 3 * int(widest)
 
 
 def available_memory(device: str) -> int:

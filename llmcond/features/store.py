@@ -42,7 +42,7 @@ from llmcond.base.errors import (
     is_disk_full,
     raise_disk_error,
 )
-from llmcond.base.files import check_format, check_writable, digest_text
+from llmcond.base.files import check_format, check_writable, digest_text, expand_home
 from llmcond.base.stores import (
     READ_ERRORS,
     PreemptedError,
@@ -217,7 +217,7 @@ def resolve_store_uri(root: str) -> str:
         UserError: The kind of storage is unknown, or the URI has more than a bucket and a path.
     """
     if not re.match(r"[\w+.-]+:/", root):
-        return str(Path(root).expanduser().resolve())
+        return str(expand_home(root).resolve())
     local = re.match(r"file://(?:localhost)?(?=/)", root)
     if local:
         return str(Path(unquote(root[local.end() :])).resolve())

@@ -424,7 +424,7 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]
     dtype = getattr(torch, identity.dtype)
     tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights.items()}
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-    for key in ("auto_map", "_name_or_path", "torch_dtype"):
+    for key in ("auto_map", "_name_or_path", "dtype"):
         config.pop(key, None)
     if is_bidirectional_decoder(resolved):
         config["is_causal"] = False

@@ -21,6 +21,7 @@ from llmcond.base.text import (
     check_encoding,
     combine_values,
     condition_text,
+    ignored_by,
     ignoring,
 )
 from llmcond.data.formats import TEXT_COLUMNS, ReadOptions
@@ -360,14 +361,14 @@ class IgnoreOption(ConditionOptions):
         """
         named = [as_condition(text, "--ignore") for text in self.ignore if text != OTHERS]
         if OTHERS not in self.ignore:
-            return [ignoring(condition, named) for condition in conditions]
+            return [ignoring(one, [*ignored_by(one), *named]) for one in conditions]
         if len(conditions) < 2:
             raise UserError(
                 f"--ignore {OTHERS} needs several --condition. Name what to ignore: --ignore TEXT."
             )
-        texts = list(map(condition_text, conditions))
+        everything = [*map(condition_text, conditions), *named]
         return [
-            ignoring(one, [*(text for text in texts if text != condition_text(one)), *named])
+            ignoring(one, [*ignored_by(one), *(t for t in everything if t != condition_text(one))])
             for one in conditions
         ]
 
@@ -428,10 +429,17 @@ class AnswersOption(Options):
         """
         if self.answers is None:
             return None
-        from llmcond.data.answers import read_answers
+        from llmcond.data.answers import answer_key, read_answers
+        from llmcond.data.datasets import strip_html
 
-        strip = getattr(self, "strip_html", False)
-        return read_answers(self.answers, self.answers_as, strip_html=strip)
+        table = read_answers(self.answers, self.answers_as)
+        if not getattr(self, "strip_html", False):
+            return table
+        # The texts of the table have HTML, unless `llmcond answers` has removed it.
+        stripped = {
+            answer_key(strip_html(t), c): answer for (t, c), answer in table.answers.items()
+        }
+        return replace(table, answers={**stripped, **table.answers})
 
 
 @dataclass(frozen=True, kw_only=True)

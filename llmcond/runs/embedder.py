@@ -17,6 +17,7 @@ from llmcond.base.arrays import (
     EncodeOptions,
     Matrix,
     SharedRows,
+    as_list,
     check_encode_options,
     check_truncate_dim,
     clip_cosines,
@@ -706,7 +707,7 @@ def fit_ignoring_map(
     encode: Callable[[Sequence[str], str], Vectors],
     texts: Iterable[str],
     condition: str,
-    columns: Mapping[str, Sequence[Any]] | None = None,
+    columns: Mapping[str, Iterable[Any]] | None = None,
     directions: int | None = None,
     head: EmbeddingHead = ZERO_SHOT,
 ) -> Guide:
@@ -724,13 +725,14 @@ def fit_ignoring_map(
         UserError: as ``Embedder.ignoring``.
     """
     check_mappable(head)
-    texts, columns = list(texts), columns or {}
+    texts = as_list(texts, "texts")
+    known = {name: as_list(v, f"the column {name!r}") for name, v in (columns or {}).items()}
     ignored = ignored_by(condition)
-    if not (ignored or columns):
+    if not (ignored or known):
         raise UserError(
             f"{condition!r} ignores nothing. Give Condition(..., ignore=[...]) or columns=."
         )
-    for name, labels in columns.items():
+    for name, labels in known.items():
         if len(labels) != len(texts):
             raise UserError(
                 f"the column {name!r} has {format_count(len(labels), 'label')} for "
@@ -746,7 +748,7 @@ def fit_ignoring_map(
     rows = sorted(first.values())
     rows = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, MAX_COLLECTION).astype(int))]
     sample = [texts[row] for row in rows]
-    known = {name: [label_text(labels[row]) for row in rows] for name, labels in columns.items()}
+    known = {name: [label_text(labels[row]) for row in rows] for name, labels in known.items()}
     for name, labels in known.items():
         if len(set(labels) - {""}) < 2:
             raise UserError(f"the column {name!r} has fewer than 2 labels, so nothing is ignored.")
@@ -766,7 +768,7 @@ def fit_ignoring_map(
     directions_text = format_count(lost.shape[1], "direction")
     log.info(
         f"{target}: {directions_text} with {share:.0%} of the variance removed, to ignore "
-        f"{format_list([*ignored, *columns], 3)}"
+        f"{format_list([*ignored, *known], 3)}"
     )
     return guide
 

@@ -23,6 +23,7 @@ from llmcond.base.files import (
     check_new_folder,
     create_folder_atomically,
     digest_file,
+    expand_home,
     read_json,
     write_json,
 )
@@ -482,7 +483,7 @@ def copy_run(run: Path, head: str, view: FeatureView, checkpoint: Checkpoint, ou
     """
     manifest = read_manifest(run)
     encoder, target = manifest["encoder"], out / "run"
-    local = run if encoder["model"] == IN_RUN_FOLDER else Path(encoder["model"]).expanduser()
+    local = run if encoder["model"] == IN_RUN_FOLDER else expand_home(encoder["model"])
     if find_model(encoder["model"]) is None and local.is_dir():
         for path in _list_encoder_files(local):
             check_inside_folder(path, local)

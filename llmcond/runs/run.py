@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, T
 from annotated_types import Ge, MinLen
 
 from llmcond.base.errors import LlmcondError, UserError, install_command, nearest
-from llmcond.base.files import check_format, create_folder_atomically, read_json, write_json
+from llmcond.base.files import (
+    check_format,
+    create_folder_atomically,
+    expand_home,
+    is_folder,
+    read_json,
+    write_json,
+)
 from llmcond.base.metrics import get_metric
 from llmcond.base.output import log
 from llmcond.base.package import bundled_names, is_plugin, pretrained_folder
@@ -194,8 +201,8 @@ def portable_model_name(model: str, resolved: ResolvedEncoder) -> str:
     """
     if resolved.checkpoint.server is not None:
         return resolved.checkpoint.server
-    local = Path(model).expanduser()
-    return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
+    local = expand_home(model)
+    return str(local.resolve()) if find_model(model) is None and is_folder(local) else model
 
 
 # -- heads of a run ----------------------------------------------------------------------------

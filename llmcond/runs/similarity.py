@@ -576,7 +576,9 @@ def leave_one_out(
             f"the tokenizer of {encoder.name} does not report the characters of its tokens, so "
             "none can be left out. Use an encoder with a fast tokenizer."
         )
-    if sentence[tokens[-1].end :].strip():
+    # Some characters at the end, such as that which selects the look of an emoji, have no token.
+    rest = sentence[tokens[-1].end :]
+    if rest.strip() and any(not token.special for token in encoder.tokenize(rest)):
         raise UserError(
             f"the sentence has more than the {encoder.identity.max_length} tokens that "
             f"{encoder.name} reads at a time. Shorten it."

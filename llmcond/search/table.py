@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cached_property
-from itertools import chain
+from itertools import chain, count
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def to_column(name: str, values: Sequence[Any]) -> Any:
 
 NUMBER, VECTOR = "_row", "_vector"
 #: Names of columns that every index has, or that every hit has.
-RESERVED = ("id", "text", "rank", "score", "explain")
+RESERVED = ("id", "text", "rank", "score", "explain", "mentions")
 #: Number of rows that are read and processed at a time.
 BLOCK = 8_192
 
@@ -398,7 +398,7 @@ class IndexRows:
         repeated = len(texts) - len(set(texts))
         if repeated:
             log.info(f"duplicate texts, which are all indexed: {repeated:,}")
-        row_ids = digest_ids(texts) if ids is None else _check_row_ids(ids, texts)
+        row_ids = digest_ids(texts) if ids is None else check_row_ids(ids, texts)
         columns = {} if columns is None else columns
         check_argument("columns", columns, (Mapping,), "a dictionary from names to lists of values")
         check_column_names(columns)
@@ -497,9 +497,13 @@ class IndexUpdatePlan:
             "text": pa.array(texts, pa.string()),
         }
         columns |= {name: column.take(indices) for name, column in self.rows.columns.items()}
-        for field in self.table.schema() or ():
-            if field.name not in (*columns, NUMBER, VECTOR):
-                columns[field.name] = pa.nulls(len(indices), field.type)
+        known = (*columns, NUMBER, VECTOR)
+        if missing := [f.name for f in self.table.schema() or () if f.name not in known]:
+            # A text that is replaced keeps the columns that are not given, and a new one has none.
+            old = self.positions[indices]
+            before = self.table.take(old[old >= 0], missing)
+            picked = pa.array(np.cumsum(old >= 0) - 1, mask=old < 0)
+            columns |= {name: before[name].combine_chunks().take(picked) for name in missing}
         columns[NUMBER] = pa.array(self.numbers[indices])
         if not stored(texts[:1]):
             return pa.record_batch(columns)
@@ -549,14 +553,14 @@ def check_column_names(names: Iterable[str]) -> None:
     check_lance_column_names(names)
 
 
-def check_ids(ids: Iterable[object]) -> list[str]:
-    """Return ids as they are stored.
+def check_ids(ids: Iterable[object], numbers: Iterable[int] | None = None) -> list[str]:
+    """Return ids as they are stored; ``numbers`` are those of their rows in messages.
 
     Raises:
         UserError: an id is missing, or is neither a text nor a whole number, such as 1.0.
     """
     row_ids = []
-    for number, value in enumerate(as_list(ids, "ids"), 1):
+    for number, value in zip(numbers or count(1), as_list(ids, "ids"), strict=False):
         if is_missing(value):
             raise UserError(f"row {number}: the id is empty. Fill it in.")
         if isinstance(value, bool) or not isinstance(value, str | Integral | UUID | date):
@@ -576,11 +580,18 @@ def _check_count(what: str, values: Sized, noun: str, texts: Sized) -> None:
         )
 
 
-def _check_row_ids(ids: Iterable[object], texts: Sized) -> list[str]:
-    row_ids = check_ids(ids)
+def check_row_ids(
+    ids: Iterable[object], texts: Sized, numbers: Iterable[int] | None = None
+) -> list[str]:
+    """Return the ids of texts as they are stored; ``numbers`` are those of their rows in messages.
+
+    Raises:
+        UserError: as ``check_ids``, two ids are equal, or their number is not that of the texts.
+    """
+    row_ids = check_ids(ids, numbers)
     _check_count("there are", row_ids, "id", texts)
     rows: dict[str, int] = {}
-    for number, value in enumerate(row_ids, 1):
+    for number, value in zip(numbers or count(1), row_ids, strict=False):
         if rows.setdefault(value, number) != number:
             raise UserError(
                 f"the rows {rows[value]} and {number} have the same id, {shortened_repr(value)}; "

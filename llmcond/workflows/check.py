@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,14 @@ from llmcond.base.text import (
     without_ignored,
     wordings,
 )
-from llmcond.data.datasets import Collection, label_text, read_collection, read_rows
+from llmcond.data.datasets import (
+    Collection,
+    label_text,
+    open_collection,
+    read_collection,
+    read_rows,
+)
+from llmcond.data.readers import read_records
 from llmcond.evaluation.analyses import LEAST_TEXTS, sample_texts
 from llmcond.evaluation.pair_answers import (
     AnswerScores,
@@ -459,8 +465,8 @@ class _PairAnswers:
         self._answers: dict[tuple[str, str, str], bool | None] = {}
         if path is not None and path.is_file():
             rows, _ = read_rows(path)
-            with path.open(encoding="utf-8-sig", newline="") as stream:
-                columns = next(csv.reader(stream), [])
+            source = open_collection(path)
+            columns = next(read_records(source, source.files[0], None), dict.fromkeys(_COLUMNS))
             is_known = np.isnan(rows.rating) | np.isin(rows.rating, (0, 1))
             if set(columns) != set(_COLUMNS) or not is_known.all():
                 raise UserError(

@@ -195,7 +195,8 @@ def _check_columns(options: EmbedOptions, names: Sequence[str]) -> dict[str, str
             f"--mentions writes a column, and {out} holds vectors only. Name a .parquet or .csv "
             "file."
         )
-    conflicts = sorted({"sentence", "condition", *names, *scores.values()} & {*options.keep})
+    condition = ["condition"] if len(names) == 1 else []
+    conflicts = sorted({"sentence", *condition, *names, *scores.values()} & {*options.keep})
     if options.keep and (conflicts or holds_vectors):
         reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
         raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
@@ -269,6 +270,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         "precision": quantizer.precision,
         "ranges": None if quantizer.ranges is None else quantizer.ranges.tolist(),
         "conditions": [asdict(column) for column in columns],
+        **guides_json(embeddings.guides),
     }
     table = {**{name: texts.columns[name] for name in keep}, "sentence": texts.texts}
     if len(columns) == 1:

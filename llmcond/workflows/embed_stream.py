@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -321,7 +321,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         "keep": list(keep),
         "precision": None if options.precision == "float32" else options.precision,
     }
-    record = _extend_record(texts, out, config, [sentence_column, *sources], previous)
+    written = {"sentence", *names, *(["condition"] if len(columns) == 1 else [])}
+    record = _extend_record(texts, out, config, [sentence_column, *sources], written, previous)
     with output.writing():
         if output.read_record() != previous_record:
             raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
@@ -488,14 +489,16 @@ def _extend_record(
     out: str,
     config: Mapping[str, Any],
     read: Sequence[str],
+    written: Set[str],
     previous: _OutputRecord | None,
 ) -> _OutputRecord:
     """Return the record of the output: the previous one, extended by new parts of the source.
 
-    ``read`` names the columns of texts and conditions.
+    ``read`` names the columns of texts and conditions, and ``written`` those that are written in
+    addition to the ones to keep.
 
     Raises:
-        UserError: the output holds other embeddings.
+        UserError: the output holds other embeddings, or would have two columns of one name.
     """
     known_parts: list[SourcePart] = []
     previous_schema = None
@@ -508,6 +511,11 @@ def _extend_record(
     new = [name for name in states if name not in names]
     columns = list(dict.fromkeys(read))
     parts, schema = survey(texts, new, columns, config["keep"], previous_schema)
+    if repeated := sorted(written & {*schema.names}):
+        raise UserError(
+            f"{texts.name} has a column {repeated[0]!r}, but the output has another column of that "
+            "name. Keep only other columns: --keep COL"
+        )
     if previous_schema is not None and schema != previous_schema:
         raise UserError(
             f"{format_list(new, 3)} of {texts.name} came after {out} was started, and the types of "

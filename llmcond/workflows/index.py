@@ -15,12 +15,20 @@ from llmcond.base.options import IndexPrecision
 from llmcond.base.output import Displayed
 from llmcond.base.text import distinct_conditions, ignored_by, without_ignored
 from llmcond.data.datasets import read_collection, read_text_file
+from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.heads.guide import Guide, Guides
 from llmcond.options.texts import IndexOptions
 from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
-from llmcond.search.table import IndexRows, TextTable, check_column_names, digest_ids, infer_types
+from llmcond.search.table import (
+    IndexRows,
+    TextTable,
+    check_column_names,
+    check_row_ids,
+    digest_ids,
+    infer_types,
+)
 
 #: The value of ``--guide`` that removes the guide of a condition.
 NO_GUIDE = "none"
@@ -83,7 +91,7 @@ def index_texts(options: IndexOptions) -> IndexResult:
     conditions = distinct_conditions([*conditions, *guide_conditions])
     deleted, ids = 0, list(options.delete)
     if len(ids) == 1 and path_exists(Path(ids[0])) and not is_folder(Path(ids[0])):
-        ids = read_text_file(Path(ids[0]), "ids", "id", read)
+        ids = read_text_file(Path(ids[0]), "ids", "id", ReadOptions(read.encoding))
     plain = [without_ignored(condition) for condition in conditions]
     added: dict[str, Any] = {}
     if texts is not None:
@@ -99,6 +107,8 @@ def index_texts(options: IndexOptions) -> IndexResult:
         if not collection.has_types:
             columns = infer_types(columns, TextTable(out).schema())
         indexed, row_ids = collection.texts, collection.columns[id_column] if id_column else None
+        if row_ids is not None:
+            check_row_ids(row_ids, indexed, collection.numbers)
         if options.answers is not None:
             indexed, row_ids = (
                 _read_answers(options, plain, indexed),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
@@ -108,6 +109,14 @@ def test_rows_of_a_guide_are_numbered_as_in_its_file(tmp_path):
     path.write_text("text,label\n,park\ntwo men,park\ntwo men,beach\n")
     with pytest.raises(UserError, match=r"row 3 of .*guide\.csv: 'two men' has the label"):
         read_guide(path, None, [LOCATION], read=ReadOptions(skip_empty=True))
+
+
+def test_options_of_the_texts_apply_to_a_guide_as_far_as_it_has_them(tmp_path):
+    table = pa.table({"text": ["two men", "a dog"], "label": ["park", "beach"]})
+    pq.write_table(table, tmp_path / "guide.parquet")
+    read = ReadOptions(encoding="cp1252", delimiter=";", skip_empty=True)
+    (labelled,) = read_guide(tmp_path / "guide.parquet", None, [LOCATION], read=read)
+    assert labelled.labels == ["park", "beach"]
 
 
 def test_triples_need_the_texts_of_their_dataset(tmp_path):

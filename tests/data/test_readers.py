@@ -163,6 +163,9 @@ def test_sources_that_are_not_files_are_rejected(tmp_path: Path):
         read_dataset(str(tmp_path / "nowhere.csv"))
     with pytest.raises(UserError, match=r"foo://rows.csv cannot be opened"):
         read_dataset("foo://rows.csv")
+    rows = [{"sentence1": "a", "sentence2": "b", "condition": "c", "label": 1}]
+    with pytest.raises(UserError, match="'train', 'dev', 'validation' name the same split twice"):
+        read_dataset({"train": rows, "dev": rows, "validation": rows})
     for name in ("rows.csv", "rows.parquet", "split/train.csv"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

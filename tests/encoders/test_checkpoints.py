@@ -257,6 +257,12 @@ def test_unsupported_options_are_rejected(folder, options, message):
         resolve_folder(folder, **options)
 
 
+def test_home_of_unknown_user_is_no_folder():
+    for name in ("~no-such-user/model", "x" * 300):
+        with pytest.raises(UserError):
+            resolve(name, EncoderOptions())
+
+
 def test_network_that_cannot_be_built_or_run_is_reported(folder, monkeypatch):
     change_json(folder / "config.json", intermediate_size=1_000_000)
     with pytest.raises(LlmcondError, match=r"describes 13\d,.* parameters, but its weight files h"):

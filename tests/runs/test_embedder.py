@@ -130,6 +130,11 @@ def test_wordings_are_averaged_and_ignored_conditions_removed(fitted):
     spread = np.linalg.svd(vectors - vectors.mean(axis=0), compute_uv=False)
     assert (spread > 1e-4).sum() == embedder.dim - 2
     np.testing.assert_array_equal(ignoring.encode(texts, PLACE), embedder.encode(texts, PLACE))
+    columns = {"kind": ["a", "b"] * 30}
+    frame = pd.DataFrame({"text": texts, **columns}).sample(frac=1, random_state=0)
+    series = embedder.ignoring(frame["text"], PLACE, {"kind": frame["kind"]})
+    listed = embedder.ignoring(list(frame["text"]), PLACE, {"kind": list(frame["kind"])})
+    np.testing.assert_array_equal(series.encode(texts, PLACE), listed.encode(texts, PLACE))
     guided = ignoring.guided(["a park", "a beach"], ["green", "blue"], condition)
     assert guided.guides[condition].before == ignoring.guides[condition]
     labels = ["a", None] * 30

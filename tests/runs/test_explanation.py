@@ -134,6 +134,12 @@ def test_left_out_token_changes_similarity_by_its_contribution(embedder):
     assert explained.similarity is None
 
 
+@pytest.mark.parametrize("end", [" \u2764\ufe0f", "\u200b", " cafe\u0301"])
+def test_text_may_end_in_characters_without_token(embedder, end):
+    (explained,) = embedder.explain(FIRST + end, "the place").conditions
+    assert explained.values.any()
+
+
 def test_invalid_texts_are_rejected(embedder):
     for sentence, conditions, to, message in (
         ("", "the place", None, "sentence 1 of 1 is empty"),

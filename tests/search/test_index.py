@@ -458,6 +458,11 @@ def test_added_texts_need_columns_of_index(build):
     index.add(["without any"])
     kinds = {row["text"]: row["kind"] for row in index.search(QUERY, LOCATION).rows}
     assert kinds == {TEXTS[0]: "a", TEXTS[1]: "b", "without any": None}
+    # A text that is replaced keeps the columns that are not given.
+    index = build(TEXTS[:2], ids=["x", "y"], columns={"kind": ["a", "b"]}, name="other")
+    index.add([TEXTS[2], TEXTS[3]], ids=["z", "y"])
+    kinds = {row["text"]: row["kind"] for row in index.search(QUERY, LOCATION).rows}
+    assert kinds == {TEXTS[0]: "a", TEXTS[3]: "b", TEXTS[2]: None}
 
 
 def test_missing_and_larger_values_of_columns_can_be_added(build):

@@ -308,6 +308,18 @@ def test_part_by_part_output_equals_that_of_a_file(capsys, run_copy, table, two_
     assert "started with another answers" in run_rejected(capsys, *command, "--run", run_copy)
 
 
+def test_texts_with_html_find_their_answers(run_copy, write_rows):
+    texts = ["Use &lt;b&gt; here", "<p>two men</p>"]
+    stripped = ["Use <b> here", "two men"]
+    write_rows([(text,) for text in texts], "html.csv", "text")
+    for name, keys in (("raw", texts), ("stripped", stripped)):
+        rows = [(text, "the place", where) for text, where in zip(keys, ("a", "b"), strict=True)]
+        answers = write_rows(rows, f"{name}.csv", "text,condition,answer")
+        options = ("--strip-html", "--answers", answers)
+        embed(f"{name}.npy", run_copy, *options, texts="html.csv")
+    np.testing.assert_array_equal(np.load("raw.npy"), np.load("stripped.npy"))
+
+
 def test_missing_answers_are_counted(capsys, run_copy, table):
     lines = table.read_text().splitlines()
     table.write_text("\n".join(lines[:-2]))

@@ -161,6 +161,11 @@ def test_stored_answers_are_labelled_pairs_and_are_reused(tiny_run, captions, tm
     longer, _ = read_rows(out)
     assert list(longer.sentence1)[:20] == list(rows.sentence1)
     assert len(longer) == 24
+    # Excel saves other delimiters and encodings.
+    semicolons = out.read_text().replace(",", ";")
+    for encoding in ("utf-8-sig", "utf-16"):
+        out.write_text(semicolons, encoding=encoding)
+        assert llmcond.check_condition(**options, ask=same_scene, pairs=24).checks[0].same
 
 
 def test_terminal_asks_until_the_user_quits(command, type_lines, capsys):

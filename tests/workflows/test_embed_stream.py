@@ -419,6 +419,20 @@ def test_invalid_row_is_reported_before_writing(embed):
         assert not Path(out).exists()
 
 
+def test_only_columns_that_are_written_are_reserved(capsys, source, fitted):
+    for path in Path("src").rglob("*.parquet"):
+        table = pq.read_table(path)
+        names = ["embedding (the place)" if n == "id" else n for n in table.column_names]
+        names[names.index("topic")] = "condition"
+        pq.write_table(table.rename_columns(names), path.with_suffix(".PARQUET"))
+        path.unlink()
+    two = ["--text", "text", "--condition", "the place", "--condition", "the mood"]
+    command = ("embed", "src", "--run", fitted, "--out", "out", *two)
+    assert "another column of that name" in run_rejected(capsys, *command)
+    assert not Path("out").exists()
+    assert run_json(capsys, *command, "--keep", "condition")["rows"] == 250
+
+
 def test_invalid_arguments_report_one_line(capsys, source, fitted):
     Path("foreign").mkdir()
     Path("foreign/x.txt").touch()

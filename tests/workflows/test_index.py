@@ -121,6 +121,12 @@ def test_invalid_index_input_reports_one_line(index, texts, tmp_path, capsys):
         ([{"id": name, "text": "a"} for name in "xyx"], (), "rows 1 and 3 have the same id, 'x'"),
         ([{"id": "x", "text": "a", "a.b": 1}], ("--keep", "a.b"), "'a.b' contains '.'"),
         ([{"id": float("nan"), "text": "a"}], (), "row 1: the id is empty"),
+        (
+            [{"id": "x", "text": " "}, {"id": None, "text": "a"}],
+            ("--skip-empty",),
+            "row 2: the id is empty",
+        ),
+        ([{"id": "x", "text": "a", "mentions": 1}], ("--keep", "mentions"), "is reserved"),
     ):
         path.write_text("\n".join(json.dumps(row) for row in content))
         message = run_rejected(capsys, "index", path, *new, "--id", "id", *options)
@@ -146,6 +152,12 @@ def test_invalid_index_input_reports_one_line(index, texts, tmp_path, capsys):
         )
         assert f"the column 'year' has the type int64 in the index: '{year}' is not" in message
     assert len(Index.open(index, device="cpu")) == 4
+    # The options of the texts do not apply to the file of ids.
+    more.write_text("id;text\nn;a new text\n")
+    ids = tmp_path / "ids.txt"
+    ids.write_text("n\n")
+    added = ("index", more, "--out", index, "--id", "id", "--delimiter", ";", "--delete", ids)
+    assert run([str(word) for word in added]) == 0
 
 
 def test_values_and_guide_are_recorded_and_applied(index, search, show, tmp_path, capsys):

@@ -691,7 +691,7 @@ class JsonTokenizer:
         texts = {key: t.get("content") if isinstance(t, dict) else t for key, t in tokens.items()}
         self.unk_token = texts["unk_token"]
         self.unk_token_id, self.sep_token_id, self.pad_token_id, self.eos_token_id = (
-            text and self._tokenizer.token_to_id(text) for text in texts.values()
+            self._tokenizer.token_to_id(text) if text else None for text in texts.values()
         )
 
     def __call__(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmcond.base.arrays import Array, Positions
 from llmcond.base.errors import UserError, first_line
-from llmcond.base.files import digest_files, digest_text
+from llmcond.base.files import digest_files, digest_text, expand_home, write_text
 from llmcond.base.metrics import Floats, Metric, choose_metrics, estimates_json
 from llmcond.base.options import Ties
 from llmcond.base.output import ProgressBar, log
@@ -262,7 +262,7 @@ def _used_texts(positions: Iterable[Positions]) -> Positions:
 
 def _check_pool(flag: str, pool: str, pool_names: Sequence[str], file: str) -> None:
     """Raise a UserError for a pool that is neither a name nor an existing file."""
-    if not Path(pool).expanduser().is_file():
+    if not expand_home(pool).is_file():
         raise UserError(f"{flag} is {pool!r}; expected {', '.join(pool_names)}, or {file}.")
 
 
@@ -362,7 +362,7 @@ def _add_missing(
     generator = _Generator(model, choose_device(device))
     # The file is rewritten without an incomplete last line, which an interrupted call leaves.
     complete_lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in done.values()]
-    path.write_text("".join(complete_lines), encoding="utf-8")
+    write_text(path, "".join(complete_lines))
     with path.open("a", encoding="utf-8") as stream, ProgressBar("generating") as bar:
         for number, (dialogue, h, context) in enumerate(missing, 1):
             seed = int(digest_text(str(_SEED), *context, size=4), 16)
@@ -385,7 +385,7 @@ def _read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 def _identify_model(model: str) -> str:
     """Return an identifier of a model: the digest of its files, or its hub name and commit."""
-    folder = Path(model).expanduser()
+    folder = expand_home(model)
     if folder.is_dir():
         files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")]
         return digest_files(folder, files)
