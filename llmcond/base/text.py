@@ -261,7 +261,7 @@ def ignored_by(condition: str | None) -> tuple[str, ...]:
 
 
 def ignoring(condition: str, others: Iterable[str]) -> str:
-    """Return a condition that ignores others; itself if there are none.
+    """Return a condition that also ignores others; itself if there are none.
 
     Raises:
         UserError: as ``Condition``, or the condition is among the others.
@@ -270,7 +270,9 @@ def ignoring(condition: str, others: Iterable[str]) -> str:
     text = condition_text(condition)
     if condition_key(text) in map(condition_key, others):
         raise UserError(f"{shortened_repr(text)} cannot ignore itself. Ignore something else.")
-    return Condition(text, getattr(condition, "values", ()), others) if others else condition
+    if not others:
+        return condition
+    return Condition(text, getattr(condition, "values", ()), [*ignored_by(condition), *others])
 
 
 def without_ignored(condition: _C) -> _C:

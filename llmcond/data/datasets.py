@@ -576,7 +576,8 @@ def read_text_file(
         path: the file, or ``-`` for standard input.
         what: name of the texts in messages.
         column: the column of a table.
-        read: how the file is read; None: the command has no such options.
+        read: how the file is read, as far as its format has these options; None: the command has
+            none.
 
     Raises:
         UserError: there is no such file, it is not text, or a text is empty.
@@ -587,7 +588,7 @@ def read_text_file(
             f"{path} is not a file. Expected {what}: a .txt file with one per line, or a table "
             f"with a column {column}."
         )
-    source = open_collection(str(path), read)
+    source = open_collection(str(path), read, lenient=True)
     (texts,), _ = read_columns(source, source.files, [(column, text_reader(source))])
     return [text.strip() for text in texts]
 

@@ -44,7 +44,7 @@ from llmcond.data.datasets import (
     read_collection,
     several_splits_error,
 )
-from llmcond.data.formats import ReadOptions, check_columns, suffix_of
+from llmcond.data.formats import ReadOptions, check_columns
 from llmcond.data.readers import STDIN, Source, read_records
 from llmcond.data.rows import to_arrow
 
@@ -225,7 +225,7 @@ def open_texts(
         return LanceRows(uri, version, lance_options(name, patient=patient))
     with _convert_errors(name):
         kind = filesystem.get_file_info(root).type
-    if kind == fs.FileType.File and (has_options or not root.endswith(".parquet")):
+    if kind == fs.FileType.File and (has_options or not _is_parquet(root)):
         return TableRows(open_collection(name, read, column))
     if kind == fs.FileType.File:
         path = PurePosixPath(root)
@@ -237,6 +237,10 @@ def open_texts(
         )
     _reject_options(name, has_options)
     return ParquetFiles(uri, filesystem, root)
+
+
+def _is_parquet(name: str) -> bool:
+    return name.lower().endswith(".parquet")
 
 
 def _reject_options(name: str, has_options: bool) -> None:
@@ -269,8 +273,8 @@ def survey(
         The parts, and a schema whose types can represent the kept columns of all parts.
 
     Raises:
-        UserError: as ``TextSource.survey``; a part lacks a column, or has it in an incompatible
-            type; or a column has a reserved name.
+        UserError: as ``TextSource.survey``, or a part lacks a column, or has it in an incompatible
+            type.
     """
     states, surveyed_parts = source.states(), []
     threads = ThreadPoolExecutor(_MAX_THREADS)
@@ -323,7 +327,7 @@ class ParquetFiles(TextSource):
         for info in sorted(infos, key=lambda info: str(info.path)):
             inner = info.path.removeprefix(self._root).lstrip("/")
             hidden = any(part.startswith((".", "_")) for part in PurePosixPath(inner).parts)
-            if info.type == fs.FileType.File and suffix_of(inner) == ".parquet" and not hidden:
+            if info.type == fs.FileType.File and _is_parquet(inner) and not hidden:
                 states[inner] = f"{info.size}-{info.mtime_ns}"
         if not states:
             raise UserError(f"{self.name} is a folder without .parquet files.")
@@ -406,7 +410,7 @@ def _files_below(root: str) -> list[str]:
         for entry in inner:
             if entry.is_dir():
                 (linked if entry.is_symlink() else folders).append(entry.path)
-            elif suffix_of(entry.name) == ".parquet" and os.path.realpath(entry.path) not in seen:
+            elif _is_parquet(entry.name) and os.path.realpath(entry.path) not in seen:
                 seen.add(os.path.realpath(entry.path))
                 paths.append(entry.path)
     return paths

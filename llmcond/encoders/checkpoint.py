@@ -22,7 +22,7 @@ from llmcond.base.errors import (
     install_command,
     raise_disk_error,
 )
-from llmcond.base.files import digest_file, digest_files, expand_home, is_folder
+from llmcond.base.files import digest_file, digest_files, expand_home, is_folder, read_json
 from llmcond.base.package import pretrained_folder
 from llmcond.encoders.adapter import (
     CONFIG,
@@ -103,6 +103,11 @@ class Checkpoint:
     base: Checkpoint | None = None
     server: str | None = None
     probe: str | None = None
+
+    def training_record(self) -> dict[str, Any]:
+        """Return the record of its training; {} if it was not trained by llmcond."""
+        path = (self.adapter or self.folder) / TRAINING_RECORD
+        return read_json(path) if path.is_file() else {}
 
     def check_weights(self, what: str) -> None:
         """Raise a ``UserError`` if the weights, which ``what`` needs, are behind a server."""

@@ -43,7 +43,7 @@ class ConditionalBackend(BaseEmbedder):  # type: ignore[misc]  # BERTopic has no
         super().__init__()
         condition = as_condition(condition)
         ignored = [ignore] if isinstance(ignore, str) else ignore
-        self.condition = ignoring(condition, [*ignored_by(condition), *ignored])
+        self.condition = ignoring(condition, ignored)
         self.model = ConditionedModel(without_ignored(self.condition), **options)
         self._guides: Mapping[str | None, Guide] = {}
 

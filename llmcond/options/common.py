@@ -21,7 +21,6 @@ from llmcond.base.text import (
     check_encoding,
     combine_values,
     condition_text,
-    ignored_by,
     ignoring,
 )
 from llmcond.data.formats import TEXT_COLUMNS, ReadOptions
@@ -361,14 +360,14 @@ class IgnoreOption(ConditionOptions):
         """
         named = [as_condition(text, "--ignore") for text in self.ignore if text != OTHERS]
         if OTHERS not in self.ignore:
-            return [ignoring(one, [*ignored_by(one), *named]) for one in conditions]
+            return [ignoring(condition, named) for condition in conditions]
         if len(conditions) < 2:
             raise UserError(
                 f"--ignore {OTHERS} needs several --condition. Name what to ignore: --ignore TEXT."
             )
         everything = [*map(condition_text, conditions), *named]
         return [
-            ignoring(one, [*ignored_by(one), *(t for t in everything if t != condition_text(one))])
+            ignoring(one, [text for text in everything if text != condition_text(one)])
             for one in conditions
         ]
 
@@ -436,10 +435,15 @@ class AnswersOption(Options):
         if not getattr(self, "strip_html", False):
             return table
         # The texts of the table have HTML, unless `llmcond answers` has removed it.
-        stripped = {
-            answer_key(strip_html(t), c): answer for (t, c), answer in table.answers.items()
-        }
-        return replace(table, answers={**stripped, **table.answers})
+        answers = dict(table.answers)
+        for (text, condition), answer in table.answers.items():
+            key = answer_key(strip_html(text), condition)
+            if answers.setdefault(key, answer) != answer and key not in table.answers:
+                raise UserError(
+                    f"{table.source} has several answers to {key[0]!r}, which is left of several "
+                    "texts without their HTML. Keep only one of them."
+                )
+        return replace(table, answers=answers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from llmcond.base.arrays import (
     scale_to_unit_norm,
 )
 from llmcond.base.errors import UserError, format_count, format_list, nearest
-from llmcond.base.files import read_json
 from llmcond.base.options import Precision, check_argument, check_run
 from llmcond.base.output import log
 from llmcond.base.text import as_condition, ignored_by, without_ignored
@@ -273,7 +272,7 @@ class Embedder(SimilarityModel):
             return list(range(self.dim - 1, 0, -1))
         sizes = getattr(self.head.settings, "matryoshka", ())
         if self.head.is_identity:
-            record = _training_record(self.encoder)
+            record = self.encoder.resolved.checkpoint.training_record()
             sizes = record.get("made_of", {}).get("objective", {}).get("matryoshka", ())
         return sorted((size for size in sizes if size < self.dim), reverse=True)
 
@@ -893,19 +892,14 @@ def make_embedder(
     )
 
 
-def _training_record(encoder: Encoder) -> dict[str, Any]:
-    """Return the training record of an encoder; {} if it was not trained by llmcond."""
-    checkpoint = encoder.resolved.checkpoint
-    record = (checkpoint.adapter or checkpoint.folder) / "training.json"
-    return read_json(record) if record.is_file() else {}
-
-
 def _describe_training_data(encoder: Encoder, saved: RunEmbeddingHead) -> str:
     """Return the source of a fitted head's data, and how many sets of texts trained its encoder."""
     source = describe_source(saved.record["data"]["source"])
     if saved.record["encoder"]["model"] != IN_RUN_FOLDER:
         return source
-    n_sets = len(_training_record(encoder).get("summary", {}).get("aspects", ()))
+    n_sets = len(
+        encoder.resolved.checkpoint.training_record().get("summary", {}).get("aspects", ())
+    )
     return f"{source} and texts of {format_count(n_sets, 'dataset')}" if n_sets else source
 
 

@@ -374,8 +374,9 @@ class Index:
     ) -> WriteCounts:
         """Add texts, and encode them under the conditions that ``prepare`` was called with.
 
-        A text with an existing id replaces the previous text. A text that the index already holds
-        under the same id costs nothing.
+        A text with an existing id replaces the previous text, and keeps its values of columns
+        if ``columns`` is None. A text that the index already holds under the same id costs
+        nothing.
 
         Args:
             texts: n texts.

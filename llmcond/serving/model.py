@@ -235,7 +235,7 @@ class Batcher:
         encoded = self._encode(rows)
         seconds = time.perf_counter() - began
         self._observe(encoded, seconds)
-        characters = sum(len(text) for row in rows for text in row)
+        characters = sum(len(wordings(row[-1])) * sum(map(len, row)) for row in rows)
         if total := int(encoded.n_tokens.sum()):
             self._per_character += _NEWEST_WEIGHT * (total / characters - self._per_character)
         self._row_seconds += _NEWEST_WEIGHT * (seconds / len(rows) - self._row_seconds)

@@ -466,7 +466,7 @@ class _PairAnswers:
         if path is not None and path.is_file():
             rows, _ = read_rows(path)
             source = open_collection(path)
-            columns = next(read_records(source, source.files[0], None), dict.fromkeys(_COLUMNS))
+            columns = next(read_records(source, source.files[0], None))
             is_known = np.isnan(rows.rating) | np.isin(rows.rating, (0, 1))
             if set(columns) != set(_COLUMNS) or not is_known.all():
                 raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -301,9 +301,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     columns = find_vector_columns(options, texts)
     names, output.vector = {column.name: column.condition for column in columns}, columns[0].name
     sources = list(dict.fromkeys(column.source for column in columns if column.source))
-    if isinstance(output, LanceOutput):
-        others = [name for name in texts.columns() if name not in (sentence_column, *sources)]
-        check_lance_column_names([*(keep or others), "sentence", *names])
+    written = ["sentence", *names, *(["condition"] if len(columns) == 1 else [])]
+    _check_columns(texts, output, keep, [sentence_column, *sources], written)
     texts = texts.with_texts(sentence_column, sources)
     previous_record = output.read_record()
     previous = _read_previous(previous_record, texts, out)
@@ -321,8 +320,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         "keep": list(keep),
         "precision": None if options.precision == "float32" else options.precision,
     }
-    written = {"sentence", *names, *(["condition"] if len(columns) == 1 else [])}
-    record = _extend_record(texts, out, config, [sentence_column, *sources], written, previous)
+    record = _extend_record(texts, out, config, [sentence_column, *sources], previous)
     with output.writing():
         if output.read_record() != previous_record:
             raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
@@ -484,21 +482,40 @@ def _read_previous(
     return previous
 
 
+def _check_columns(
+    texts: TextSource,
+    output: Output,
+    keep: Sequence[str],
+    read: Sequence[str],
+    written: Sequence[str],
+) -> None:
+    """Raise a UserError if the output cannot have the columns to keep next to those written.
+
+    Without ``keep``, all columns but those of texts and conditions, ``read``, are written.
+    """
+    others = keep or [name for name in texts.columns() if name not in read]
+    if repeated := [name for name in others if name in written]:
+        raise UserError(
+            f"{texts.name} has a column {repeated[0]!r}, but the output has another column of that "
+            "name. Keep only other columns: --keep COL"
+        )
+    if isinstance(output, LanceOutput):
+        check_lance_column_names([*others, *written])
+
+
 def _extend_record(
     texts: TextSource,
     out: str,
     config: Mapping[str, Any],
     read: Sequence[str],
-    written: Set[str],
     previous: _OutputRecord | None,
 ) -> _OutputRecord:
     """Return the record of the output: the previous one, extended by new parts of the source.
 
-    ``read`` names the columns of texts and conditions, and ``written`` those that are written in
-    addition to the ones to keep.
+    ``read`` names the columns of texts and conditions.
 
     Raises:
-        UserError: the output holds other embeddings, or would have two columns of one name.
+        UserError: the output holds other embeddings.
     """
     known_parts: list[SourcePart] = []
     previous_schema = None
@@ -511,11 +528,6 @@ def _extend_record(
     new = [name for name in states if name not in names]
     columns = list(dict.fromkeys(read))
     parts, schema = survey(texts, new, columns, config["keep"], previous_schema)
-    if repeated := sorted(written & {*schema.names}):
-        raise UserError(
-            f"{texts.name} has a column {repeated[0]!r}, but the output has another column of that "
-            "name. Keep only other columns: --keep COL"
-        )
     if previous_schema is not None and schema != previous_schema:
         raise UserError(
             f"{format_list(new, 3)} of {texts.name} came after {out} was started, and the types of "

@@ -91,7 +91,9 @@ def index_texts(options: IndexOptions) -> IndexResult:
     conditions = distinct_conditions([*conditions, *guide_conditions])
     deleted, ids = 0, list(options.delete)
     if len(ids) == 1 and path_exists(Path(ids[0])) and not is_folder(Path(ids[0])):
-        ids = read_text_file(Path(ids[0]), "ids", "id", ReadOptions(read.encoding))
+        ids = read_text_file(
+            Path(ids[0]), "ids", "id", ReadOptions(read.encoding, skip_empty=read.skip_empty)
+        )
     plain = [without_ignored(condition) for condition in conditions]
     added: dict[str, Any] = {}
     if texts is not None:

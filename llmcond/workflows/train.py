@@ -238,13 +238,6 @@ def plan_training(
         load_prompt(name) for name in names.get(recipe.features, [resolved.joint_prompt])
     ]
     check_prompts(prompts, resolved, task)
-    control = next((prompt.name for prompt in prompts if prompt.control), None)
-    if control is not None and (stage or teacher):
-        option = "--then" if stage else "--teacher"
-        raise UserError(
-            f"the prompt {control} is a control, and controls are trained on train only. Leave out "
-            f"{option}."
-        )
     # Separate features come last, where heads that take both kinds expect them.
     prompts = sorted(prompts, key=lambda prompt: prompt.separate)
     view = recipe_view(recipe, prompts, subtract)

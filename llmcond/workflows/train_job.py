@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from llmcond.base.errors import UserError
-from llmcond.base.files import digest_text, read_json, write_json, write_text
+from llmcond.base.files import digest_text, write_json, write_text
 from llmcond.base.metrics import finite_or_none
 from llmcond.base.output import FitBar, format_duration, log
 from llmcond.base.records import read_record
@@ -166,16 +166,16 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     run = open_run(local_folder(folder), cross=rows != 0)
     if rows is None:
         rows = int(dataset.splits["train"].rated.sum())
-    splits = run.trained_on
+    splits, checkpoint = run.trained_on, run.resolve_encoder("cpu").checkpoint
     if run.cross:
         name = NAME
     else:
         default_head = run.default_head()
         if default_head is None or default_head[0] not in run.head_names():
+            ratings = ", and cosines of its features are not ratings" if rows else ""
             raise UserError(
-                f"{folder} has no fitted head that is better than zero-shot, and cosines of its "
-                f"features are not ratings. Fit a head (llmcond fit-head --run {folder}), or train "
-                "its encoder (llmcond train-lora)."
+                f"{folder} has no fitted head that is better than zero-shot{ratings}. Fit a head "
+                f"(llmcond fit-head --run {folder}), or train its encoder (llmcond train-lora)."
             )
         saved_head, reason = run.load_head(default_head[0]), default_head[1]
         saved_head.view.check_texts()
@@ -187,7 +187,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
             )
         objective = asdict(saved_head.head.settings)
         if saved_head.head.is_identity:  # the record of the encoder's training has the objective
-            objective = read_json(run.folder / RECORD)["made_of"].get("objective", {})
+            objective = checkpoint.training_record().get("made_of", {}).get("objective", {})
         if rows and not objective.get("mse", 1.0):
             raise UserError(
                 f"the head {saved_head.name} of {folder} was fitted to the order of ratings, so "
@@ -200,7 +200,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
         **({"rows": rows} if rows else {}),
     }
     # The encoder may have been trained on other data than those of the run.
-    dev_digests = run.resolve_encoder("cpu").checkpoint.dev_digests
+    dev_digests = checkpoint.dev_digests
     if "dev" in splits:
         data = run.manifest["data"]
         dev_digests |= {data["digest"], *data.get("dev_digests", ())}
@@ -341,6 +341,13 @@ class TrainingJob:
             return True
         teachers = (self.teacher, self.aspects_teacher)
         return any(teacher and teacher.was_trained_on_dev(self.dataset) for teacher in teachers)
+
+    def known_dev_digests(self) -> frozenset[str]:
+        """Return the digests of the datasets whose dev rows the trained encoder knows."""
+        known = self.resolved.checkpoint.dev_digests
+        for teacher in filter(None, (self.teacher, self.aspects_teacher)):
+            known |= teacher.dev_digests
+        return known | _dev_digests(self.dataset) if "dev" in self.trained_on else known
 
     def record_fields(self) -> dict[str, Any]:
         """Return further fields for the training record, on the data that was trained on."""
@@ -513,8 +520,7 @@ def train(job: TrainingJob) -> dict[str, Any]:
                 job.folder,
                 merge=options.merge,
                 cross=job.cross,
-                dev_of=resolved.checkpoint.dev_digests
-                | (_dev_digests(job.dataset) if "dev" in job.trained_on else frozenset()),
+                dev_of=job.known_dev_digests(),
             )
             head = model.fitted_head(
                 {

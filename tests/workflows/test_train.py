@@ -211,7 +211,6 @@ def test_invalid_options_report_one_line(command, workspace, train, tmp_path, ca
         ("--ensemble 2 --head mlp", "an ensemble cannot have the head mlp"),
         ("--ensemble 2 --no-normalize", "Add --normalize"),
         ("--ensemble 2 --prompt routed", "name a --prompt such as"),
-        ("--prompt control-shuffled --then dev", "controls are trained on train only"),
         ("--head linear --dim 33", "dim is 33, but the features have 32"),
         ("--head linear --set dim=33", "dim is 33, but the features have 32"),
     ):

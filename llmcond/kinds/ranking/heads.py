@@ -687,11 +687,7 @@ def fit_queries(
     if not len(arrays.triples):
         raise UserError("the training split has no triples to fit a head on.")
     dim, dim_condition, n_relations = arrays.dims
-    if recipe.dim is not None and recipe.dim > dim:
-        raise UserError(
-            f"dim is {recipe.dim}, but the features have {dim} dimensions, and a head never adds "
-            f"dimensions. Set dim to {dim} or less."
-        )
+    recipe.check_dim(dim)
     if family.dim_of_relations(settings, 1) and not dim_condition:
         raise UserError(
             "this head reads the features of relations, and the data has none. Add them, or set "
