@@ -78,7 +78,9 @@ def run(arguments: Sequence[str]) -> int:
     """
     with _raise_on_signals() as received:
         try:
-            return _run(arguments, received)
+            code = _run(arguments, received)
+            # A command that shows what it has was terminated nevertheless.
+            return 143 if signal.SIGTERM in received and not code else code
         except SystemExit as error:
             if isinstance(error.__context__, BrokenPipeError):  # Rich has discarded the rest.
                 return 0

@@ -273,8 +273,8 @@ class LabelAgreement:
         classes: number of distinct labels.
         base_name: title of the vectors to compare with, such as ``minilm, no condition``.
         metrics: for each metric, its value for the clusters, for clusters of the vectors to compare
-            with (found by the same method with the same number of clusters), and the difference on
-            the same texts, each with a 95 % interval over texts.
+            with (by the same method; K-means finds the same number), and the difference on the same
+            texts, each with a 95 % interval over texts.
     """
 
     column: str
@@ -1051,14 +1051,16 @@ def write_cluster_page(result: ClusterResult, drawing: ClusterMap, path: Path) -
         path: the file to write.
     """
     scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
+    # Those of the map have no scores; the last may be that of the base encoder.
+    shown = [*result.clusterings, *drawing.clusterings[len(result.clusterings) :]]
     values: dict[str, Any] = {
         "result": result,
-        "shown": drawing.clusterings,
+        "shown": shown,
         "drawn": len(drawing.texts),
         "labelled": sum(sum((c.guide or {}).values()) for c in result.clusterings),
         "noise": NOISE,
         "cross_tables": [_cross_table(a, b) for a, b in combinations(drawing.clusterings, 2)],
-        "qualities": [quality_text(c, result.method) for c in drawing.clusterings],
+        "qualities": [quality_text(c, result.method) for c in shown],
         "method": _METHODS[result.method],
         "scores": [(title, scores, agreement_figures(scores)) for title, scores in scored],
         "metrics": METRICS,

@@ -45,9 +45,10 @@ def test_result_is_one_line_in_terminal_and_table_in_notebook():
 
 
 def test_headings_cannot_end_a_cell_in_markdown():
-    table = Table.of_rows([{"the fault | what is wrong": "a|b", "n": 1}])
+    table = Table.of_rows([{"the fault | what is wrong": "a|b\\|c <Enter>\u00a0&", "n": 1}])
     lines = table.document("markdown").splitlines()
     assert r"the fault \| what is wrong" in lines[0]
+    assert r"a\|b\\\|c &lt;Enter> &amp;" in lines[2]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {3}
 
 

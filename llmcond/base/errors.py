@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
@@ -136,9 +137,14 @@ def raise_disk_error(error: BaseException, path: object, remaining: str) -> None
 def escape_control_characters(text: str) -> str:
     """Escape the control characters of a text, so that it cannot control a terminal.
 
-    The joiners U+200C and U+200D only choose the forms of letters and emoji, and stay.
+    The joiners U+200C and U+200D only choose the forms of letters and emoji, and stay, as do all
+    kinds of spaces.
     """
-    return "".join(c if c.isprintable() or c in "\n\u200c\u200d" else repr(c)[1:-1] for c in text)
+
+    def is_harmless(c: str) -> bool:
+        return c.isprintable() or c in "\n\u200c\u200d" or unicodedata.category(c) == "Zs"
+
+    return "".join(c if is_harmless(c) else repr(c)[1:-1] for c in text)
 
 
 def shortened_repr(value: object, max_length: int = 80) -> str:

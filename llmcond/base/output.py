@@ -476,9 +476,12 @@ def _is_number(value: object) -> bool:
 
 
 def _escape_cell(text: str, form: str) -> str:
-    """Return a cell's text on one line, escaped so that it cannot end the cell."""
+    """Return a cell's text on one line, escaped so that it cannot end the cell or be HTML."""
     line = " ".join(text.split())
-    return line.replace("|", r"\|") if form == "markdown" else line
+    if form == "markdown":
+        for character, escaped in (("\\", r"\\"), ("&", "&amp;"), ("<", "&lt;"), ("|", r"\|")):
+            line = line.replace(character, escaped)
+    return line
 
 
 def _float_format(values: Sequence[object]) -> str:

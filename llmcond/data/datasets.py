@@ -355,6 +355,7 @@ def _read_rows(
 ) -> Rows:
     names = [columns.sentence1, columns.sentence2, columns.condition, *extra]
     readers: list[tuple[str, Callable[[Any], Any]]] = [(name, cell_text) for name in names]
+    readers[:2] = [(name, text_reader(source)) for name in names[:2]]
     readers[2] = (columns.condition, condition_cell)
     if columns.label:
         readers.append((columns.label, scale.to_unit))

@@ -183,9 +183,10 @@ def read_guide(
         condition = known[condition_key(name)]
         if condition is None:
             expected = format_list(list(map(condition_text, named)), 5)
+            advice = f"Use one of these conditions: {expected}" if named else "Add it: --condition"
             raise UserError(
-                f"{where}: no texts are embedded under the condition {shortened_repr(name)}. Use "
-                f"one of these conditions: {expected}."
+                f"{where}: no texts are embedded under the condition {shortened_repr(name)}. "
+                f"{advice}."
             )
         rows.setdefault(condition, []).append(row)
     return [

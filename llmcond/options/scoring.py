@@ -305,7 +305,9 @@ class CompareOptions(SplitOption, MetricOption, TrialOptions):
         "for dialogues c3l-released rank)",
     )
     plain: bool = option(
-        False, help="also fit heads without subtracting the unconditional embedding"
+        False,
+        help="also fit heads without subtracting the unconditional embedding, or with it for tasks "
+        "that do not subtract it by default",
     )
 
 

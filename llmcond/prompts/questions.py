@@ -67,7 +67,8 @@ _NO_ANSWER = re.compile(
 )
 #: Beginnings of answers in which a model refuses to answer.
 _REFUSAL = re.compile(
-    r"(i'?m |i am )?(very )?sorry|i (can ?not|can'?t|am unable|won'?t)|as an ai|i apologi[sz]e",
+    r"(i'?m |i am )(very )?sorry\b|(very )?sorry\W*(but |i\b|$)|as an ai\b|i apologi[sz]e\b|"
+    r"i (can ?not|can'?t|am unable to|won'?t) (answer|assist|determine|help|provide)\b",
     re.IGNORECASE,
 )
 #: Number of characters at the end of an answer that are searched, because answers may be very long.
@@ -260,7 +261,7 @@ def parse_answer(answer: str) -> str | None:
             return None
     if not isinstance(short, str | int | float):
         return None
-    short = " ".join(str(short).split()).strip(" .\"'*")
+    short = " ".join(str(short).split()).strip(" \"'*").rstrip(" .\"'*")
     if _NO_ANSWER.fullmatch(short) or (value is not None and not short):
         return ""
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from llmcond.report.tables import (
 )
 from llmcond.runs import Run, RunEmbeddingHead
 from llmcond.runs.examples import RowFeatures, zero_shot_heads
+
+if TYPE_CHECKING:
+    from llmcond.features.store import FeatureStore
 
 #: The kinds of subsets of queries in results, and what they are called on the page.
 SUBSET_TITLES = {
@@ -120,6 +123,7 @@ def make_page(
     rows: Rows | QueryRows,
     results: Sequence[Result],
     similarity: Mapping[str, NDArray[np.floating]],
+    store: FeatureStore | None,
     *,
     title: str,
     summary: Sequence[str],
@@ -128,10 +132,11 @@ def make_page(
     """Gather the page of some results of a run.
 
     Args:
-        run: the run; its store has the features of rated rows.
+        run: the run.
         rows: the scored rows.
         results: the results, best first.
         similarity: the predictions by the result's name, as in ``Page``.
+        store: the store of the features of rated rows; None: there are none.
         title: the page's title.
         summary: the sentences of the summary.
         settings: the settings of the evaluation, for the page's provenance.
@@ -142,13 +147,11 @@ def make_page(
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
     isotropy: Sequence[Mapping[str, Any]] = ()
-    if isinstance(rows, Rows):
-        rated, store, data = np.flatnonzero(rows.rated)[:MAX_VECTORS], run.store(), rows
+    if isinstance(rows, Rows) and store is not None:
+        rated, read = np.flatnonzero(rows.rated)[:MAX_VECTORS], partial(RowFeatures, rows, store)
         heads = (head for prompt in prompts for head in zero_shot_heads(run, prompt))
         # New features for each head, so that memory holds one prompt's features at a time.
-        isotropy = measure_predictors(
-            heads, lambda head: RowFeatures(data, store).pairs(head.view).take(rated)
-        )
+        isotropy = measure_predictors(heads, lambda head: read().pairs(head.view).take(rated))
     return Page(
         title=title,
         summary=summary,

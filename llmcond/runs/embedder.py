@@ -24,7 +24,7 @@ from llmcond.base.arrays import (
     convert_embeddings,
     scale_to_unit_norm,
 )
-from llmcond.base.errors import UserError, format_count, format_list, nearest
+from llmcond.base.errors import LlmcondError, UserError, format_count, format_list, nearest
 from llmcond.base.options import Precision, check_argument, check_run
 from llmcond.base.output import log
 from llmcond.base.text import as_condition, ignored_by, without_ignored
@@ -83,10 +83,15 @@ def find_unfamiliar_conditions(
     known = dict.fromkeys(rows.take(rows.rated).condition)
     new_texts = [text for text in dict.fromkeys(conditions) if text not in known]
     inputs = [prompt.unconditional.render("", text) for text in known]
-    store = run.store()
-    if not new_texts or len(known) < 2 or store.missing(inputs):
+    if not new_texts or len(known) < 2:
         return {}
-    known_vectors = normalise_vectors(store.lookup(inputs).read())
+    try:
+        store = run.store()
+        if store.missing(inputs):
+            return {}
+        known_vectors = normalise_vectors(store.lookup(inputs).read())
+    except LlmcondError:  # similarities do not need the store, which may be out of reach
+        return {}
     cosines = known_vectors @ known_vectors.T
     np.fill_diagonal(cosines, -1)
     threshold = np.quantile(cosines.max(axis=1), 1 - _SHARE)

@@ -565,11 +565,13 @@ class Evaluation:
         results: The result of each system.
         predictions: For each result, the similarity of each example or the rank of its answer.
         examples: The examples as text; None: no files can be written.
+        store: The store of the features of rated rows; None: There are none.
     """
 
     results: Results
     predictions: Sequence[NDArray[Any]] = ()
     examples: Rows | QueryRows | None = None
+    store: FeatureStore | None = None
 
 
 def read_ranked_data(run: Run, options: Any) -> tuple[Any, str, str]:

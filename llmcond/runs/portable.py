@@ -28,6 +28,7 @@ from llmcond.base.files import (
     write_json,
 )
 from llmcond.base.output import log
+from llmcond.base.package import pretrained_folder
 from llmcond.base.records import read_record
 from llmcond.data.datasets import Columns
 from llmcond.data.readers import hub_dataset
@@ -248,7 +249,7 @@ def _is_local_only(model: str, folder: Path) -> bool:
     is_hub_name = (
         model.count("/") == 1 and not _is_absolute(model) and not (folder / model).is_dir()
     )
-    return find_model(model) is None and not is_hub_name
+    return find_model(model) is None and not is_hub_name and pretrained_folder(model) is None
 
 
 def stage_run(

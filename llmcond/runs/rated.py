@@ -347,6 +347,7 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
         rows, run, has_other_data, predictions=options.predictions is not None, heads=heads
     )
     predictors: list[AnyPredictor | CrossEncoder] = [*heads]
+    store = None
     if run.cross:
         cross = load_cross_encoder(run.folder, device=options.device)
         predictors, predictions = [cross], [cross.predict(rows)]
@@ -364,7 +365,7 @@ def evaluate_pairs(run: Run, options: Any) -> Evaluation:
     if run_split == "dev":
         results = list(map(_add_held_out, results, predictors))
     results = _add_condition_scores(results, predictors, predictions, rows, known, metrics[0])
-    return Evaluation(Results(tuple(results)), predictions, rows)
+    return Evaluation(Results(tuple(results)), predictions, rows, store)
 
 
 def _choose_rows(run: Run, options: DataOptions, split: str | None) -> tuple[Rows, str]:

@@ -154,9 +154,9 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         table=_make_table(collection, column, options.keep, clusterings, columns),
     )
     _log_quality(clusterings, options.method, guide is not None)
+    _write_outputs(result, drawing)
     if guide is None:
         compare_conditions(clusterings, samples, embeddings, collection)
-    _write_outputs(result, drawing)
     return result
 
 

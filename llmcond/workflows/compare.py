@@ -170,6 +170,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
             examples.rows(split),
             comparison.results,
             similarity,
+            run.store(),
             title=f"Prompts compared: {run.encoder_name}",
             summary=summary(comparison.results, baseline),
             settings={

@@ -143,7 +143,14 @@ def _write_files(evaluation: Evaluation, run: Run, options: EvaluateOptions) -> 
     summary.append(f"{systems}, on {first.counts.text} of {source}.")
     title = f"Evaluation: {run.encoder_name}"
     page = make_page(
-        run, examples, best, predictions, title=title, summary=summary, settings=settings
+        run,
+        examples,
+        best,
+        predictions,
+        evaluation.store,
+        title=title,
+        summary=summary,
+        settings=settings,
     )
     write_page(page, Path(options.report))
 

@@ -181,11 +181,10 @@ def prepare_extraction(options: ExtractOptions) -> PreparedExtraction:
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     if existing is not None and encoder_options.runtime == "auto":
         encoder_options = replace(encoder_options, runtime=existing.runtime)
-    if existing is not None and is_server(model):
+    recorded = {} if existing is None else existing.manifest["encoder"]
+    if is_server(model) and is_server(recorded.get("model", "")):
         # Vectors of a server are compared with those of the run, up to rounding.
-        encoder_options = replace(
-            encoder_options, revision=existing.manifest["encoder"]["revision"]
-        )
+        encoder_options = replace(encoder_options, revision=recorded["revision"])
     # Errors in files are reported before a model is searched for or downloaded.
     named_prompts = [load_prompt(name) for name in options.prompt]
     task = resolve_task(existing, options.task)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -179,9 +179,12 @@ class QuestionRunner:
         return self._look_up(question)[1]
 
     def missing_questions(self, questions: Iterable[Question]) -> list[Question]:
-        """Return the next attempt of each question without an answer that can be parsed."""
+        """Return the next attempt of each question without an answer that can be parsed.
+
+        A repeated question is listed once.
+        """
         attempts = (self._look_up(question)[0] for question in questions)
-        return [question for question in attempts if question is not None]
+        return list({self._key(question): question for question in attempts if question}.values())
 
     def _look_up(self, question: Question) -> tuple[Question | None, Any]:
         """Return the attempt to ask next and None, or None and the parsed answer.
@@ -356,11 +359,14 @@ class QuestionRunner:
         """
         # Input tokens, output tokens and seconds; NaN if the server does not count the tokens.
         totals, n_questions = np.zeros(3), sum(count for count, _ in remaining)
-        for count, examples in remaining:
+        answered = []
+        for _, examples in remaining:
             stored = [self._journal.answers.get(self._key(question)) for question in examples]
             # A rejected question has no tokens, and says nothing about the others.
-            answers = [answer for answer in stored if answer and answer.tokens_in != 0]
-            answers = answers or [Answer("", None, None, 0.0)]
+            answered.append([answer for answer in stored if answer and answer.tokens_in != 0])
+        for (count, _), of_kind in zip(remaining, answered, strict=True):
+            # Without an answer to this kind of question, those to the others stand for it.
+            answers = of_kind or [*chain(*answered)] or [Answer("", None, None, 0.0)]
             rows = [(a.tokens_in, a.tokens_out, a.seconds) for a in answers]
             totals += count * np.mean(np.array(rows, dtype=float), axis=0) if count else 0
         tokens_in, tokens_out, seconds = totals.tolist()

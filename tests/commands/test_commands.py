@@ -91,7 +91,11 @@ def test_read_only_run_can_be_used_but_not_fitted(read_only, tmp_path, write_row
     for number, (arguments, expected, message) in enumerate(
         [
             ("analyse --json", 0, "no analyses.json is written, nor pictures"),
-            (f"evaluate --data {data} --json", 0, "are not saved: cannot write"),
+            (
+                f"evaluate --data {data} --json --report {tmp_path}/p.html",
+                0,
+                "are not saved: cannot",
+            ),
             (f"embed {data} --text sentence1 --out {out} --json", 0, "are not saved: cannot write"),
             ("fit-head --head mlp", 2, f"cannot write {read_only}"),
             ("sweep --head mlp --workers 1", 2, f"cannot write {read_only}"),

@@ -116,6 +116,17 @@ def test_rows_are_rated_once_and_read_back(pairs, capsys):
     assert not rows.rated[3]
 
 
+def test_equal_rows_without_html_are_one_question(write_rows, capsys):
+    first, second = "<p>A man runs.</p>", "A man <b>walks</b>."
+    path = write_rows([(first, second, "the activity", 3)] * 3, "html.csv")
+    with ChatServer(answer) as server:
+        result = run_json(capsys, *make_command(path, server, "--strip-html"))
+    assert (result["rows"], result["questions"]) == (3, 1)
+    assert {(row["sentence1"], row["sentence2"]) for row in read_csv("rated.csv")} == {
+        ("A man runs.", "A man walks.")
+    }
+
+
 def test_model_prompt_seed_and_request_identify_question(pairs, capsys):
     with ChatServer(answer, models=("rater", "other")) as server:
         for options in (

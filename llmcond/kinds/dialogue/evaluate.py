@@ -221,8 +221,9 @@ class _Scoring:
 
     def examples(self, extra_texts: Sequence[str] = ()) -> DialogueExamples:
         """Return examples with additional texts; features that the run lacks are extracted."""
-        texts, store = [*self.data.texts[len(self._run.data.texts) :], *extra_texts], None
-        if texts:
+        texts, store = [*self.data.texts, *extra_texts], None
+        if len(texts) > len(self._run.data.texts):
+            # All texts, because the store may be another one than the run's.
             inputs = partial(UtteranceInputs, texts)
             store = extract_other_data(self._run, self.prompts, inputs, self._device)
         return DialogueExamples(self._run, self.data, extra_texts, store)

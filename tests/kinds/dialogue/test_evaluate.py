@@ -146,7 +146,7 @@ def test_other_dialogues_are_encoded_and_ranked(capsys, dialogue_run, run, tmp_p
     other = ["evaluate", "--run", run, "--data", path, "--candidates", pool]
     assert cli.run([*map(str, other), "--split", "dev"]) == 0
     log = capsys.readouterr().err
-    assert "separate: 5 of 5 inputs encoded" in log
+    assert "separate: 5 of 42 inputs encoded" in log
     assert f"warning: 1 of 3 dialogues of {path} are in the run's train split" in log
     assert "ranking 5 next turns of dev" in log
     results = llmcond.evaluate(run=run, data=pl.DataFrame(rows[:2]), history="1-2")
