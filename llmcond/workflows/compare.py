@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from llmcond.base.output import Displayed, log, make_frame
 from llmcond.base.package import bundled_names
 from llmcond.base.records import check_named_once
 from llmcond.base.system import provenance
+from llmcond.data.readers import STDIN, open_source
 from llmcond.encoders import ResolvedEncoder, resolve
 from llmcond.evaluation.paired import MIN_PAIRS
 from llmcond.evaluation.results import (
@@ -222,6 +223,9 @@ def _extract_prompts(
     baseline = _choose_baseline(options.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
         recipe_view(recipe, (prompt,), subtract=recipe.features != "alone")
+    if str(options.data) == STDIN or isinstance(options.data, Iterator):
+        # They can be read only once, and the extraction reads the data again.
+        options = replace(options, data=open_source(options.data, read=options.read_options()))
     # Checked before hours of encoding: no prompt may make different conditions identical.
     data = (
         run.data if run else task.read(replace(options.data_options(), extra=list_fields(usable)))

@@ -153,6 +153,16 @@ def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows,
     assert not Path("fresh").exists()
 
 
+def test_rows_that_can_be_read_once_are_compared(small_rows, model, tmp_path):
+    names = ("sentence1", "sentence2", "condition", "label")
+    rows = (dict(zip(names, row, strict=True)) for row in small_rows)
+    result = llmcond.compare_prompts(
+        model=model, like="minilm", data=rows, run=tmp_path / "run", prompts=["concat-sent-cond"],
+        heads=["none"],
+    )  # fmt: skip
+    assert result.baseline == "concat-sent-cond"
+
+
 def test_page_and_figures_have_the_numbers_of_the_comparison(call):
     prompts = (SENT_COND, COND_SENT, LEFT_OUT, "cond", "--baseline", SENT_COND, "--seeds", 2)
     outputs = ("--figures", "figures", "--figure-format", "svg", "--report", "pages/page.html")
