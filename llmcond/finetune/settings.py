@@ -199,8 +199,8 @@ class AspectSettings:
         aspects_twins: share of the groups whose texts form a second group, under another condition
             of the same set. A further loss compares the two similarities of each pair that agrees
             under one condition and differs under the other.
-        aspects_teacher: run, or name of a bundled model, from whose similarities within each group
-            the model also learns; None: only from the attributes.
+        aspects_teacher: run, or name of a bundled model, whose similarities within each group are
+            learned as well; None: only the attributes are.
     """
 
     option_group: ClassVar[str] = "texts with attributes"
@@ -235,7 +235,7 @@ class AspectSettings:
     )
     aspects_teacher: str | Path | None = option(
         None,
-        help="run or bundled model from whose similarities of these texts to learn as well",
+        help="run or bundled model whose similarities of these texts are learned as well",
         metavar="RUN",
     )
 

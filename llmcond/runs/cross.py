@@ -17,7 +17,6 @@ from llmcond.base.output import log
 from llmcond.base.records import check_record
 from llmcond.base.text import ignored_by
 from llmcond.data.readers import describe_source
-from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
 from llmcond.encoders.spec import Orders, check_finite
 from llmcond.features.view import WordingRows
@@ -81,25 +80,6 @@ class CrossEncoder(SimilarityModel):
     def __repr__(self) -> str:
         """Return the encoder's name and the sentence order in one line."""
         return f"CrossEncoder({self.encoder.name}, orders {self.orders})"
-
-    def predict(self, rows: Rows) -> Vectors:
-        """Predict the similarity of rows, with a progress bar on standard error.
-
-        Args:
-            rows: n rows of a dataset.
-
-        Returns:
-            The predicted similarities, (n,) float32.
-
-        Raises:
-            LlmcondError: The encoder returned NaN, or ran out of memory.
-        """
-        # A condition of the data is one text, also with | in it, as in training.
-        first, second = (
-            list(zip(side, rows.condition, strict=True))
-            for side in (rows.sentence1, rows.sentence2)
-        )
-        return self._compute_similarity(first, second, show_progress=True)
 
     def explain(
         self, sentence: str, conditions: str | Iterable[str], *, to: str | None = None

@@ -90,7 +90,8 @@ def find_unfamiliar_conditions(
         if store.missing(inputs):
             return {}
         known_vectors = normalise_vectors(store.lookup(inputs).read())
-    except LlmcondError:  # similarities do not need the store, which may be out of reach
+    except LlmcondError as error:  # similarities do not need the store, which may be out of reach
+        log.debug(f"conditions are not compared with those of training: {error}")
         return {}
     cosines = known_vectors @ known_vectors.T
     np.fill_diagonal(cosines, -1)

@@ -22,6 +22,7 @@ from llmcond.base.text import as_condition, check_text, condition_json, wordings
 from llmcond.encoders.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
+    from llmcond.data.rows import Rows
     from llmcond.encoders.encoder import Encoder, TokenWeights
     from llmcond.encoders.tokenizing import Token
     from llmcond.prompts import Prompt
@@ -249,6 +250,23 @@ class SimilarityModel(ABC):
         repeated = [row for row in first for _ in second]
         values = self._compute_similarity(repeated, [*second] * len(first), show_progress)
         return values.reshape(len(first), len(second))
+
+    def predict(self, rows: Rows) -> Vectors:
+        """Predict the similarity of rows, with a progress bar on standard error.
+
+        Args:
+            rows: n rows of a dataset. Their conditions are read as in training: one with ``|`` is a
+                single text, and not several wordings.
+
+        Returns:
+            The predicted similarities, (n,) float32.
+
+        Raises:
+            LlmcondError: The encoder returned NaN, or ran out of memory.
+        """
+        first = list(zip(rows.sentence1, rows.condition, strict=True))
+        second = list(zip(rows.sentence2, rows.condition, strict=True))
+        return self._compute_similarity(first, second, show_progress=True)
 
     @abstractmethod
     def _compute_similarity(

@@ -10,6 +10,7 @@
   const values = (text) => text.split(",").map((value) => value.trim()).filter(Boolean);
   // Fields that are empty, or that the page lacks, are left out.
   const given = (name, items) => (items.length ? { [name]: items } : {});
+  const ignored = (form) => given("ignore", lines(form.ignore ?? ""));
   const formatNumber = (value) => (value === null ? "–" : value.toFixed(3).replace("-", "\u2212"));
 
   // A table whose first column has texts, and whose other columns have figures.
@@ -39,7 +40,7 @@
         return {
           sentence1: form.sentence1, sentence2: form.sentence2, condition: rows.map(([condition]) => condition),
           ...(rows.some(([, list]) => list.length) ? { values: rows.map(([, list]) => list) } : {}),
-          ...given("ignore", lines(form.ignore ?? "")),
+          ...ignored(form),
         };
       },
       show: (answer, { condition }) =>
@@ -51,7 +52,7 @@
     },
     "/v1/embeddings": {
       body: (form) => ({
-        input: lines(form.texts), condition: form.condition, ...given("values", values(form.values)), ...given("ignore", lines(form.ignore ?? "")),
+        input: lines(form.texts), condition: form.condition, ...given("values", values(form.values)), ...ignored(form),
         encoding_format: "float",
       }),
       show: (answer, { input }) => {
@@ -65,7 +66,7 @@
     },
     "/v1/search": {
       body: (form) => ({
-        query: form.query, condition: form.condition, ...given("values", values(form.values)), ...given("ignore", lines(form.ignore ?? "")), k: Number(form.k),
+        query: form.query, condition: form.condition, ...given("values", values(form.values)), ...ignored(form), k: Number(form.k),
         ...(form.where.trim() ? { where: form.where } : {}),
       }),
       show: (answer) => !answer.results.length ? element("p", {}, "No text matches.") : element("ol", {}, ...answer.results.map(({ rank, score, text, ...others }) =>

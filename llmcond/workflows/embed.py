@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -175,6 +175,12 @@ def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[Vector
     return list(names.values())
 
 
+def written_columns(names: Iterable[str]) -> list[str]:
+    """Return the columns that are written with those of vectors, which ``names`` lists."""
+    names = list(names)
+    return ["sentence", *(["condition"] if len(names) == 1 else []), *names]
+
+
 def _check_columns(options: EmbedOptions, names: Sequence[str]) -> dict[str, str]:
     """Check the names of the columns to write.
 
@@ -195,8 +201,7 @@ def _check_columns(options: EmbedOptions, names: Sequence[str]) -> dict[str, str
             f"--mentions writes a column, and {out} holds vectors only. Name a .parquet or .csv "
             "file."
         )
-    condition = ["condition"] if len(names) == 1 else []
-    conflicts = sorted({"sentence", *condition, *names, *scores.values()} & {*options.keep})
+    conflicts = sorted({*written_columns(names), *scores.values()} & {*options.keep})
     if options.keep and (conflicts or holds_vectors):
         reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
         raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")

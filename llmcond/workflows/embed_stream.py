@@ -54,6 +54,7 @@ from llmcond.workflows.embed import (
     describe_embeddings,
     find_vector_columns,
     vector_array,
+    written_columns,
 )
 
 if TYPE_CHECKING:
@@ -301,8 +302,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     columns = find_vector_columns(options, texts)
     names, output.vector = {column.name: column.condition for column in columns}, columns[0].name
     sources = list(dict.fromkeys(column.source for column in columns if column.source))
-    written = ["sentence", *names, *(["condition"] if len(columns) == 1 else [])]
-    _check_columns(texts, output, keep, [sentence_column, *sources], written)
+    _check_columns(texts, output, keep, [sentence_column, *sources], written_columns(names))
     texts = texts.with_texts(sentence_column, sources)
     previous_record = output.read_record()
     previous = _read_previous(previous_record, texts, out)

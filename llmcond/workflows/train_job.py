@@ -126,11 +126,9 @@ class Teacher:
             else:
                 model = self.load_embedder(device)
             while len(ratings) < len(rows):
-                batch = slice(len(ratings), len(ratings) + _BLOCK)
-                texts = (rows.sentence1[batch], rows.sentence2[batch], rows.condition[batch])
-                similarities = model.similarity(*map(list, texts), show_progress=True)
+                batch = np.arange(len(rows))[len(ratings) : len(ratings) + _BLOCK]
                 # Cosines and regressions may lie outside the scale of ratings.
-                similarities = similarities.clip(0, 1)
+                similarities = model.predict(rows.take(batch)).clip(0, 1)
                 ratings += similarities.astype(np.float64).tolist()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, {"ratings": ratings})

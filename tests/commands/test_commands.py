@@ -87,15 +87,11 @@ def drop_root_privileges():
 
 def test_read_only_run_can_be_used_but_not_fitted(read_only, tmp_path, write_rows, small_rows):
     data, before = write_rows(small_rows), sorted(read_only.rglob("*"))
-    out = tmp_path / "v.npy"
+    out, page = tmp_path / "v.npy", tmp_path / "p.html"
     for number, (arguments, expected, message) in enumerate(
         [
             ("analyse --json", 0, "no analyses.json is written, nor pictures"),
-            (
-                f"evaluate --data {data} --json --report {tmp_path}/p.html",
-                0,
-                "are not saved: cannot",
-            ),
+            (f"evaluate --data {data} --json --report {page}", 0, "are not saved: cannot write"),
             (f"embed {data} --text sentence1 --out {out} --json", 0, "are not saved: cannot write"),
             ("fit-head --head mlp", 2, f"cannot write {read_only}"),
             ("sweep --head mlp --workers 1", 2, f"cannot write {read_only}"),
@@ -108,6 +104,7 @@ def test_read_only_run_can_be_used_but_not_fitted(read_only, tmp_path, write_row
         assert message in err
         assert json.loads(printed) if status == 0 else "steps" not in err
     assert out.is_file()
+    assert page.is_file()
     assert sorted(read_only.rglob("*")) == before
 
 

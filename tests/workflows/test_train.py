@@ -173,15 +173,15 @@ def test_ratings_match_teacher_and_survive_interruption(workspace, tmp_path, mon
     dataset = read_dataset(str(workspace / "rows.csv"))
     teacher = find_teacher(workspace / "frozen", 12, dataset)
     monkeypatch.setattr(teachers, "_BLOCK", 5)
-    similarity, calls = Embedder.similarity, []
+    predict, calls = Embedder.predict, []
 
-    def interrupt_second_call(self, *texts, **options):
-        calls.append(len(texts[0]))
+    def interrupt_second_call(self, rows):
+        calls.append(len(rows))
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return similarity(self, *texts, **options)
+        return predict(self, rows)
 
-    monkeypatch.setattr(Embedder, "similarity", interrupt_second_call)
+    monkeypatch.setattr(Embedder, "predict", interrupt_second_call)
     train = dataset.splits["train"]
     with pytest.raises(KeyboardInterrupt):
         teacher.rate(train, 0, tmp_path, "cpu")
@@ -190,6 +190,10 @@ def test_ratings_match_teacher_and_survive_interruption(workspace, tmp_path, mon
     columns = (list(rows.sentence1), list(rows.sentence2), list(rows.condition))
     expected = llmcond.load_embedder(workspace / "frozen").similarity(*columns)
     np.testing.assert_allclose(rows.rating, expected.clip(0, 1), atol=1e-5)
+    # As in training, a condition with | is one text.
+    model, piped = teacher.load_embedder("cpu"), replace(rows, condition=["a | b"] * len(rows))
+    worded = model.similarity(*columns[:2], "a | b")
+    assert abs(model.predict(piped) - worded).max() > 1e-3
     # Ratings that exist are read.
     assert teacher.rate(train, 0, tmp_path, "cpu").rating.tolist() == rows.rating.tolist()
     assert len(calls) == 5
