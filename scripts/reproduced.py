@@ -8,14 +8,13 @@ reproduce_hypercl.py, reproduce_graphs.py, reproduce_csr.py and reproduce_triple
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import markdown_table
+from common import Options, markdown_table
 
 from llmcond.base.errors import format_count
 from llmcond.base.files import read_json, write_text
@@ -207,10 +206,7 @@ def read_pages(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Write the index."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
+    Options(__doc__).parse_args()
     write_text(FOLDER / "README.md", render(read_pages(FOLDER)))
 
 

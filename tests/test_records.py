@@ -85,7 +85,6 @@ class _Values:
     nested: tuple[_Inner, ...]
     total: int = field(metadata={"json": "n"})
     hidden: str = field(default="x", metadata={"json": ""})
-    empty: str = field(default="", metadata={"omit": True})
 
 
 def test_values_become_json_and_are_read_again(tmp_path):

@@ -413,16 +413,13 @@ def as_json(value: Any, digits: int | None = None) -> Any:
 def fields_as_json(instance: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as a JSON object, for ``as_json`` and methods ``to_json``.
 
-    The metadata of a field can have three keys. ``digits``: number of decimals that its floats are
-    rounded to. ``json``: its key in the object; an empty one leaves the field out. ``omit``: True
-    leaves the field out if its value is None or empty.
+    The metadata of a field can have two keys. ``digits``: number of decimals that its floats are
+    rounded to. ``json``: its key in the object; an empty one leaves the field out.
     """
     values = {}
     for field in fields(instance):
-        name, value = field.metadata.get("json", field.name), getattr(instance, field.name)
-        is_empty = value is None or (hasattr(value, "__len__") and len(value) == 0)
-        if name and not (is_empty and field.metadata.get("omit")):
-            values[name] = as_json(value, field.metadata.get("digits"))
+        if name := field.metadata.get("json", field.name):
+            values[name] = as_json(getattr(instance, field.name), field.metadata.get("digits"))
     return values
 
 

@@ -13,14 +13,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from llmcond.base.errors import UserError, first_line, raise_disk_error
 from llmcond.base.files import as_json, replace_atomically
 from llmcond.base.output import log
-from llmcond.base.system import provenance
+from llmcond.base.system import is_installed, provenance
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Event = Literal["start", "resume", "step", "evaluation", "end"]
@@ -43,20 +42,14 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise a UserError if a package that a tracker needs is not installed."""
     for name in names:
         packages = _PACKAGES.get(name, (name,))
-        missing = [] if _is_installed("accelerate") else ["accelerate"]
-        missing += [] if any(map(_is_installed, packages)) else [packages[0]]
+        missing = [] if is_installed("accelerate") else ["accelerate"]
+        missing += [] if any(map(is_installed, packages)) else [packages[0]]
         if missing:
             raise UserError(
                 f"--log {name} needs {' and '.join(missing)}, which "
                 f"{'is' if len(missing) == 1 else 'are'} not installed. Install: pip install "
                 f"{' '.join(missing)}. Without --log, the run has the same records as JSON lines."
             )
-
-
-def _is_installed(package: str) -> bool:
-    spec = find_spec(package)
-    # W&B writes to a folder `wandb`, which Python takes for a package without code.
-    return spec is not None and spec.origin is not None
 
 
 class RunLog:

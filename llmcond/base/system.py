@@ -213,17 +213,14 @@ def require_libraries(what: str, *names: str, extra: str = "quantize") -> None:
         )
 
 
-def require_quantization(quantize: str) -> None:
-    """Raise a UserError unless the libraries for quantised weights are installed."""
-    require_libraries(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
-
-
 def is_installed(name: str) -> bool:
     """Return whether a library is installed, without importing it."""
     try:
-        return find_spec(name) is not None
+        spec = find_spec(name)
     except ValueError:  # the module was disabled in sys.modules
         return False
+    # W&B writes to a folder `wandb`, which Python takes for a package without code.
+    return spec is not None and spec.origin is not None
 
 
 def process_context(*modules: str) -> ForkServerContext | SpawnContext:
@@ -298,11 +295,6 @@ def computes_natively(dtype: str, device: str = "cpu") -> bool:
     # GPUs before compute capability 8.0 emulate bfloat16. A GPU of another machine is not known.
     is_here = torch.cuda.is_available()
     return not is_here or torch.cuda.get_device_capability(device)[0] >= 8
-
-
-def native_bfloat16() -> bool:
-    """Return whether this CPU multiplies bfloat16 in hardware."""
-    return computes_natively("bfloat16")
 
 
 def cpu_threads() -> int:

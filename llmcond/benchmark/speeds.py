@@ -454,16 +454,14 @@ def _measure(
             if way.ours
             else None,
             ratios={
-                other.name: _median_ratio(turns[way.name], turns[other.name])
+                other.name: statistics.median(
+                    its / mine
+                    for (mine, _), (its, _) in zip(turns[way.name], turns[other.name], strict=True)
+                )
                 for other in working_ways
                 if other is not way
             },
         )
-
-
-def _median_ratio(turns: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    pairs = zip(turns, others, strict=True)
-    return statistics.median(other / seconds for (seconds, _), (other, _) in pairs)
 
 
 def product_peak(device: str, dtype: torch.dtype, size: int) -> float:

@@ -19,9 +19,10 @@ from typing import Any
 from llmcond.base.errors import LlmcondError, UserError, first_line
 from llmcond.base.files import check_format, digest_file, read_json, write_json
 from llmcond.base.output import log
+from llmcond.base.records import check_record
 from llmcond.base.system import require_libraries
 from llmcond.encoders.settings import MODEL_SETTINGS, EncoderOptions
-from llmcond.encoders.spec import IGNORED_WEIGHTS
+from llmcond.encoders.spec import IGNORED_WEIGHTS, Quantize
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -70,11 +71,6 @@ _PLAIN_VALUES = {"bias": "none", "megatron_core": "megatron.core", "peft_type": 
 _ADAPTER_NAME = "default"
 #: Prefix that peft puts before each tensor's name in an adapter's file.
 PREFIX = "base_model.model."
-#: The types of the fields of ``EncoderRecord`` in its file.
-_RECORD_TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("base", "revision", "like", "base_weights", "dev_of"), str | None),
-    "settings": dict, "quantize": str, "cross": bool, "members": int,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ class EncoderRecord:
     revision: str | None = None
     like: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    quantize: str = "none"
+    quantize: Quantize = "none"
     base_weights: str | None = None
     cross: bool = False
     dev_of: str | None = None
@@ -136,24 +132,14 @@ def read_encoder_record(folder: Path) -> EncoderRecord | None:
     if record.get("format") != FORMAT and all(type(value) is int for value in record.values()):
         return None  # the vocabulary of GPT-2, whose authors used the same file name
     check_format(record, FORMAT, str(path))
-    values = {name: record[name] for name in _RECORD_TYPES if name in record}
-    invalid = {
-        name: values.get(name, "nothing")
-        for name, kind in _RECORD_TYPES.items()
-        if not isinstance(values.get(name, ...), kind)
-    }
-    if "settings" not in invalid:
-        invalid |= {k: v for k, v in values["settings"].items() if k not in MODEL_SETTINGS}
-    for name, value in invalid.items():
-        raise LlmcondError(
-            f"{path} has {name} = {value!r}, which training never writes, so the file is damaged. "
-            "Copy it again."
-        )
+    tuned = check_record(record, EncoderRecord, str(path), "Copy it again.")
+    for name in tuned.settings.keys() - set(MODEL_SETTINGS):
+        raise LlmcondError(f"{path} was damaged: unknown setting {name!r}. Copy it again.")
     try:
-        EncoderOptions(quantize=values["quantize"], **values["settings"])
+        EncoderOptions(quantize=tuned.quantize, **tuned.settings)
     except UserError as error:
         raise LlmcondError(f"{path} is damaged. {error} Copy the file again.") from error
-    return EncoderRecord(**values)
+    return tuned
 
 
 # -- an adapter's files ------------------------------------------------------------------------

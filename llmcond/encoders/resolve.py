@@ -19,7 +19,7 @@ from llmcond.base.system import (
     choose_device,
     computes_natively,
     may_have_gpu,
-    require_quantization,
+    require_libraries,
 )
 from llmcond.encoders.checkpoint import (
     Checkpoint,
@@ -425,7 +425,7 @@ def check_encoder(
     if not elsewhere:
         check_device(options.device)
         if options.quantize not in (None, "none"):
-            require_quantization(options.quantize)
+            require_libraries(f"quantize is {options.quantize!r}", "bitsandbytes", "accelerate")
     checkpoint = find_local_checkpoint(name_or_path, options.revision, options.like)
     on_cpu = options.device == "cpu" or not may_have_gpu()
     if checkpoint is not None and on_cpu and not elsewhere:
@@ -492,7 +492,7 @@ def resolve_base(resolved: ResolvedEncoder) -> ResolvedEncoder | None:
     options = EncoderOptions(
         dtype=resolved.identity.dtype,
         quantize=resolved.identity.quantize,
-        device=resolved.device,
+        device=resolved.options.device,
         max_tokens_per_batch=resolved.options.max_tokens_per_batch,
     )
     return resolve_checkpoint(checkpoint.base, options, resolved.device, identify=True)

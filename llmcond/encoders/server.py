@@ -22,6 +22,7 @@ from urllib.parse import urldefrag
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.base.arrays import scale_to_unit_norm
 from llmcond.base.errors import (
     LlmcondError,
     UserError,
@@ -29,6 +30,7 @@ from llmcond.base.errors import (
     install_command,
     shortened_repr,
 )
+from llmcond.base.output import log
 from llmcond.base.system import check_server_address
 from llmcond.encoders.checkpoint import Checkpoint, WeightsNeededError, find_like
 from llmcond.encoders.settings import (
@@ -70,11 +72,6 @@ _RECORDED, _SAME = 32, 0.999
 _TOO_LONG = re.compile(r"too (long|large)|token|context|length|limit|exceed", re.IGNORECASE)
 #: Options that a server leaves to the user.
 _OPEN = {"server_model", "like", "instruction_format", "revision", "normalize"}
-
-
-def estimate_tokens(texts: Iterable[str]) -> int:
-    """Estimate the number of tokens of texts, for servers that do not count them."""
-    return sum(map(len, texts)) // CHARACTERS_PER_TOKEN
 
 
 def split_name(name: str, options: EncoderOptions) -> tuple[str, str]:
@@ -207,6 +204,7 @@ def probe(name: str) -> NDArray[np.float32]:
         UserError: there is no server, or it rejects the key or the model.
         LlmcondError: the server fails.
     """
+    log.info(f"texts are encoded by the server {name}")
     client = _connect(name)
     _run(client.check_connection())
     vector: NDArray[np.float32] = _run(client.embed([_PROBE])).vectors[0]
@@ -399,8 +397,7 @@ class ServerEngine:
         parts = [rows[start : start + self._batch] for start in range(0, len(rows), self._batch)]
         vectors = np.concatenate(_run(_gather(map(self._embed, parts)), before_batch))
         if self._normalize:
-            norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-            vectors /= np.where(norms > 0, norms, 1)
+            vectors = scale_to_unit_norm(vectors)
         yield BatchVectors(range(len(rows)), vectors, sum(row.n_tokens for row in rows))
 
     def finish_states(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -472,4 +469,5 @@ class ServerEngine:
                 f"{self._name} returned vectors of {answer.vectors.shape[1]:,} numbers, and of "
                 f"{self.dim:,} before: another model answers under this name. Start the former one."
             )
-        return answer if answer.n_tokens else answer._replace(n_tokens=estimate_tokens(texts))
+        estimate = sum(map(len, texts)) // CHARACTERS_PER_TOKEN
+        return answer if answer.n_tokens else answer._replace(n_tokens=estimate)

@@ -389,16 +389,12 @@ MODEL_SETTINGS = tuple(
 STATED = tuple(name for name in MODEL_SETTINGS if name not in ROUTER_SETTINGS)
 #: Settings that decide which tokens an encoder reads and pools.
 READ = ("pooling", "pool_over", "max_length", "special_tokens", "instruction_format")
-_IN_WORDS: Mapping[PoolOver, str] = {
+#: The tokens that are pooled, in words.
+POOLED_TOKENS: Mapping[PoolOver, str] = {
     "all": "all tokens",
     "text": "the text's own tokens",
     "after-instruction": "the tokens after the instruction",
 }
-
-
-def pooled_tokens(settings: Mapping[str, Any]) -> str:
-    """Describe in words which tokens an encoder with these settings pools."""
-    return _IN_WORDS[settings["pool_over"]]
 
 
 def encoder_types() -> frozenset[str]:
@@ -499,11 +495,6 @@ class KnownModel:
     def name(self) -> str:
         """The alias, or the hub name if there is no alias."""
         return self.alias or self.repo
-
-    @property
-    def hub_licence(self) -> str | None:
-        """The licence in a model card's metadata; None if it has no SPDX identifier."""
-        return None if " " in self.licence else self.licence.lower()
 
     @property
     def all_settings(self) -> dict[str, Any]:

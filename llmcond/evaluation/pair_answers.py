@@ -117,13 +117,17 @@ def score_answers(
     probabilities = 1 / (1 + np.exp(-np.clip(weights @ inputs[subset].T, -50, 50)))
     figures = [score_ranking(probabilities, row[subset]) for row in matrix]
     best = max(figures, key=lambda both: float(np.median(both[0])))[0]
+    separated = [  # whether all pairs that are the same are nearer than all others
+        bool(yes.any() and not yes.all() and row[pairs[yes]].min() > row[pairs[~yes]].max())
+        for row in matrix
+    ]
     return [
         AnswerScores(
-            _estimate(auc, is_separated := _is_separated(row[pairs], yes)),
+            _estimate(auc, is_separated),
             _estimate(accuracy, is_separated),
             bool(np.mean(auc < best) > _CERTAIN),
         )
-        for row, (auc, accuracy) in zip(matrix, figures, strict=True)
+        for is_separated, (auc, accuracy) in zip(separated, figures, strict=True)
     ]
 
 
@@ -234,11 +238,6 @@ def score_ranking(probabilities: Floats, ranks: Floats) -> tuple[Floats, Floats]
     end = np.append(np.diff(ranks[order]) != 0, True)  # as in ``score_labels``
     gain = (hits / n_same[:, None] - misses / (n - n_same)[:, None])[:, end]
     return 0.5 + mean_rank - other_rank, 0.5 + 0.5 * np.maximum(gain.max(axis=1), 0)
-
-
-def _is_separated(ranks: Floats, yes: NDArray[np.bool_]) -> bool:
-    """Return whether all pairs that are the same are nearer than all others."""
-    return bool(yes.any() and not yes.all() and ranks[yes].min() > ranks[~yes].max())
 
 
 def _estimate(samples: Floats, is_separated: bool) -> Estimate:

@@ -752,11 +752,10 @@ def rank(
     known: KnownAnswers | None,
     terms: Sequence[Term] = (),
     exclude_head: bool = False,
-    tile: int = TILE,
 ) -> Ranks:
     """Rank the answer of each query among all entities.
 
-    Memory is bounded by the scores of ``BLOCK`` queries and ``tile`` candidates. Candidates on disk
+    Memory is bounded by the scores of ``BLOCK`` queries and ``TILE`` candidates. Candidates on disk
     are read a tile at a time, once for each block of queries.
 
     Args:
@@ -767,12 +766,11 @@ def rank(
             left out.
         terms: The terms that are added to scores.
         exclude_head: Whether a query's head is not a candidate, unless it is the answer.
-        tile: The number of candidates at once.
 
     Raises:
         UserError: A vector is not finite.
     """
-    pool = CandidatePool(candidates, known, terms, exclude_head, tile)
+    pool = CandidatePool(candidates, known, terms, exclude_head)
     return rank_each(queries, pool, triples, ())[0]
 
 

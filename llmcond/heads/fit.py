@@ -17,7 +17,7 @@ from torch import Tensor
 from llmcond.base.arrays import as_matrix
 from llmcond.base.errors import UserError
 from llmcond.base.metrics import METRICS, Metric, finite_or_none
-from llmcond.base.system import choose_device, free_memory, native_bfloat16
+from llmcond.base.system import choose_device, computes_natively, free_memory
 from llmcond.heads.fitted import (
     FittedHead,
     FittedModule,
@@ -68,7 +68,7 @@ class HeadTrainer(ABC, Generic[M, H]):
 
     A subclass for a kind of head defines how the module is created, what a batch is and the loss of
     a batch. All random numbers come from separate generators, so the same seed gives the same head
-    on the same machine.
+    on the same CPU. On a GPU, some sums are added up in arbitrary order.
 
     Args:
         recipe: family and settings of the head.
@@ -146,10 +146,7 @@ class HeadTrainer(ABC, Generic[M, H]):
         """Return whether to multiply in bfloat16; ``auto``: if the device supports it natively."""
         if self.settings.precision != "auto":
             return bool(self.settings.precision == "bfloat16")
-        if self.device.type == "cuda":
-            # Before compute capability 8.0 GPUs emulate it.
-            return torch.cuda.get_device_capability(self.device)[0] >= 8
-        return native_bfloat16()
+        return computes_natively("bfloat16", str(self.device))
 
     def record(self) -> dict[str, Any]:
         """Return additional entries of the fit's record for this kind of head."""

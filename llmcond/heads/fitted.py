@@ -26,7 +26,6 @@ from llmcond.base.arrays import (
     as_matrix,
     cosine,
 )
-from llmcond.base.errors import UserError
 from llmcond.base.system import move_to_device
 from llmcond.heads.module import (
     CONDITIONS_PER_BLOCK,
@@ -448,12 +447,7 @@ class FittedHead(FittedModule):
 
         Returns:
             (u,) norms.
-
-        Raises:
-            UserError: the head generates no matrices.
         """
-        if not self.generates_matrices:
-            raise UserError(f"a {self.kind} head generates no matrices.")
         norms = [np.zeros(0)]
         for start in range(0, len(condition), CONDITIONS_PER_BLOCK):
             part = as_matrix(condition).read(slice(start, start + CONDITIONS_PER_BLOCK))
@@ -473,17 +467,10 @@ class ConditionCache:
     A condition that occurs again, in any later call, needs two small products and no new matrix.
     The least recently used matrices are dropped when the cache exceeds its budget in bytes. The
     cache is safe to use from several threads.
-
-    Attributes:
-        hits: number of distinct conditions, over all calls, that were in the cache.
-        misses: number of those that were not.
     """
 
     def __init__(self, head: FittedHead, budget: int = 2**28) -> None:
-        if not head.generates_matrices:
-            raise UserError(f"a {head.kind} head generates no matrices that could be cached.")
-        self.head, self.hits, self.misses = head, 0, 0
-        self._budget, self._size = budget, 0
+        self.head, self._budget, self._size = head, budget, 0
         self._cached: OrderedDict[bytes, list[Array]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -517,8 +504,6 @@ class ConditionCache:
         with self._lock:
             factors = {key: self._cached[key] for key in keys if key in self._cached}
             missing = [i for i, key in enumerate(keys) if key not in factors]
-            self.hits += len(keys) - len(missing)
-            self.misses += len(missing)
             if missing:
                 generated = self.head.module.generated_matrices(vectors[missing])
                 for position, i in enumerate(missing):

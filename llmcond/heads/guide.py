@@ -376,17 +376,6 @@ def save_guide(guide: Guide, condition: str, folder: Path) -> None:
         save_file(tensors, path, {"guide": json.dumps(as_json(record))})
 
 
-def _from_format_1(
-    record: Mapping[str, Any], tensors: Mapping[str, Array]
-) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Convert a guide that was written before conditions could be ignored."""
-    arrays = (tensors["mean"], tensors["directions"], tensors["directions"] * tensors["gains"])
-    only = {name: record[name] for name in ("labels", "source", "digest")} | {"ignored": []}
-    new = {"format": FORMAT, "text": record["condition"], "values": [], "ignore": []}
-    named = {f"0.{name}": array for name, array in zip(_TENSORS, arrays, strict=True)}
-    return new | {"maps": [only]}, named
-
-
 def load_guides(folder: Path) -> Guides:
     """Return the guides of a folder by condition; none if the folder does not exist.
 
@@ -400,8 +389,6 @@ def load_guides(folder: Path) -> Guides:
             with safe_open(path, "numpy") as file:
                 record = json.loads((file.metadata() or {})["guide"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if record.get("format") == 1:
-                record, tensors = _from_format_1(record, tensors)
             check_format(record, FORMAT, str(path))
             read = check_record(record, _GuideRecord, str(path), _AGAIN)
             guide: Any = None

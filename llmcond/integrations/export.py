@@ -603,6 +603,10 @@ def _find_selector(modular: ModularEmbedder) -> ConditionSelector:
     if len(token_affixes) == 1 and leads == {""}:
         return "task"
     if len(token_affixes) == 1 and modular.same_layers:
+        if reserved := set(_PROMPTS).intersection(modular.affixes):
+            raise NotExportableError(
+                f"sentence-transformers has a prompt {reserved.pop()!r} for another purpose"
+            )
         return "prompt_name"
     raise NotExportableError(
         "each condition would need a separate encoder, as it is read together with the texts"
@@ -647,6 +651,10 @@ def _collect_notes(
     return notes
 
 
+#: Names of the prompts that ``encode_query`` and ``encode_document`` use.
+_PROMPTS = "query", "document"
+
+
 def _write_settings(folder: Path, prompts: Mapping[str, str]) -> None:
     """Write the settings, with the prompts by name, of which the first is the default.
 
@@ -655,7 +663,7 @@ def _write_settings(folder: Path, prompts: Mapping[str, str]) -> None:
     """
     named: dict[str, str] = {}
     if any(prompts.values()):
-        named = dict.fromkeys(("query", "document"), next(iter(prompts.values()))) | {**prompts}
+        named = dict.fromkeys(_PROMPTS, next(iter(prompts.values()))) | {**prompts}
     write_json(
         folder / "config_sentence_transformers.json",
         {
@@ -715,7 +723,7 @@ def _finish_export(
             "base_model": known.repo if known else checkpoint.repo,
             "library_name": "sentence-transformers",
             "tags": ["llmcond", "conditional-semantic-textual-similarity", "sentence-similarity"],
-            "license": known.hub_licence if known else None,
+            "license": licence.lower() if licence and " " not in licence else None,  # an SPDX id
             **(works.metadata if works else {}),
         },
         embedder.view.prompts,

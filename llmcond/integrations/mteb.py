@@ -155,6 +155,7 @@ def _describe_model(
     card = base_card if checkpoint.adapter is None else _read_card(checkpoint.adapter)
     if checkpoint.adapter is None and is_trained:
         card = {}  # the card of the encoder says nothing of the head
+    licence, data = str(card.get("license")).lower(), card.get("datasets") or []
     language, repository = base_card.get("language"), _project_url()
     return ModelMeta(
         loader=load_mteb_encoder if is_bundled else None,
@@ -170,10 +171,12 @@ def _describe_model(
         memory_usage_mb=round(n_bytes / 2**20),
         max_tokens=identity.known_length,
         embed_dim=embedder.dim,
-        license=_check_licence(card.get("license")),
+        license=licence if licence in get_args(Licenses) else None,
         open_weights=is_bundled or None,
         public_training_code=repository if is_trained else None,
-        public_training_data=_link_datasets(card.get("datasets") or []),
+        public_training_data=f"https://huggingface.co/datasets/{data[0]}"
+        if len(data) == 1
+        else bool(data) or None,
         framework=["OpenVINO" if resolved.runtime == "openvino" else "PyTorch", "safetensors"],
         reference=repository if is_bundled else None,
         similarity_fn_name=ScoringFunction.COSINE,
@@ -213,17 +216,6 @@ def _list_training_data(embedder: Embedder) -> set[str]:
     if names & AspectTriples.metadata.eval_langs.keys():
         names.add(AspectTriples.metadata.name)
     return names
-
-
-def _check_licence(name: object) -> str | None:
-    """Return a licence in mteb's spelling, or None if mteb does not know it."""
-    licence = str(name).lower()
-    return licence if licence in get_args(Licenses) else None
-
-
-def _link_datasets(names: Sequence[str]) -> str | bool | None:
-    """Return the address of a dataset on the hub; True for several, and None for none."""
-    return f"https://huggingface.co/datasets/{names[0]}" if len(names) == 1 else bool(names) or None
 
 
 def _project_url() -> str | None:

@@ -17,7 +17,6 @@ from llmcond.base.files import PAGE_SUFFIXES, check_figure, check_output, replac
 from llmcond.base.metrics import finite_or_none, get_metric
 from llmcond.base.output import log
 from llmcond.data.rows import Rows
-from llmcond.evaluation.results import Result
 from llmcond.report.content import (
     SUBSET_TITLES,
     Page,
@@ -71,6 +70,7 @@ def write_page(page: Page, path: Path) -> None:
     if forest:
         data["charts"]["differences"] = forest
     first = page.results[0]
+    has_interval = [finite_or_none(result.main.low) is not None for result in page.results]
     write_html(
         path,
         _FOLDER / "page.html.j2",
@@ -82,7 +82,7 @@ def write_page(page: Page, path: Path) -> None:
         primary=first.primary,
         factors=factors_text([get_metric(name) for name in first.metrics]),
         notes=interval_notes(page.results),
-        intervals=_find_intervals(page.results),
+        intervals="all" if all(has_interval) else "some" if any(has_interval) else "",
         results=results_table(page.results),
         differences=differences_table(page.results),
         parts={
@@ -164,12 +164,6 @@ def _make_policy(scripts: Sequence[str]) -> str:
 def _escape_script(text: str) -> str:
     """Escape a script so that the HTML parser neither ends it early nor changes it."""
     return text.replace("\r\n", "\n").replace("</script", r"<\/script").replace("<!--", r"<\!--")
-
-
-def _find_intervals(results: Sequence[Result]) -> str:
-    """Return whether "all" or "some" of the results have an interval; empty if none has."""
-    has_interval = [finite_or_none(result.main.low) is not None for result in results]
-    return "all" if all(has_interval) else "some" if any(has_interval) else ""
 
 
 def _typeset(text: str) -> str:

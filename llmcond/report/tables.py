@@ -728,7 +728,7 @@ def show_checkup(report: Mapping[str, Any]) -> None:
 
 
 def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from llmcond.encoders.settings import pooled_tokens
+    from llmcond.encoders.settings import POOLED_TOKENS
 
     licence = f", {report['licence']}" if report["licence"] else ""
     gated = ", gated" if report["gated"] else ""
@@ -741,7 +741,7 @@ def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     yield "attention", report["attention"]
     others = f" (or {', '.join(report['other_poolings'])})" if report["other_poolings"] else ""
-    yield "pooling", f"{report['pooling']}{others}, over {pooled_tokens(report)}"
+    yield "pooling", f"{report['pooling']}{others}, over {POOLED_TOKENS[report['pool_over']]}"
     yield "norm", {True: "unit L2", False: "none", None: "as in its files"}[report["normalize"]]
     yield "instruction", report["instruction_format"].replace("\n", "\\n") or "not supported"
     names_of = dict[str, list[str]]()

@@ -59,18 +59,16 @@ def _score(
     number = {condition: i for i, condition in enumerate(conditions)}
     numbers = np.array([number[condition] for _, condition in worded.rows])
     inputs = [EncoderInput("", f"{condition}") for condition in conditions]
-    nearest = _cosines(encode([*map(_nearest_token, worded.rows), *inputs]), numbers)
+    routed = [  # the vector of each is that of the text's token nearest to the condition
+        EncoderInput("", text, router=Router(f"{condition}", _TEMPERATURE, False, False))
+        for text, condition in worded.rows
+    ]
+    nearest = _cosines(encode([*routed, *inputs]), numbers)
     empty = [(_NEUTRAL, condition) for condition in conditions]
     similar = _cosines(embed([*worded.rows, *empty]), numbers)
     logits = _NEAREST * nearest + _SIMILAR * similar + _INTERCEPT
     scores = 1 / (1 + np.exp(-logits))
     return worded.mean(scores.astype(np.float32)[:, None], normalize=False)[:, 0]
-
-
-def _nearest_token(row: tuple[str, str]) -> EncoderInput:
-    """Return the input whose vector is that of the text's token nearest to the condition."""
-    text, condition = row
-    return EncoderInput("", text, router=Router(f"{condition}", _TEMPERATURE, False, False))
 
 
 def _cosines(vectors: Vectors, numbers: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from itertools import chain, count
@@ -362,10 +362,6 @@ class WriteCounts:
     def summary(self) -> str:
         """The counts in words, for the log."""
         return f"{self.added:,} added, {self.replaced:,} replaced, {self.unchanged:,} unchanged"
-
-    def to_json(self) -> dict[str, int]:
-        """Return the counts as ``--json`` prints them."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

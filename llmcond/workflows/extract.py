@@ -469,14 +469,16 @@ class ExtractionPlan(Displayed):
         Returns:
             One dictionary for each row: ``plan`` is the row's name, and the key ``""`` its text.
         """
+        tokens = self.tokens
+        interval = f" [{tokens.low:,.0f}, {tokens.high:,.0f}]"
         rows = {f"inputs, {name}": f"{n:,}" for name, n in self.n_inputs.items()}
         rows |= {f"missing, {name}": f"{n:,}" for name, n in self.n_missing.items()}
         rows |= {
-            "tokens": _format_estimate(self.tokens, ",.0f"),
+            "tokens": f"{tokens.value:,.0f}{interval if tokens.low != tokens.high else ''}",
             "stored": f"{self.n_bytes / 2**20:,.1f} MiB, vectors of {self.dim:,} dimensions",
         }
         if self.requests is not None:
-            rows["tokens"] = f"about {self.tokens.value:,.0f} (characters / {CHARACTERS_PER_TOKEN})"
+            rows["tokens"] = f"about {tokens.value:,.0f} (characters / {CHARACTERS_PER_TOKEN})"
             rows["requests"] = f"{self.requests:,}, of up to {BATCH} texts"
             rows["time"] = self.rate_of
         if self.hours and self.wall_hours and self.tokens_per_second:
@@ -491,12 +493,6 @@ class ExtractionPlan(Displayed):
         if self.cost:
             rows["cost"] = f"{self.cost.value:{',.2f' if self.cost.value >= 1 else '.2g'}}"
         return [{"plan": name, "": value} for name, value in rows.items()]
-
-
-def _format_estimate(estimate: Estimate, spec: str) -> str:
-    if estimate.low == estimate.high:
-        return f"{estimate.value:{spec}}"
-    return f"{estimate.value:{spec}} [{estimate.low:{spec}}, {estimate.high:{spec}}]"
 
 
 @dataclass(frozen=True)

@@ -517,11 +517,11 @@ def test_quantisation_in_training_is_reported(tuned):
 
 def test_damaged_records_are_named(tuned):
     for change, message in (
-        ({"quantize": "5bit"}, "--quantize is '5bit'"),
+        ({"quantize": "5bit"}, "'quantize' is '5bit'"),
         ({"settings": {"max_length": True}}, "--max-length is True"),
-        ({"settings": {"dtype": "float32"}}, "dtype = 'float32'"),
+        ({"settings": {"dtype": "float32"}}, "unknown setting 'dtype'"),
         ({"settings": {"pooling": "means"}}, "--pooling is 'means'"),
-        ({"settings": ["mean"]}, "settings = "),
+        ({"settings": ["mean"]}, "'settings' is "),
         ({"like": "nothing"}, "not a known model"),
         ({"base": None}, "does not name the encoder .* Set base to"),
     ):

@@ -417,10 +417,10 @@ def test_condition_cache_gives_same_embeddings_as_head(heads, name):
     for _ in range(2):  # the head computes blocks of 64 conditions, and the cache each condition
         np.testing.assert_allclose(cache.transform(features, condition), expected, atol=1e-5)
     n_conditions = len(np.unique(condition, axis=0))
-    assert (cache.hits, cache.misses) == (n_conditions, n_conditions)
+    assert len(cache._cached) == n_conditions
     embeddings = cache.transform(features, SharedRows(condition[:1], np.zeros(300, dtype=np.int64)))
     np.testing.assert_allclose(embeddings, head.transform(features, condition[:1]), atol=1e-5)
-    assert (cache.hits, cache.misses) == (n_conditions + 1, n_conditions)
+    assert len(cache._cached) == n_conditions
     assert cache.transform(features[:0], table[:0]).shape == (0, 3)
 
 
@@ -443,8 +443,6 @@ def test_missing_or_mismatched_conditions_are_rejected(heads):
             transformer.transform(features, condition)
     with pytest.raises(UserError, match=r"needs the features of each condition.*condition=\.\.\."):
         fit("concat", replace(pairs, condition=None), **SHORT, dim=3)
-    with pytest.raises(UserError, match="a linear head generates no matrices that could be cached"):
-        ConditionCache(linear)
 
 
 def test_settings_that_do_not_suit_features_are_rejected():

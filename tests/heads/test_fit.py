@@ -472,7 +472,7 @@ def test_large_heads_use_bfloat16_if_cpu_supports_it(monkeypatch):
         ("float32", True, True, "float32"),
         ("bfloat16", False, False, "bfloat16"),
     ):
-        monkeypatch.setattr("llmcond.heads.fit.native_bfloat16", lambda native=native: native)
+        monkeypatch.setattr("llmcond.heads.fit.computes_natively", lambda *_, native=native: native)
         monkeypatch.setattr("llmcond.heads.fit._MIN_BFLOAT16_PARAMETERS", 32 if large else 33)
         head = fit("linear", make_pairs(), **SHORT, dim=4, precision=precision)
         assert (head.fit.record["n_parameters"], head.fit.record["precision"]) == (32, expected)

@@ -222,6 +222,7 @@ def test_heads_without_plain_form_are_rejected(fitted, tmp_path):
         ("two", CONDITIONS[:1], "does not consist of dense layers"),
         ("linear", ["the place | where"], "they read a condition in one wording"),
         ("linear", CONDITIONS[:2], "Export each condition separately, or leave out --condition"),
+        ("plain", ["the place", "document"], "has a prompt 'document' for another purpose"),
     ):
         with pytest.raises(llmcond.UserError, match=rf"{reason}.*any condition, but needs llmcond"):
             export(fitted, tmp_path / "out", head, *conditions)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.base.arrays import gelu
+from llmcond.base.arrays import gelu, scale_to_unit_norm
 from llmcond.base.errors import UserError, first_line
 from llmcond.base.files import format_bytes
 from llmcond.base.system import cpu_threads, free_memory
@@ -460,7 +460,7 @@ class OpenVinoEngine:
             if bias is not None:
                 states = states + bias
             states = _ACTIVATIONS[activation](states)
-        return _normalize(states) if self._identity.normalize else states
+        return scale_to_unit_norm(states) if self._identity.normalize else states
 
     def _idle_requests(self) -> list[Any]:
         """Return the inference requests of the calling thread, one for each stream."""
@@ -551,7 +551,7 @@ def _pool_routed(counted: Iterable[Vectors], routes: Sequence[Routes]) -> Vector
     for states, route in zip(counted, routes, strict=True):
         router = route.router
         centred = states - states.mean(axis=0) if router.centre else states
-        cosines = _normalize(route.queries) @ _normalize(centred).T
+        cosines = scale_to_unit_norm(route.queries) @ scale_to_unit_norm(centred).T
         if router.standardize:
             cosines = cosines / np.sqrt(cosines.var(axis=1, keepdims=True) + 1e-12)
         cosines = cosines / router.temperature
@@ -560,13 +560,6 @@ def _pool_routed(counted: Iterable[Vectors], routes: Sequence[Routes]) -> Vector
         record_weights(weights, states)
         vectors.append(weights @ states)
     return np.concatenate(vectors)
-
-
-def _normalize(vectors: Vectors) -> Vectors:
-    """Scale vectors to unit norm; zero vectors stay zero."""
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: Vectors = vectors / np.maximum(norms, 1e-12)
-    return unit
 
 
 #: Activation functions by their names in torch.nn.

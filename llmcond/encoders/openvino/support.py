@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from llmcond.base.errors import LlmcondError, first_line, install_command
-from llmcond.base.system import is_installed, native_bfloat16
+from llmcond.base.system import computes_natively, is_installed
 from llmcond.encoders.adapter import CONFIG, PREFIX, WEIGHTS, NotPlainError, plain_lora
 from llmcond.encoders.checkpoint import (
     Checkpoint,
@@ -97,7 +97,8 @@ def _list_tensors(path: Path, stack: ExitStack) -> Iterator[StoredTensor]:
 
             tensors = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
             for key, value in sorted(tensors.items()):
-                yield StoredTensor(key, tuple(value.shape), partial(_to_array, value))
+                read = partial(lambda tensor: tensor.float().numpy(), value)
+                yield StoredTensor(key, tuple(value.shape), read)
             return
         file: Any = stack.enter_context(safe_open(path, "numpy"))
     except Exception as error:  # a damaged file makes libraries raise any kind of error
@@ -105,11 +106,6 @@ def _list_tensors(path: Path, stack: ExitStack) -> Iterator[StoredTensor]:
     for key in sorted(file.keys()):
         entry = file.get_slice(key)
         yield StoredTensor(key, tuple(entry.get_shape()), partial(_read_tensor, path, file, key))
-
-
-def _to_array(tensor: Any) -> NDArray[np.float32]:
-    values: NDArray[np.float32] = tensor.float().numpy()
-    return values
 
 
 def _read_tensor(path: Path, file: Any, key: str) -> NDArray[np.float32]:
@@ -299,7 +295,7 @@ def computes_bfloat16() -> bool:
 
     OpenVINO also reports bfloat16 on CPUs with AVX-512 that lack it, where it would be emulated.
     """
-    return native_bfloat16() and _supports_bfloat16()
+    return computes_natively("bfloat16") and _supports_bfloat16()
 
 
 @cache

@@ -225,10 +225,6 @@ class KnownTriples:
         prefix = np.asarray(relation, dtype=np.int64) * self.n_entities + head
         return np.asarray(prefix * self.n_entities + tail)
 
-    def __len__(self) -> int:
-        """Return the number of distinct known triples."""
-        return len(self._codes)
-
     def gather(self, head: IndexArray, relation: IndexArray) -> tuple[Positions, Positions]:
         """Return the known tails of m queries as flat arrays.
 
