@@ -25,9 +25,11 @@ from llmcond.base.text import (
     condition_text,
     ignored_by,
     ignoring,
+    read_values,
     shorten,
     without_ignored,
     wordings,
+    write_values,
 )
 from llmcond.data.datasets import read_rows
 from llmcond.data.guides import read_guide
@@ -162,7 +164,7 @@ def test_wordings_and_ignored_conditions_are_part_of_a_condition():
     assert wordings(as_condition("a | b")) == ("a", "b")
     assert wordings("a | b") == ("a | b",)  # a condition of a dataset is read as it is
     assert wordings(None) == (None,)
-    assert "--values 'a,b' --ignore 'the product'" in condition_flags(condition)
+    assert "--values 'a, b' --ignore 'the product'" in condition_flags(condition)
     assert condition_json(condition)["ignore"] == ["the product"]
     for text in (" | ", "|"):
         with pytest.raises(UserError, match="names no condition"):
@@ -205,3 +207,9 @@ def test_shortened_text_keeps_letters_whole():
     assert shorten("a" * 300_000, 5) == "aaaaa…"
     assert shorten("किताब", 3) == "कि…"
     assert shorten("👩\u200d👧 x", 2) == "👩…"
+
+
+def test_values_that_are_written_are_read_again():
+    values = ("Rome", "Paris, Texas", 'a 5" pipe', "it's")
+    assert write_values(values) == 'Rome, "Paris, Texas", "a 5"" pipe", it\'s'
+    assert tuple(read_values(write_values(values))) == values

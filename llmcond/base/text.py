@@ -339,6 +339,15 @@ def read_values(text: str) -> list[str]:
         ) from error
 
 
+def write_values(values: Sequence[str]) -> str:
+    """Return the text that ``read_values`` reads as these values."""
+    quoted = ('"{}"'.format(value.replace('"', '""')) for value in values)
+    return ", ".join(
+        quote if set(',"') & set(value) else value
+        for value, quote in zip(values, quoted, strict=True)
+    )
+
+
 def as_condition(condition: object, name: str = "the condition") -> str:
     """Return a condition in the form in which it is encoded, stored and compared.
 
@@ -373,9 +382,7 @@ def condition_flags(condition: str) -> str:
         return f"--condition {shortened_repr(condition)}"
     flags = [f"--condition {shortened_repr(condition.text)}"]
     if condition.values:
-        line = io.StringIO()
-        csv.writer(line, lineterminator="").writerow(condition.values)
-        flags.append(f"--values {line.getvalue()!r}")
+        flags.append(f"--values {write_values(condition.values)!r}")
     return " ".join([*flags, *(f"--ignore {shortened_repr(one)}" for one in condition.ignore)])
 
 

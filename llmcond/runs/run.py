@@ -37,6 +37,7 @@ from llmcond.base.system import provenance
 from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.checkpoint import HubSource, find_hub_source
+from llmcond.encoders.resolve import is_server
 from llmcond.encoders.spec import Orders, Runtime
 from llmcond.features.view import FeatureView, StoreDtype
 from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
@@ -410,6 +411,13 @@ class Run:
         placement = {"device": device, "max_tokens_per_batch": max_tokens_per_batch}
         options = EncoderOptions.of({**self.identity.to_json(), **recorded, **placement})
         model = str(self.folder) if encoder["model"] == IN_RUN_FOLDER else encoder["model"]
+        # The run of an export is in a folder within it.
+        source = self.hub_source or find_hub_source(self.folder.parent)
+        if source is not None and is_server(model):
+            raise UserError(
+                f"{source} names the server {model} as its encoder. Your texts and the key in "
+                "OPENAI_API_KEY are not sent to servers that a downloaded model names."
+            )
         resolved = resolve(model, options, cross=self.cross is not None)
         known = find_model(model)
         if known and known.packaged and encoder["revision"] is None and resolved.checkpoint.repo:

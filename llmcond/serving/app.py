@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmcond.base.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
 from llmcond.base.package import __version__
-from llmcond.base.text import as_condition, condition_text, ignored_by, ignoring
+from llmcond.base.text import as_condition, condition_text, ignored_by, ignoring, write_values
 from llmcond.encoders.spec import Encoded, InputError, NotFiniteError
 from llmcond.heads.guide import check_ignored
 from llmcond.report import page as report
@@ -239,12 +239,17 @@ def page_response(model: ServedModel, *, needs_key: bool) -> Response:
     style = base_style + (_FOLDER / "page.css").read_text("utf-8")
     script = (_FOLDER / "page.js").read_text("utf-8")
     template = page_templates(_FOLDER).get_template("page.html.j2")
+    # Anybody may read the page, so that it shows nothing that needs the key.
+    condition = None if needs_key else model.condition
+    conditions = [] if needs_key or model.index is None else model.index.conditions
+    about = model.describe()
     text = template.render(
         model=model,
-        condition=condition_text(model.condition or ""),
-        values=getattr(model.condition, "values", ()),
-        ignored=ignored_by(model.condition),
-        about=model.describe(),
+        condition=condition_text(condition or ""),
+        conditions=conditions,
+        values=write_values(getattr(condition, "values", ())),
+        ignored=ignored_by(condition),
+        about={**about, "fitted_on": ""} if needs_key else about,
         embeds=isinstance(model.model, Embedder),
         has_head=model.model.head.kind != "none",
         needs_key=needs_key,
@@ -492,6 +497,8 @@ class Endpoints:
         if not body.query.strip():
             raise invalid_value_error("query", "query is empty; give a text.")
         request.state.texts = 1
+        if body.explain:  # which may encode the hits again
+            self._check_number("k", body.k)
         condition = self._choose_condition(body)
 
         def plan() -> Callable[[], list[Hits]]:
@@ -522,6 +529,7 @@ class Endpoints:
         """Return a request's condition or the server's default; without either, raise an error."""
         conditions = () if body.condition is None else body.condition
         texts = [conditions] if isinstance(conditions, str) else [*conditions]
+        self._check_number("condition", len(texts))
         for number, text in enumerate(texts, 1):
             if not text.strip():
                 which = f"condition {number} of {len(texts)}" if len(texts) > 1 else "the condition"
@@ -549,18 +557,21 @@ class Endpoints:
         except UserError as error:
             raise invalid_value_error("ignore", f"ignore: {error}") from None
 
+    def _check_number(self, name: str, n_texts: int) -> None:
+        if n_texts > self._max_texts:
+            raise RequestError(
+                413,
+                "too_many_texts",
+                f"{name} has {format_count(n_texts, 'text')}; a request may have at most "
+                f"{self._max_texts:,} (--max-client-batch-size).",
+                param=name,
+            )
+
     def _make_rows(self, name: str, texts: list[str], conditions: TextOrTexts) -> list[Row]:
         """Pair texts with their conditions; raise a RequestError if they are invalid."""
         if not texts:
             raise invalid_value_error(name, f"{name} is empty; give at least one text.")
-        if len(texts) > self._max_texts:
-            raise RequestError(
-                413,
-                "too_many_texts",
-                f"{name} has {format_count(len(texts), 'text')}; a request may have at most "
-                f"{self._max_texts:,} (--max-client-batch-size).",
-                param=name,
-            )
+        self._check_number(name, len(texts))
         if not isinstance(conditions, str) and len(conditions) != len(texts):
             raise invalid_value_error(
                 "condition",
@@ -667,7 +678,8 @@ def _add_ignored(condition: Any, ignore: Sequence[str]) -> Any:
         return ignoring(condition, ignore) if ignore else condition
     if isinstance(condition, Mapping):
         return {ignoring(one, ignore): weight for one, weight in condition.items()}
-    return [ignoring(one, ignore) for one in condition]
+    distinct = {one: ignoring(one, ignore) for one in condition}
+    return [distinct[one] for one in condition]
 
 
 async def _describe_methods(headers: Mapping[str, str], _: Request) -> Response:

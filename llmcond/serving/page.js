@@ -7,7 +7,9 @@
     return node;
   };
   const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
-  const values = (text) => text.split(",").map((value) => value.trim()).filter(Boolean);
+  // Commas separate values; double quotes surround a value with a comma, as in CSV.
+  const values = (text) => [...text.matchAll(/\s*"((?:[^"]|"")*)"|[^,]+/g)]
+    .map(([plain, quoted]) => (quoted?.replaceAll('""', '"') ?? plain).trim()).filter(Boolean);
   // Fields that are empty, or that the page lacks, are left out.
   const given = (name, items) => (items.length ? { [name]: items } : {});
   const ignored = (form) => given("ignore", lines(form.ignore ?? ""));

@@ -26,7 +26,13 @@ from typing_extensions import TypedDict  # pydantic accepts typing's from 3.12 o
 
 from llmcond.base.errors import UserError, format_count, list_legal_values, shortened_repr
 from llmcond.base.options import Precision
-from llmcond.base.text import Condition, check_characters, condition_key, normalise_condition
+from llmcond.base.text import (
+    MAX_VALUES,
+    Condition,
+    check_characters,
+    condition_key,
+    normalise_condition,
+)
 from llmcond.serving.model import ClosedError
 
 #: A number, or null for NaN and infinity, which JSON does not have.
@@ -290,12 +296,13 @@ _Text = Annotated[_String, _NOT_BLANK]
 #: A condition in its normal form.
 _Condition = Annotated[_Text, AfterValidator(normalise_condition)]
 #: Example values of one condition.
-_Values = Annotated[list[_String], Field(fail_fast=True)]
+_Values = Annotated[list[_String], Field(fail_fast=True, max_length=MAX_VALUES)]
 
 #: A switch that cannot be turned off.
 _True = Annotated[bool, AfterValidator(_check_true), Field(json_schema_extra={"const": True})]
-#: The most conditions of a search.
+#: The most conditions of a search, and the most that a request ignores.
 _MAX_CONDITIONS = 64
+_Ignored = Annotated[list[_Condition], Field(max_length=_MAX_CONDITIONS)]
 #: Weights, and example values, of several conditions.
 _Weights = Annotated[
     dict[_Condition, Annotated[float, Field(allow_inf_nan=False)]],
@@ -348,7 +355,7 @@ class _ConditionedRequest(_RequestBody):
     condition: _Condition | Annotated[list[_Condition], _NOT_EMPTY] | None = None
     values: _Values | Annotated[list[_Values], Field(fail_fast=True)] | None = None
     #: The conditions that every condition ignores.
-    ignore: list[_Condition] | None = None
+    ignore: _Ignored | None = None
 
     def conditions(self) -> TextOrTexts | None:
         """Return the conditions with their values; None if there are none.
@@ -374,7 +381,9 @@ class _ConditionedRequest(_RequestBody):
                 f"there are values for {format_count(len(each), 'condition')}, but condition has "
                 f"{len(condition)}; give one list for each, or one for all."
             )
-        return [Condition(*pair) for pair in zip(condition, each, strict=True)]  # type: ignore[arg-type]
+        keys = [(text, tuple(value)) for text, value in zip(condition, each, strict=True)]
+        distinct = {key: Condition(*key) for key in keys}  # type: ignore[arg-type]
+        return [distinct[key] for key in keys]
 
 
 class _ForeignFields(_ConditionedRequest):
@@ -441,7 +450,7 @@ class SearchRequest(_RequestBody):
     query: _Text
     condition: _Condition | _Weights | None = None
     values: _Values | _ValuesByCondition | None = None
-    ignore: list[_Condition] | None = None
+    ignore: _Ignored | None = None
     k: int = Field(10, ge=1, le=10_000)
     where: _String | None = None
     explain: bool = False

@@ -13,6 +13,10 @@ from llmcond.base.output import log
 from llmcond.base.server_client import BrokenError, RefusedError, ServerClient
 from llmcond.prompts.questions import Answer, ChatSettings, Example, QuestionTemplate
 
+#: Shortest key that is removed from answers. A local server may have a key such as ``none``, which
+#: is also an ordinary word.
+_LENGTH_OF_SECRETS = 16
+
 
 class ChatClient(ServerClient):
     """A connection to a server, for concurrent questions in one event loop."""
@@ -107,7 +111,8 @@ class ChatClient(ServerClient):
             text = str(completion.choices[0].message.content or "")
         except (AttributeError, LookupError, TypeError):
             raise self.protocol_error(completion) from None
-        text = text.replace(self._key or "\0", "***")
+        if len(self._key or "") >= _LENGTH_OF_SECRETS:
+            text = text.replace(str(self._key), "***")
         text = text.encode("utf-8", "replace").decode("utf-8")  # Replaces lone surrogates.
         usage = getattr(completion, "usage", None)
         counts = (getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens"))

@@ -79,7 +79,7 @@ def test_values_come_from_index_or_request(tiny_run, tmp_path):
 
 def test_invalid_request_is_rejected(service, folder):
     client, _ = service
-    values_of_flag = "--condition 'the place' --values 'Rome,\"Paris, Texas\"'"
+    values_of_flag = "--condition 'the place' --values 'Rome, \"Paris, Texas\"'"
     for changes, param, message in (
         ({"query": " "}, "query", "query is empty"),
         ({"condition": "the mood"}, "condition", "texts --condition 'the mood'"),

@@ -7,6 +7,7 @@ import re
 from helpers.pages import check_views
 from helpers.serving import serve
 
+from llmcond import Condition
 from llmcond.search import Index
 from llmcond.serving.model import ServedModel
 
@@ -25,6 +26,16 @@ def test_page_makes_no_external_requests_and_runs_only_its_script(client):
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)", text)
+
+
+def test_page_shows_conditions_only_without_key(tiny_run, tmp_path):
+    condition = Condition("the place", values=["Rome", "Paris, Texas"])
+    index = Index.build(tmp_path / "i", ["two men"], conditions=[condition], run=tiny_run)
+    for keys in ((), (b"k3y",)):
+        with serve(ServedModel(index.embedder, condition, index), keys) as (client, _):
+            text = client.get("/").body.decode()
+        assert ("Rome, &#34;Paris, Texas&#34;" in text) == (not keys)
+        assert ('<option value="the place' in text) == (not keys)
 
 
 def test_browser_compares_embeds_and_searches_with_key(browser, tiny_run, tmp_path):
@@ -46,7 +57,7 @@ def test_browser_compares_embeds_and_searches_with_key(browser, tiny_run, tmp_pa
         assert message == "The API key is missing or wrong. Enter it at the top of the page."
         tab.get_by_label("API key").fill("k3y")
         compare.get_by_label("Second text").fill(HOSTILE)
-        compare.get_by_label("Conditions").fill(f"{CONDITION}\n{HOSTILE}")
+        compare.get_by_label("Conditions, one").fill(f"{CONDITION}\n{HOSTILE}")
         compare.get_by_role("button").click()
         rows = compare.locator("tbody tr")
         rows.nth(1).wait_for()
@@ -58,18 +69,18 @@ def test_browser_compares_embeds_and_searches_with_key(browser, tiny_run, tmp_pa
         assert "$KEY" in compare.locator("pre").inner_text()
         assert "k3y" not in compare.locator("pre").inner_text()
         embed.get_by_label("Texts").fill("two men\nchildren\ntwo men")
-        embed.get_by_label("Example values").fill("beach, snow")
+        embed.get_by_label("Example values").fill('beach, "snow, ice"')
         embed.get_by_role("button").click()
         embed.locator("tbody tr").nth(2).wait_for()
         assert embed.locator("tbody tr").nth(0).locator("td").nth(2).inner_text() == "1.000"
-        assert '"values":["beach","snow"]' in embed.locator("pre").text_content()
+        assert '"values":["beach","snow, ice"]' in embed.locator("pre").text_content()
         search.get_by_label("Query").fill("two men play")
-        search.get_by_label("Condition").fill(CONDITION)
-        search.get_by_label("Condition").press("Enter")
+        search.get_by_label("Condition", exact=True).fill(CONDITION)
+        search.get_by_label("Condition", exact=True).press("Enter")
         search.locator("li").nth(2).wait_for()
         assert search.locator("li").nth(0).locator(".text").inner_text() == "two men play"
         assert search.locator("img").count() == 0
-        search.get_by_label("Condition").fill("the mood")
+        search.get_by_label("Condition", exact=True).fill("the mood")
         search.get_by_role("button").click()
         search.get_by_role("alert").wait_for()
         message = search.get_by_role("alert").inner_text()

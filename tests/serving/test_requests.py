@@ -107,3 +107,17 @@ def test_fields_of_other_clients_are_accepted_unless_they_would_change_something
     for name, value in (("truncation", False), ("normalized", False), ("output_dimension", 8)):
         answer = client.post("/v1/embeddings", {**BODIES["embeddings"], name: value})
         assert (answer.status, answer.error["param"]) == (422, name)
+
+
+def test_number_of_conditions_and_values_is_limited(client):
+    embeddings, search = BODIES["embeddings"], BODIES["search"]
+    for route, body, status, param in (
+        ("embeddings", {**embeddings, "condition": ["a"] * 51}, 413, "condition"),
+        ("embeddings", {**embeddings, "values": ["a"] * 65}, 422, "values"),
+        ("embeddings", {**embeddings, "ignore": ["a"] * 65}, 422, "ignore"),
+        ("search", {**search, "ignore": ["a"] * 65}, 422, "ignore"),
+        ("search", {**search, "k": 51, "explain": True}, 413, "k"),
+    ):
+        answer = client.post(f"/v1/{route}", body)
+        assert (answer.status, answer.error["param"]) == (status, param)
+    assert client.post("/v1/search", {**search, "k": 51}).status == 200

@@ -57,6 +57,13 @@ def make_command(server, *options, source="texts.parquet"):
     return [str(part) for part in ("answers", source, "--server", url, *options)]
 
 
+def test_key_that_is_a_word_stays_in_answers(capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "park")
+    with ChatServer(answer) as server:
+        run_json(capsys, *make_command(server, *LOCATION, "--out", "answers.csv"))
+    assert "park" in {row["answer"] for row in read_csv("answers.csv")}
+
+
 # -- asking ------------------------------------------------------------------------------------
 
 

@@ -339,6 +339,16 @@ def test_downloaded_record_does_not_decide_where_features_are_written(
     assert not (tmp_path / "theirs").exists()
 
 
+def test_downloaded_record_does_not_send_texts_to_a_server(hub, frozen, monkeypatch):
+    push(run=frozen, repo=REPO)
+    manifest = json.loads(hub.files()["run.json"])
+    manifest["encoder"]["model"] = "http://127.0.0.1:9/v1#m"
+    hub.files()["run.json"] = json.dumps(manifest).encode()
+    monkeypatch.setattr("llmcond.encoders.server.probe", None)
+    with pytest.raises(UserError, match=rf"{REPO}@\w+ names the server http://127.0.0.1:9/v1#m"):
+        encode_texts(REPO)
+
+
 def test_embedder_is_saved_and_pushed_with_its_head(hub, frozen, tmp_path):
     embedder = llmcond.load_embedder(frozen, LINEAR, device="cpu")
     expected, out = embedder.encode(TEXTS, "the place"), tmp_path / "saved"
