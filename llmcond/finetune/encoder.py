@@ -9,12 +9,14 @@ import tempfile
 import warnings
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,11 +24,13 @@ from llmcond.base.errors import LlmcondError, UserError, first_line, list_legal_
 from llmcond.base.files import read_json, replace_atomically, write_json
 from llmcond.encoders.adapter import (
     CONFIG,
+    PREFIX,
     ROUTER,
     WEIGHTS,
     EncoderRecord,
     read_lora,
     special_fields,
+    summarize_names,
     write_encoder_record,
 )
 from llmcond.encoders.checkpoint import Checkpoint, settings_files
@@ -91,9 +95,13 @@ def prepare_accelerator(resolved: ResolvedEncoder) -> Accelerator:
     # Products use the resolved type; the head and the loss use float32.
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(resolved.identity.dtype, "no")
     # Remove the state of an earlier training in this process, which may have used another
-    # precision.
-    AcceleratorState._reset_state()
-    return Accelerator(mixed_precision=precision, cpu=resolved.device == "cpu")
+    # precision or device.
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    # Processes wait while the main one scores the encoder, for longer than the default 10 minutes.
+    waiting = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    return Accelerator(
+        mixed_precision=precision, cpu=resolved.device == "cpu", kwargs_handlers=[waiting]
+    )
 
 
 def check_trainable(
@@ -108,13 +116,19 @@ def check_trainable(
         named: names of the settings that the user has set.
 
     Raises:
-        UserError: the encoder is an ensemble, or an adapter that the settings do not fit; quantised
-            weights are to be trained or merged; or files cannot be copied to the folder of the
-            written weights.
+        UserError: the encoder is an ensemble, or an adapter that the settings do not fit; settings
+            of adapters are set, but all weights are trained; quantised weights are to be trained or
+            merged; or files cannot be copied to the folder of the written weights.
     """
     identity, adapter = resolved.identity, resolved.checkpoint.adapter
     if adapter is not None:
         settings = _adapter_settings(resolved.checkpoint, adapter, settings, named)
+    unused = {"adapter_dropout", "alpha", "target"}.intersection(named) if settings.full else ()
+    for key in sorted(unused):
+        raise UserError(
+            f"--{key.replace('_', '-')} is a setting of adapters, and --rank full trains all "
+            "weights without adapters. Leave it out, or set --rank to a number."
+        )
     if merge or settings.full:
         if identity.quantize != "none":  # rounding would remove the trained changes
             raise UserError(
@@ -140,7 +154,10 @@ def _adapter_settings(
     targets = dict.fromkeys(
         re.sub(r".*\.\d+\.", "", name) for name in names if not name.endswith(".lora_B.weight")
     )
-    fixed = {"rank": record["r"], "alpha": float(record["lora_alpha"]), "target": tuple(targets)}
+    rank, alpha = record["r"], float(record["lora_alpha"])
+    if record.get("use_rslora"):
+        alpha *= rank**0.5  # the scale, alpha / sqrt(rank), is that of plain LoRA with this alpha
+    fixed = {"rank": rank, "alpha": alpha, "target": tuple(targets)}
     for key, value in fixed.items():
         if key in named and getattr(settings, key) != value:
             value_set = "full" if settings.full else getattr(settings, key)
@@ -198,9 +215,7 @@ def load_trainable(
     torch.manual_seed(seed)
     adapted = None if settings.full else add_adapters(loaded.network, settings, name)
     if adapter is not None:
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(adapted, load_file(adapter / WEIGHTS))
+        _load_adapter(adapted, loaded.network, adapter, name)
     if settings.full:
         loaded.network.requires_grad_(True)
     train_router(loaded.network, identity, resolved.device)
@@ -210,6 +225,32 @@ def load_trainable(
     trainable = TrainableEncoder(resolved, tokenizer, engine, adapted)
     _check_gradients(trainable)
     return trainable
+
+
+def _load_adapter(adapted: Any, network: Any, folder: Path, name: str) -> None:
+    """Load the weights of an adapter into peft's model around a network."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    # Adapters of models for other tasks have the encoder's name in front of their tensors' names.
+    root = str(getattr(network, "base_model_prefix", ""))
+    root = "" if hasattr(network, root) else f"{root}."
+    tensors = {
+        PREFIX + key.removeprefix(PREFIX).removeprefix(root): value
+        for key, value in load_file(folder / WEIGHTS).items()
+    }
+    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    sizes, trained_sizes = (
+        {(key, value.shape) for key, value in state.items()} for state in (tensors, expected)
+    )
+    # peft would ignore tensors without a layer, and leave layers without a tensor at zero.
+    differing = {key.removeprefix(PREFIX) for key, _ in sizes ^ trained_sizes}
+    if differing:
+        raise UserError(
+            f"{name} is an adapter of only some of the layers with the projections that it adapts, "
+            f"or its files do not belong together: {summarize_names(differing, 'tensors')} differ. "
+            "Merge it into its base with peft (merge_and_unload), save the result, and train that."
+        )
+    set_peft_model_state_dict(adapted, tensors)
 
 
 def _enable_gradient_checkpointing(network: Any, name: str) -> None:

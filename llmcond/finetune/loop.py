@@ -250,11 +250,16 @@ class Trainer(Generic[R]):
         """
         self.model, self._train, self._dev, self._settings = model, train, dev, settings
         self._accelerator, self._state, self._seed = accelerator, state, model.seed
+        self._is_stage = learning_rate_scale is not None
+        if self._is_stage:
+            # Steps count from 0 again, and must not repeat the random numbers of the first steps.
+            stream = np.random.SeedSequence(model.seed, spawn_key=(1,))
+            self._seed = int(stream.generate_state(1)[0])
         self._schedule = BatchSchedule(
             model.groups(train), settings, self._seed, accelerator.num_processes
         )
         self.steps = self._schedule.steps * settings.epochs
-        self._weights, self._is_stage = model.trained_parameters(), learning_rate_scale is not None
+        self._weights = model.trained_parameters()
         self._learning_rate_scale = 1.0 if learning_rate_scale is None else learning_rate_scale
         averaged_weights = self._weights if settings.ema_decay else {}
         self._average = {name: value.detach().clone() for name, value in averaged_weights.items()}
@@ -304,7 +309,7 @@ class Trainer(Generic[R]):
             return
         tensors = {f"weights.{name}": value for name, value in self._weights.items()}
         tensors |= {f"average.{name}": value for name, value in self._average.items()}
-        # Weights that no loss has used so far, such as one of the roles under `ccl`, have no state.
+        # Weights that no loss has used so far have no state.
         states = self._optimiser.optimizer.state
         used_states = {
             name: states[value] for name, value in self._weights.items() if states[value]
@@ -410,8 +415,9 @@ class Trainer(Generic[R]):
         for group in self._optimiser.param_groups:
             group["lr"] = group["base"] * rate
         self._optimiser.step()
+        averages = {} if self._optimiser.step_was_skipped else self._average
         with torch.no_grad():
-            for name, average in self._average.items():
+            for name, average in averages.items():
                 # The decay is smaller at first; otherwise the initial weights would dominate.
                 decay = min(settings.ema_decay, (step + 1) / (step + 10))
                 average.lerp_(self._weights[name], 1 - decay)

@@ -27,7 +27,7 @@ from llmcond.base.text import Condition
 from llmcond.data.guides import AspectSample, ConditionWordings
 from llmcond.data.rows import Rows
 from llmcond.encoders.spec import EncoderInput, Orders
-from llmcond.encoders.tokenizing import InputTokenizer, Tokens, router_inputs
+from llmcond.encoders.tokenizing import InputTokenizer, OutOfMemoryError, Tokens, router_inputs
 from llmcond.encoders.torch.engine import Engine, embed_routed
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.finetune.settings import AspectSettings
@@ -184,10 +184,22 @@ class TrainedModel(nn.Module, Generic[R, F]):
         vectors = np.empty((len(which), self.engine.dim), dtype=np.float32)
         with torch.inference_mode():
             for start in range(0, len(which), _ROUTED_BATCH):
-                part = inputs.embed(self.engine, which[start : start + _ROUTED_BATCH])
+                part = self._embed_routed(inputs, which[start : start + _ROUTED_BATCH])
                 vectors[start : start + _ROUTED_BATCH] = part.float().cpu().numpy()
         self.train(was_training)
         return vectors
+
+    def _embed_routed(self, inputs: TokenizedInputs, which: Positions) -> Tensor:
+        """Encode some routed inputs, with half the token budget each time memory runs out."""
+        while True:
+            try:
+                return inputs.embed(self.engine, which)
+            except OutOfMemoryError:
+                if self.engine.budget == 1:
+                    raise
+            # This is outside the handler, because the error keeps references to the activations.
+            torch.cuda.empty_cache()
+            self.engine.budget //= 2
 
     def vectors(self, tokens: Sequence[Tokens]) -> NDArray[np.float32]:
         """Compute the encoder's vectors of inputs, (n, dim), without dropout and gradients."""
@@ -624,7 +636,8 @@ class AspectSampler:
             group += 1
             if rng.random() >= self.settings.aspects_twins:
                 continue
-            if (twins := _find_twins(aspects, aspect, members)) is not None:
+            with_absent = self.settings.aspects_absent > 0
+            if (twins := _find_twins(aspects, aspect, members, with_absent)) is not None:
                 for n, i in enumerate(twins[1], len(texts)):
                     twin[position[i]] = n
                     twin.append(position[i])
@@ -702,24 +715,29 @@ class AspectSampler:
 def _find_conditions(sample: AspectSample) -> list[_AspectCondition]:
     """Return the conditions of a set from which groups can be sampled."""
     conditions = []
+    short = [i for i, text in enumerate(sample.texts) if len(text.text) < _LONGEST_TEXT]
     for key, wordings in sample.conditions.items():
-        texts: dict[str, list[int]] = defaultdict(list)
-        for position, text in enumerate(sample.texts):
-            if key in text.attributes and len(text.text) < _LONGEST_TEXT:
-                texts[text.attributes[key]].append(position)
+        # Of equal texts only one is used, the first with a value if there is any: otherwise a text
+        # would be compared with itself.
+        distinct: dict[str, int] = {}
+        for position in sorted(short, key=lambda i: key not in sample.texts[i].attributes):
+            distinct.setdefault(sample.texts[position].text, position)
+        texts, absent = defaultdict[str, list[int]](list), list[int]()
+        for position in distinct.values():
+            value = sample.texts[position].attributes.get(key)
+            (absent if value is None else texts[value]).append(position)
         repeated = [value for value, positions in texts.items() if len(positions) > 1]
         if len(texts) > 1 and repeated:
-            absent = [
-                position
-                for position, text in enumerate(sample.texts)
-                if sample.complete and key not in text.attributes and len(text.text) < _LONGEST_TEXT
-            ]
+            absent = absent if sample.complete else []
             conditions.append(_AspectCondition(sample, key, wordings, texts, repeated, absent))
     return conditions
 
 
 def _find_twins(
-    aspects: Sequence[_AspectCondition], aspect: _AspectCondition, members: Sequence[int]
+    aspects: Sequence[_AspectCondition],
+    aspect: _AspectCondition,
+    members: Sequence[int],
+    with_absent: bool,
 ) -> tuple[_AspectCondition, list[int]] | None:
     """Return the condition under which most pairs of texts change, and the texts that it has.
 
@@ -730,10 +748,12 @@ def _find_twins(
         aspects: all conditions of the set.
         aspect: the condition of the group.
         members: positions of the group's texts in the set.
+        with_absent: whether the second group may have texts that say nothing about its condition.
     """
     best, most = None, 0
     for other in aspects:
-        part = [i for i in members if other.value(i) is not None or aspect.source.complete]
+        may_lack = with_absent and aspect.source.complete
+        part = [i for i in members if may_lack or other.value(i) is not None]
         changed = sum(aspect.agree(*pair) != other.agree(*pair) for pair in combinations(part, 2))
         if changed > most:
             most, best = changed, (other, part)

@@ -255,8 +255,13 @@ class DevFit:
         All fits run for the same number of epochs.
 
         Raises:
-            UserError: Dev has fewer sentence pairs than folds.
+            UserError: The encoder was trained on dev, or dev has fewer sentence pairs than folds.
         """
+        if "dev" in self.run.trained_on:
+            raise UserError(
+                f"the encoder of {self.run.folder} was trained on dev, so folds of dev would "
+                "measure nothing. Leave out --folds."
+            )
         dev = self._dev
         check_fold_count(dev, count)
         fold = fold_of_pair(dev, count, self.seed)

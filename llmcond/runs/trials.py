@@ -248,8 +248,8 @@ class Grid(Generic[J]):
                     self.failures[digest] = f"{label}: {outcome}"
                     log.info(f"failed: {self.failures[digest]}")
                 else:
-                    on_success(digest)
                     self.save(digest, outcome)
+                    on_success(digest)
                     score = self._metric.format(outcome.score(self._split)[self._metric.name])
                     log.info(
                         f"{count:,}/{len(missing):,} {label}: {self._metric.heading} {score} on "

@@ -74,7 +74,7 @@ def evaluate(options: EvaluateOptions) -> Results:
     run = open_any_run(Path(options.run), cross=True)
     _check_options(run, options)
     if options.predictions is not None:
-        sources = [options.data, run.manifest["data"]["source"]]
+        sources = [options.data, run.manifest["data"]["source"], options.candidates, options.plan]
         check_output(Path(options.predictions), (".csv",), sources)
     if options.report is not None:
         check_page(Path(options.report))

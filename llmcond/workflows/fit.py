@@ -222,6 +222,8 @@ def fit_and_save(
         else:
             with_dev = DevFit(run, recipe, view, seed, device, dev_options.weight, on_epoch)
             fitted = _fit_with_dev(with_dev, dev_options.folds)
+            # Even if the encoder was trained on dev, so that fits on train do not use it.
+            counts = {**counts, "n_dev": int(run.rows("dev").rated.sum())}
         seconds, record = time.monotonic() - began, fitted.fit.record
         dev_score = math.nan if dev_options else examples.score_on_dev(fitted, view)
         held_out = examples.score_held_out([fitted.fit.held_out])
@@ -328,7 +330,7 @@ def save_best_trial(run: Run, grid: Grid[Trial], device: str) -> None:
         return
     best = get_metric(run.dev_metric).best(scored, key=lambda pair: pair[0])[1]
     log.info(f"saving the best on dev: {best.label}")
-    # Fitting with the same seed gives the same head.
+    # On a CPU, fitting with the same seed gives the same head.
     fit_and_save(run, best, best.name, device)
 
 

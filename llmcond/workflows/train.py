@@ -334,7 +334,7 @@ class _PairJob(TrainingJob):
                 self.aspects.aspects_texts / self.settings.gradient_accumulation_steps
             )
             aspects = replace(self.aspects, aspects_texts=share)
-            device, teacher = str(trainable.engine.output_device), self.aspects_teacher
+            device, teacher = self.resolved.options.device, self.aspects_teacher
             encode = None if teacher is None else teacher.load_embedder(device).encode
             sampler = AspectSampler(self.samples, aspects, tokenizer, encode)
         model = BiEncoderModel(
@@ -562,7 +562,7 @@ class _CrossJob(TrainingJob):
         run, resolved = self.complete_run(self.options.orders)
         save_head(head, run.head_folder(NAME), encoder_and_data_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")
-        cross = load_cross_encoder(self.folder, device=resolved.device)
+        cross = load_cross_encoder(self.folder, device=resolved.options.device)
         scores = score_predictor(run, cross, lambda split: cross.predict(run.rows(split)))
         return TrainedHead(NAME, {"orders": self.options.orders}, scores)
 

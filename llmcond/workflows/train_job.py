@@ -74,7 +74,8 @@ class Teacher:
         run: the run.
         head: the full name of the head; for a cross-encoder, the name of its linear layer.
         rows: the number of rows to rate; 0: it rates none.
-        record: what identifies the teacher: the digests of encoder and head, and ``rows``, if any.
+        record: what identifies the teacher: the digests of encoder and head, the view of a head
+            without weights, and ``rows``, if any.
         dev_digests: digests of the datasets whose dev rows its encoder or its head was trained on.
     """
 
@@ -157,7 +158,8 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
         The teacher; None if there is none.
 
     Raises:
-        UserError: there is no such run, it has no head, or its head cannot rate new rows.
+        UserError: there is no such run, it has no head, or its head cannot rate new rows or, if it
+            rates none, does not compare by cosine.
     """
     if folder is None:
         return None
@@ -165,6 +167,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     if rows is None:
         rows = int(dataset.splits["train"].rated.sum())
     splits, checkpoint = run.trained_on, run.resolve_encoder("cpu").checkpoint
+    view: dict[str, Any] = {}
     if run.cross:
         name = NAME
     else:
@@ -178,6 +181,11 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
         saved_head, reason = run.load_head(default_head[0]), default_head[1]
         saved_head.view.check_texts()
         log.info(f"teacher: {saved_head.name} of {folder}, {reason}")
+        if not (rows or saved_head.head.compares_by_cosine):
+            raise UserError(
+                f"the head {saved_head.name} of {folder} does not compare embeddings by cosine, "
+                "and --aspects-teacher learns cosines. Fit another head, or name another run."
+            )
         if rows and not all(dataset.splits["train"].conditioned):
             raise UserError(
                 f"{folder} rates pairs whose texts are both encoded under the condition, and the "
@@ -186,6 +194,8 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
         objective = asdict(saved_head.head.settings)
         if saved_head.head.is_identity:  # the record of the encoder's training has the objective
             objective = checkpoint.training_record().get("made_of", {}).get("objective", {})
+            prompts = [prompt.digest for prompt in saved_head.view.prompts]
+            view = {"prompts": prompts, "subtract": saved_head.view.subtracts}
         if rows and not objective.get("mse", 1.0):
             raise UserError(
                 f"the head {saved_head.name} of {folder} was fitted to the order of ratings, so "
@@ -195,6 +205,7 @@ def find_teacher(folder: str | Path | None, rows: int | None, dataset: Dataset) 
     record = {
         "encoder": run.manifest["encoder"]["fingerprint"],
         "head": run.head_record(name)["weights_sha256"],
+        **view,
         **({"rows": rows} if rows else {}),
     }
     # The encoder may have been trained on other data than those of the run.
@@ -388,7 +399,7 @@ class TrainingJob:
             from accelerate import PartialState
 
             with PartialState().main_process_first():  # the other processes read its saved ratings
-                folder, device = self.folder / STATE, self.resolved.device
+                folder, device = self.folder / STATE, self.resolved.options.device
                 taught_rows = self.teacher.rate(train, self.seed, folder, device)
             train = join_rows([train.take(train.rated), taught_rows])
         train_inputs = self.inputs(train, tokenizer)
@@ -411,7 +422,7 @@ class TrainingJob:
         """
         base = self.resolved
         dtype, quantize = base.identity.dtype, base.identity.quantize
-        options = EncoderOptions(dtype=dtype, quantize=quantize, device=base.device)
+        options = EncoderOptions(dtype=dtype, quantize=quantize, device=base.options.device)
         trained = resolve(str(self.folder), options, cross=self.cross)
         run = complete_run(self.folder, trained, self.dataset, self.task, orders, self.trained_on)
         return run, trained

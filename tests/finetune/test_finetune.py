@@ -8,16 +8,25 @@ import signal
 import socket
 from collections import Counter
 from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import PartialState
 from helpers.commands import run_json, run_rejected
 from helpers.flags import change_flags
 from helpers.processes import Command
-from helpers.training import Stopped, build_trainer, kill_in_step, resume_training, stop_after
+from helpers.training import (
+    ON_CPU,
+    Stopped,
+    build_trainer,
+    kill_in_step,
+    resume_training,
+    stop_after,
+)
 from safetensors.torch import load_file
 from scipy.special import softmax
 from transformers import AutoModel, AutoTokenizer
@@ -32,7 +41,9 @@ from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.data.guides import AspectText, ConditionWordings, read_aspect_datasets
 from llmcond.data.rows import fold_of_pair
-from llmcond.finetune.loop import BEST, STATE, BatchSchedule, stage_rows
+from llmcond.encoders import resolve
+from llmcond.finetune.encoder import prepare_accelerator
+from llmcond.finetune.loop import BEST, STATE, BatchSchedule, Trainer, TrainingState, stage_rows
 from llmcond.finetune.model import (
     SHAPES,
     AspectSampler,
@@ -168,6 +179,24 @@ def test_two_processes_match_two_accumulation_steps(tiny_bert, data, tmp_path):
     for name in ("adapter_model.safetensors", f"heads/{single['head']}/head-*.safetensors"):
         expected, actual = (load_file(next(folder.glob(name))) for folder in (one, two))
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=2e-5)
+
+
+def test_accelerator_has_device_of_encoder_and_waits_for_scores(tiny_bert):
+    PartialState().device = torch.device("meta")  # of an earlier training in the process
+    accelerator = prepare_accelerator(resolve(str(tiny_bert), ON_CPU))
+    assert accelerator.device.type == "cpu"
+    assert accelerator.init_handler.timeout > timedelta(days=1)
+
+
+def test_average_ignores_skipped_steps(tiny_bert, data, tmp_path, monkeypatch):
+    """In float16, steps with infinite gradients update nothing."""
+    trainer = build_trainer(tiny_bert, data, tmp_path / "t", epochs=1, ema_decay=0.9)
+    before = {name: value.clone() for name, value in trainer._average.items()}
+    for skipped in (True, False):
+        monkeypatch.setattr(type(trainer._optimiser), "step_was_skipped", skipped)
+        stop_after(trainer, 1 if skipped else 2)
+        changed = [not torch.equal(value, before[name]) for name, value in trainer._average.items()]
+        assert any(changed) != skipped
 
 
 # -- resuming ----------------------------------------------------------------------------------
@@ -357,6 +386,20 @@ def test_stage_rows_are_share_of_train_pairs_and_repeated_dev(rows_file):
     assert stage_rows(train, dev, stage, seed=2).texts != rows.texts
 
 
+def test_stage_does_not_repeat_random_numbers_of_first_steps(tiny_bert, data, tmp_path):
+    first, seeds = build_trainer(tiny_bert, data, tmp_path / "first", epochs=1), []
+    state, train = TrainingState(tmp_path / "then", {}), first._train
+    stage = Trainer(first.model, train, None, first._settings, first._accelerator, state, 0.5)
+    forward = first.model.forward
+    first.model.forward = lambda *inputs: seeds.append(inputs[-1]) or forward(*inputs)
+    for trainer in (first, stage):
+        stop_after(trainer, 2)
+    assert seeds[:2] == [[5, 0, 0, 0], [5, 1, 0, 0]]
+    assert [seed[1:] for seed in seeds[2:]] == [seed[1:] for seed in seeds[:2]]
+    assert seeds[2][0] == seeds[3][0] != 5
+    assert str(stage._schedule.epoch(0)) != str(first._schedule.epoch(0))
+
+
 def test_folds_keep_pairs_together_and_have_similar_sizes(rows_file):
     train = read_dataset(str(rows_file)).splits["train"]
     fold = fold_of_pair(train, 5, seed=0)
@@ -451,6 +494,10 @@ def test_dev_is_not_used_for_scores_or_selection(rows_file, staged, tmp_path, ca
     options = "--head linear --dim 4 --set epochs=3"
     summary = run_json(capsys, "fit-head", "--run", other, *options.split())
     assert (summary["n_dev"], summary["dev_spearman"], summary["selected_on"]) == (0, None, None)
+    with_dev = ("fit-head", "--run", other, *options.split(), "--with", "dev", "--name", "both")
+    assert run_json(capsys, *with_dev)["n_dev"] == 12
+    message = run_rejected(capsys, *with_dev, "--folds", 2)
+    assert "was trained on dev, so folds of dev would measure nothing" in message
 
 
 def test_dev_of_earlier_data_is_remembered(
@@ -528,6 +575,21 @@ def test_value_numbers_match_attribute_values_in_each_group(aspects):
         assert (len(sizes), sizes[0]) in {(min(n, 4), m) for n, m in SHAPES}
 
 
+def test_repeated_texts_of_a_set_are_used_once(aspects):
+    (sample,) = read_aspect_datasets(aspects)
+    silent = [AspectText(f"nobody is {where}", {"where": where}) for where in LOCATIONS]
+    # Each text also occurs without attributes, and thus with two values or none.
+    bare = [AspectText(text.text, {}) for text in sample.texts]
+    settings = AspectSettings(aspects=str(aspects), aspects_texts=300)
+    once, repeated = (
+        AspectSampler([replace(sample, texts=texts, complete=True)], settings, None).sample([0, 1])
+        for texts in ([*sample.texts, *silent], [*sample.texts, *silent, *bare, *silent])
+    )
+    assert once.rows.texts == repeated.rows.texts
+    for name in ("group", "value", "twin"):
+        np.testing.assert_array_equal(getattr(once, name), getattr(repeated, name))
+
+
 def test_first_value_has_texts_that_share_nothing_else(aspects):
     settings = AspectSettings(aspects=str(aspects), aspects_texts=900, aspects_twins=0)
     batch = AspectSampler(read_aspect_datasets(aspects), settings, None).sample([0, 1])
@@ -594,10 +656,20 @@ def test_twins_are_the_same_texts_under_another_condition(aspects):
         AspectText(text.text, {k: v for k, v in text.attributes.items() if n % 2 or k != "where"})
         for n, text in enumerate(sample.texts)
     ]
-    for complete, share in itertools.product((False, True), (0, 1)):
-        settings = AspectSettings(aspects=str(aspects), aspects_texts=300, aspects_twins=share)
+    silent = {text.text for text in texts if "where" not in text.attributes}
+    for complete, share, absent in itertools.product((False, True), (0, 1), (0, 0.3)):
+        settings = AspectSettings(
+            aspects=str(aspects),
+            aspects_texts=300,
+            aspects_twins=share,
+            aspects_absent=absent,
+            aspects_values=0,
+        )
         mixed = replace(sample, texts=texts, complete=complete)
         batch = AspectSampler([mixed], settings, None).sample([0, 1])
+        pairs = zip(batch.rows.sentence1, batch.rows.condition, strict=True)
+        lacks = [text in silent for text, c in pairs if c in ("the place", "park or street")]
+        assert any(lacks) == bool(complete and absent)
         first = np.flatnonzero(batch.twin > np.arange(len(batch.twin)))
         assert bool(len(first)) == bool(share)
         twins = batch.twin[first]
@@ -769,6 +841,8 @@ def test_invalid_options_are_rejected_in_one_line(train, write_rows, small_rows,
     for arguments, message in (
         ("--head none --target q_proj", "Legal: auto, attention, mlp, attention.self"),
         ("--head none --rank full --quantize 4bit", "4bit weights cannot be changed"),
+        ("--head none --rank full --adapter-dropout 0.1", "--adapter-dropout is a setting of"),
+        ("--head hypercl-simcse-base-64 --rank full --alpha 3", "--alpha is a setting of adapters"),
         ("--head pca", "not fitted by gradients"),
         ("", "Give --head"),
         ("--head none --prompt control-no-condition", "is a control"),

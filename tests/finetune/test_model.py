@@ -8,19 +8,25 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.cases import CASES, MAX_LENGTH, Case, sample_inputs
+from helpers.adapters import save_adapter
+from helpers.cases import CASES, MAX_LENGTH, Case, routed_inputs, sample_inputs
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, MistralForCausalLM
 
 import llmcond
 from llmcond.base.errors import UserError
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.tokenizing import Tokens
+from llmcond.encoders.tokenizing import OutOfMemoryError, Tokens
 from llmcond.features.view import recipe_view
-from llmcond.finetune.encoder import load_trainable, save_encoder, select_projections
-from llmcond.finetune.model import BiEncoderModel, RatedInputs
+from llmcond.finetune.encoder import (
+    check_trainable,
+    load_trainable,
+    save_encoder,
+    select_projections,
+)
+from llmcond.finetune.model import BiEncoderModel, RatedInputs, TokenizedInputs
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.module import Batch
@@ -356,6 +362,24 @@ def test_texts_encoded_once_match_gradients_of_separate_encoding(prepare, name):
         assert_same_gradients(gradients, pop_gradients(model), 1e-4 if subtracts else 1e-5)
 
 
+def test_routed_inputs_are_encoded_in_smaller_batches_if_memory_runs_out(prepare):
+    trainable = prepare("e5-xlm-r")
+    model = Task().build_model(trainable)
+    inputs = TokenizedInputs.of(routed_inputs(4, 30, CONDITIONS), trainable.tokenizer)
+    which = np.arange(len(inputs))[::-1]
+    expected, limit = model.encode(inputs, which), 2 * MAX_LENGTH
+
+    def check_memory(module, args, kwargs):
+        if kwargs["input_ids"].numel() > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainable.network.register_forward_pre_hook(check_memory, with_kwargs=True)
+    assert_close(model.encode(inputs, which), expected)
+    limit = 1
+    with pytest.raises(OutOfMemoryError):
+        model.encode(inputs, which)
+
+
 # -- dropout, adapters and gradient checkpointing ----------------------------------------------
 
 
@@ -495,6 +519,28 @@ def test_gradient_checkpointing_gives_same_gradients(prepare, name, settings):
     (expected_loss, expected), (loss, gradients) = results
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_same_gradients(gradients, expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("target", [["q_proj", "down_proj"], r".*\.1\.mlp\.up_proj"])
+def test_adapter_of_another_library_is_trained_further(prepare, tmp_path, target):
+    """Its names begin with the encoder's name, and its scale is alpha / sqrt(r)."""
+    base = checkpoints.build_checkpoint("mistral", tmp_path / "base", head=True).folder
+    language_model = MistralForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = {"target_modules": target, "task_type": "CAUSAL_LM", "use_rslora": True}
+    save_adapter(language_model, tmp_path / "tuned", base, **config)
+    options = EncoderOptions(like=CASES["e5-mistral"].like, dtype="float32", device="cpu")
+    resolved = resolve(str(tmp_path / "tuned"), options)
+    settings = check_trainable(resolved, TuneSettings(), merge=False)
+    assert (settings.rank, settings.alpha) == (4, 16)
+    if isinstance(target, str):
+        with pytest.raises(UserError, match=r"only some of the layers .* 2 tensors"):
+            load_trainable(resolved, settings, seed=0)
+        return
+    trainable, items = load_trainable(resolved, settings, seed=0), sample_inputs(resolved, 3)
+    with torch.no_grad():
+        vectors = trainable.engine.embed(trainable.tokenizer(items)).numpy()
+    assert_close(vectors, Encoder(resolved).encode_with_counts(items).vectors, 1e-4)
 
 
 # -- files -------------------------------------------------------------------------------------

@@ -221,4 +221,10 @@ def test_invalid_arguments_are_rejected(train, tmp_path):
     ):
         assert message in train(task, *arguments.split(), command=run_rejected)
         assert not (tmp_path / "run").exists()
+    short = write_dialogues(tmp_path / "short")
+    (short / "test.txt").write_text("two men ? __eou__ children __eou__\n" * 2)
+    options = ("--head", "rank", "--data", short)
+    message = train("dialogue", *options, command=run_rejected)
+    assert "a history of 2 turns needs at least two longer test dialogues, and of 2" in message
+    assert not (tmp_path / "run").exists()
     assert "ranks candidates" in train("kgc", command=run_rejected, verb="train-cross")

@@ -17,6 +17,8 @@ from llmcond.base.package import pretrained_folder
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders.inspect import describe
+from llmcond.heads import FittedHead
+from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import Embedder
 from llmcond.workflows import train_job as teachers
 from llmcond.workflows.train_job import find_teacher, sample_unrated_rows
@@ -163,9 +165,22 @@ def test_rated_rows_are_trained_on_and_recorded(train, workspace, tmp_path):
     assert digest_file(first) == digest_file(second)
 
 
-def test_bundled_model_is_teacher(train):
+def test_bundled_model_is_teacher(train, tmp_path, monkeypatch):
+    devices, resolve = [], teachers.resolve
+
+    def resolve_trained(folder, options, **others):
+        devices.append(options.device)
+        return resolve(folder, options, **others)
+
+    monkeypatch.setattr(teachers, "resolve", resolve_trained)
     summary = train("student", "minilm-csts", "--teacher-rows", 12)
+    # A single GPU of several might not have enough memory for the trained encoder.
+    assert devices == ["auto"]
     assert summary["teacher"]["encoder"] == "minilm-csts"
+    record = json.loads((tmp_path / "student" / "training.json").read_text())
+    prompt = load_prompt("concat-cond-sent")
+    expected = {"prompts": [prompt.digest], "subtract": False}
+    assert expected.items() <= record["made_of"]["teacher"].items()
     assert "there is no run at" in train("other", "x" * 300, command=run_rejected)
 
 
@@ -210,7 +225,7 @@ def test_dev_is_not_scored_if_teacher_was_fitted_on_it(train, tmp_path, capsys):
     assert "so folds of dev would measure nothing" in message
 
 
-def test_invalid_options_report_one_line(command, workspace, train, tmp_path, capsys):
+def test_invalid_options_report_one_line(command, workspace, train, tmp_path, capsys, monkeypatch):
     for options, message in (
         ("--ensemble 2 --head mlp", "an ensemble cannot have the head mlp"),
         ("--ensemble 2 --no-normalize", "Add --normalize"),
@@ -245,4 +260,7 @@ def test_invalid_options_report_one_line(command, workspace, train, tmp_path, ca
     one_side = replace(dataset.splits["train"], conditioned=(True, False))
     with pytest.raises(UserError, match="the task encodes only one so"):
         find_teacher(workspace / "frozen", 5, replace(dataset, splits={"train": one_side}))
+    monkeypatch.setattr(FittedHead, "compares_by_cosine", False)
+    with pytest.raises(UserError, match="does not compare embeddings by cosine"):
+        find_teacher(workspace / "frozen", 0, dataset)
     assert not (tmp_path / "bad").exists()

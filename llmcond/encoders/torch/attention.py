@@ -427,7 +427,8 @@ def plan_varlen(
 
     def attend_in_calls(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         options: dict[str, Any] = {"enable_gqa": True} if len(query) != len(key) else {}
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        # In training, autocast rotates queries and keys in float32, and the kernels need one type.
+        query, key, value = (x.to(value.dtype).transpose(0, 1) for x in (query, key, value))
         options |= {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
         outputs = [
             kernel(query[queries], key[keys], value[keys], *lengths, **options)

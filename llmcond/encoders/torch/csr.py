@@ -206,8 +206,9 @@ class CsrPasses(Passes):
             width = queries.shape[1]
             if self._heavy is not None:
                 layer = self.routed_index(module)
-                queries = linear(queries, self._heavy.query[layer])
-                keys = linear(keys, self._heavy.key[layer])
+                # The layers of the network may be on several devices.
+                queries = linear(queries, self._heavy.query[layer].to(keys.device))
+                keys = linear(keys, self._heavy.key[layer].to(keys.device))
             elif keys.shape[2] != width:
                 # Groups of query heads share a key head: q . k is summed over the group.
                 shape = (len(queries), -1, width // keys.shape[2], self._head_size)

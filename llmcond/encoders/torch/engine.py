@@ -549,8 +549,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
-    # cuBLAS allocates memory separately, and reports it with a different error.
-    signs = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    signs = ["can't allocate memory", "not enough memory", "CUDA error: out of memory"]
+    # cuBLAS allocates memory separately, also when it starts, and reports it with other errors.
+    signs += ["CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"]
     return any(sign in text for sign in signs)
 
 

@@ -72,24 +72,26 @@ def pool_routed(
         routes: The routers of each input.
 
     Returns:
-        One vector per input and router, in this order, (vectors, dim).
+        One vector per input and router, in this order, (vectors, dim) in float32.
     """
-    if not hidden.is_cpu:
-        return _pool_routed_at_once(hidden, spans, routes)
-    vectors = []
-    for states, (first, last), route in zip(hidden, spans, routes, strict=True):
-        tokens = states[first:last].float()
-        centred = tokens - tokens.mean(dim=0) if route.router.centre else tokens
-        queries = move_to_device(torch.as_tensor(route.queries), tokens.device)
-        cosines = normalize(queries, dim=1) @ normalize(centred, dim=1).T
-        if route.router.standardize:
-            # The small constant keeps the divisor above 0, and its gradient finite, if all tokens
-            # are alike, for example if there is only one.
-            cosines = cosines / (cosines.var(dim=1, correction=0, keepdim=True) + 1e-12).sqrt()
-        weights = (cosines / route.router.temperature).softmax(dim=1)
-        record_weights(weights, tokens)
-        vectors.append(weights @ tokens)
-    return torch.cat(vectors)
+    # In training, autocast would compute the products in 16 bit.
+    with torch.autocast(hidden.device.type, enabled=False):
+        if not hidden.is_cpu:
+            return _pool_routed_at_once(hidden, spans, routes)
+        vectors = []
+        for states, (first, last), route in zip(hidden, spans, routes, strict=True):
+            tokens = states[first:last].float()
+            centred = tokens - tokens.mean(dim=0) if route.router.centre else tokens
+            queries = move_to_device(torch.as_tensor(route.queries), tokens.device)
+            cosines = normalize(queries, dim=1) @ normalize(centred, dim=1).T
+            if route.router.standardize:
+                # The small constant keeps the divisor above 0, and its gradient finite, if all
+                # tokens are alike, for example if there is only one.
+                cosines = cosines / (cosines.var(dim=1, correction=0, keepdim=True) + 1e-12).sqrt()
+            weights = (cosines / route.router.temperature).softmax(dim=1)
+            record_weights(weights, tokens)
+            vectors.append(weights @ tokens)
+        return torch.cat(vectors)
 
 
 def _pool_routed_at_once(

@@ -300,6 +300,8 @@ _SAMPLING: Mapping[str, Any] = {
 }
 #: Candidates depend only on this seed and the turns before them.
 _SEED = 0
+#: Suffixes of the files of weights, settings and tokenizers, such as merges.txt.
+_MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model")
 
 
 def generate(
@@ -338,7 +340,9 @@ def generate(
         for row, context in zip(*(column.tolist() for column in turns.contexts(h)[:2]), strict=True)
     ]
     digest, sampling = run.manifest["data"]["digest"], (str(_SAMPLING), samples, _SEED)
-    identity = json.dumps([digest, split, _identify_model(model), *sampling])
+    device = choose_device(device)
+    on_gpu = ["cuda"] * (device != "cpu")  # its random numbers differ from those of a CPU
+    identity = json.dumps([digest, split, _identify_model(model), *sampling, *on_gpu])
     path = run.folder / "generated" / f"{digest_text(identity)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
@@ -360,7 +364,7 @@ def _add_missing(
         log.info(f"all candidates of {model} exist already: {path}")
         return
     log.info(f"{samples:,} candidates of {model} for {len(missing):,} histories -> {path}")
-    generator = _Generator(model, choose_device(device))
+    generator = _Generator(model, device)
     # The file is rewritten without an incomplete last line, which an interrupted call leaves.
     complete_lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in done.values()]
     write_text(path, "".join(complete_lines))
@@ -388,7 +392,7 @@ def _identify_model(model: str) -> str:
     """Return an identifier of a model: the digest of its files, or its hub name and commit."""
     folder = expand_home(model)
     if folder.is_dir():
-        files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")]
+        files = [path for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES]
         return digest_files(folder, files)
     from transformers import AutoConfig
 

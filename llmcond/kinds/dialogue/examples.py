@@ -257,10 +257,12 @@ def resolve_histories(
     invalid = [h for h in selected if not 1 <= h <= longest_history]
     if invalid:
         longest = " and ".join(map(str, lengths[:2].tolist()))
+        # Only commands with --history name the lengths.
+        can_change = histories is not None and longest_history
         raise UserError(
             f"a history of {invalid[0]} turns needs at least two longer {split} dialogues, and of "
             f"{len(lengths):,} the longest have {longest} turns. "
-            + (f"Give --history from 1 to {longest_history}." if longest_history else "Add data.")
+            + (f"Give --history from 1 to {longest_history}." if can_change else "Add longer ones.")
         )
     return selected
 

@@ -116,6 +116,14 @@ class RoleSettings(GradientSettings):
         return ContextScore("average") if score.kind == "maxsim" else score
 
     @property
+    def untrained_role(self) -> str:
+        """The role before that the objective does not read, ``b1`` or ``b2``; empty: none."""
+        if self.objective == "ccl":
+            return "b1"
+        role = self.trained_score.role if self.objective == "rank" else ""
+        return {"b1": "b2", "b2": "b1"}.get(role, "")
+
+    @property
     def min_context(self) -> int:
         """The minimum number of utterances before a target: two if they are paired, else one."""
         return 1 if self.objective == "ccl" or self.trained_score.kind in ("bi", "bi:both") else 2
@@ -220,6 +228,10 @@ class RoleHead(HeadModule):
             n = settings.window - 1
             self.pair_weights = nn.Parameter(torch.zeros(n, n))
             self.single_weights = nn.Parameter(torch.zeros(n))
+        for name, parameter in self.named_parameters():
+            # Distributed training waits for the gradients of all parameters that require one.
+            if settings.untrained_role and name.startswith(settings.untrained_role):
+                parameter.requires_grad_(False)
 
     @override
     def start_at_identity(self) -> None:

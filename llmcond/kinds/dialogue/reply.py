@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_tensors
 
-from llmcond.base.arrays import Array
+from llmcond.base.arrays import Array, as_list
 from llmcond.base.errors import UserError, first_line
 from llmcond.base.files import digest_bytes, digest_text, replace_atomically
 from llmcond.base.output import Displayed, log
@@ -342,7 +342,7 @@ class DialogueModel:
             UserError: A text is empty, or there are no texts.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        text_list = list(texts) if not isinstance(texts, str) else [texts]
+        text_list = _as_texts(texts, "the candidates")
         if not text_list:
             raise UserError("there are no candidates. Give texts that may be the next turn.")
         vectors = self._encode(text_list, "candidate", show_progress)
@@ -362,9 +362,8 @@ class DialogueModel:
             UserError: A turn is empty.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        turn_list = [turns] if isinstance(turns, str) else turns
         empty = np.empty((0, self.head.dim_in), dtype=np.float32)
-        return self.add_turns(DialogueState(self, (), self.head.before(empty)), turn_list)
+        return self.add_turns(DialogueState(self, (), self.head.before(empty)), turns)
 
     def add_turns(self, dialogue: DialogueState, turns: Sequence[str]) -> DialogueState:
         """Add several turns to a dialogue.
@@ -380,6 +379,7 @@ class DialogueModel:
             UserError: A turn is empty.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
+        turns = _as_texts(turns, "the turns")
         if not turns:
             return dialogue
         added = self.head.before(self._encode(turns, "turn"))
@@ -481,6 +481,10 @@ def _check_scores(scores: Array, pool: Candidates) -> Array:
     texts = [(text,) for text in pool.texts]
     check_finite(scores[:, None], texts, "the head", "Fit the head again.")
     return scores
+
+
+def _as_texts(texts: Sequence[str], name: str) -> list[str]:
+    return [texts] if isinstance(texts, str) else as_list(texts, name)
 
 
 def _select_best(scores: Array, pool: Candidates, k: int) -> list[Reply]:

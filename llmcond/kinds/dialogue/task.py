@@ -125,9 +125,12 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
 
     @override
     def check_training(self, recipe: Recipe, dataset: Dialogues) -> None:
+        from llmcond.kinds.dialogue.examples import resolve_histories
         from llmcond.kinds.dialogue.heads import check_turns
 
         check_turns(recipe)
+        for split in sorted(dataset.splits.keys() - {"train"}):  # the trained head is scored on it
+            resolve_histories(dataset, split)
 
     @override
     def training_parts(self, job: Any, trainable: Any) -> tuple[Any, Any, Any]:

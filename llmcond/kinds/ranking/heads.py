@@ -755,7 +755,7 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
         )
         queries = self._embed_queries(head_features, relation)
         target = self._to_device(columns)
-        mask = self._to_device(known.mask(head, relation, entities))
+        mask = self._mask_candidates(head, relation, entities)
         further_negatives = self._score_other_candidates(triples, queries)
         self._queue.append((entities, candidates.detach()))
         relations = contrast_relations(
@@ -781,10 +781,17 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
             negatives.append((scores, self._to_device(loops[:, None])))
         if self._queue:
             entities, vectors = zip(*self._queue, strict=True)
-            queue_mask = known.mask(head, relation, np.concatenate(entities))
+            queue_mask = self._mask_candidates(head, relation, np.concatenate(entities))
             scores = self.module.product(queries, torch.cat(vectors))
-            negatives.append((scores * settings.queue_weight, self._to_device(queue_mask)))
+            negatives.append((scores * settings.queue_weight, queue_mask))
         return negatives
+
+    def _mask_candidates(self, head: Positions, relation: Positions, entities: Positions) -> Tensor:
+        """Return which entities (n,) are not negatives of queries (m,), by the settings, (m, n)."""
+        mask = self.data.known.mask(head, relation, entities)
+        if not self.settings.self_negatives:
+            mask |= entities == head[:, None]
+        return self._to_device(mask)
 
     def _batch_candidates(
         self, head: Positions, tail: Positions

@@ -268,6 +268,8 @@ class LimitedMemory:
     [
         ("simcse-bert", True, cuda_error),
         ("simcse-bert", False, lambda _: RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")),
+        ("simcse-bert", False, lambda _: RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")),
+        ("simcse-bert", True, lambda _: RuntimeError("CUDA error: out of memory")),
         ("e5-mistral", True, cpu_error),
         ("gemma-wider", True, lambda tokens: MemoryError()),
     ],

@@ -221,6 +221,20 @@ def test_keys_of_a_call_are_limited(name, monkeypatch):
     assert all(first + second > limit - longest for first, second in pairwise(key_counts))
 
 
+def test_varlen_kernel_gets_states_of_one_type():
+    """In training, autocast leaves rotated queries and keys in float32."""
+    (batch,) = pack([5, 3], 8)
+    query, key, value = random_states(batch)
+
+    def attend(*arguments, **options):
+        assert {states.dtype for states in arguments[:3]} == {torch.bfloat16}
+        return reference_attention(*arguments, **options)
+
+    output = plan_varlen(batch, True, CPU, attend)(query, key, value.bfloat16(), SCALE)
+    expected = reference(batch, True, query, key, value)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=0.05)
+
+
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": 1.0}, {"position_bias": 1.0}])
 def test_packed_attention_rejects_unsupported_options(option):
     batch = pack([5, 3], 8)[0]

@@ -15,7 +15,8 @@ from llmcond.base.errors import UserError
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import Concurrency, load_encoder
 from llmcond.encoders.spec import Router
-from llmcond.encoders.tokenizing import record_weights, recording_weights
+from llmcond.encoders.tokenizing import Routes, record_weights, recording_weights
+from llmcond.encoders.torch.forward import pool_routed
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 
@@ -79,6 +80,15 @@ def test_vectors_match_equation_and_do_not_depend_on_batch(name, tmp_path, monke
     assert_close(alone, vectors)
     monkeypatch.setattr(encoder.engine, "packs", False)
     assert_close(encoder.encode_with_counts(items).vectors, vectors)
+
+
+def test_pooling_is_exact_under_autocast():
+    generator = torch.Generator().manual_seed(0)
+    hidden, queries = (torch.randn(2, n, 8, generator=generator) for n in (9, 3))
+    routes = [Routes(each, Router("dogs", 0.1, centre=True, standardize=True)) for each in queries]
+    expected = pool_routed(hidden, [(0, 9), (2, 6)], routes)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(pool_routed(hidden, [(0, 9), (2, 6)], routes), expected)
 
 
 def test_sentences_and_conditions_are_encoded_once(e5_encoder):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.commands import read_page_data, run_json, run_rejected
 from helpers.dialogues import LOCATIONS, make_dialogue
+from helpers.flags import change_flags
 from helpers.vectors import normalize
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -112,6 +113,10 @@ def test_invalid_arguments_are_rejected(capsys, dialogue_run, tiny_run, causal_m
 def test_predictions_and_report_list_each_query(capsys, dialogue_run, tmp_path):
     ranks, page = tmp_path / "ranks.csv", tmp_path / "page.html"
     command = ("evaluate", "--run", dialogue_run, "--head", "rank", "--predictions", ranks)
+    ranks.write_text("sad\nhappy\n")
+    line = run_rejected(capsys, *command, "--candidates", ranks)
+    assert "is an input of the same command" in line
+    ranks.unlink()
     results = run_json(capsys, *command, "--history", "1-3", "--report", page)["results"]
     with ranks.open() as stream:
         rows = list(csv.DictReader(stream))
@@ -195,7 +200,7 @@ def causal_model(tmp_path_factory):
     return folder
 
 
-def test_generated_candidates_are_stored_and_used_for_planning(capsys, run, causal_model):
+def test_generated_candidates_are_stored_and_used_for_planning(capsys, run, causal_model, tmp_path):
     command = ("evaluate", "--run", run, "--generate", causal_model, "--samples", "4")
     command += ("--history", "5", "--distance", "1", "--head", "rank")
     rows = run_json(capsys, *command)["results"]
@@ -217,6 +222,11 @@ def test_generated_candidates_are_stored_and_used_for_planning(capsys, run, caus
     # The file can be passed to --plan like any other file of samples.
     plan_command = (*command[:3], "--plan", path, *command[7:])
     assert run_json(capsys, *plan_command)["results"][1]["hits@5"] == rows[1]["hits@5"]
+    # Another tokenizer has other candidates.
+    other = shutil.copytree(causal_model, tmp_path / "other")
+    (other / "merges.txt").write_text("#version: 0.2\n")
+    run_json(capsys, *change_flags(command, "--generate", other))
+    assert len(list((run / "generated").glob("*.jsonl"))) == 2
 
 
 # -- analyses ----------------------------------------------------------------------------------
@@ -295,6 +305,8 @@ def test_dialogue_state_is_shared_by_threads(dialogue_run):
     pool = model.candidates(["sad", "happy", "the park on red"])
     state = model.start(["two men ?", "in the park ."])
     assert state.turns == model.start(["two men ?"]).add("in the park .").turns
+    assert state.turns == model.start(iter(state.turns)).turns
+    assert model.add_turns(state, "sad").turns == (*state.turns, "sad")
     before = model.score(state, pool)
     next_turns = [f"{place} ride" for place in LOCATIONS]
     expected = [model.score(state.add(turn), pool) for turn in next_turns]

@@ -212,6 +212,9 @@ def test_loss_matches_formula(name, changes):
     }
     is_untrained = name == "ccl" or changes.get("score") == "average:b2"
     assert without_gradient == ({"b1", "b1_bias"} if is_untrained else set())
+    # Distributed training waits for the gradients of all other parameters.
+    frozen = {key for key, value in module.named_parameters() if not value.requires_grad}
+    assert frozen == without_gradient
 
 
 @pytest.mark.parametrize("name", ["ccl", "c3l-released", "rank"])

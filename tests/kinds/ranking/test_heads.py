@@ -340,6 +340,14 @@ def test_each_setting_changes_fit_and_seed_reproduces_it(changes):
     assert (scale == pytest.approx(20)) == ("learn_temperature" in changes)
 
 
+def test_head_is_no_candidate_among_entities_without_self_negatives():
+    arrays, changes = make_arrays(), {"negatives": "entities", "dim": D}
+    heads = [
+        fit("hypernet-full", arrays, **changes, self_negatives=enabled) for enabled in (True, False)
+    ]
+    assert not np.array_equal(*(head.tensors["tail"] for head in heads))
+
+
 # -- on disk, and on other graphs -----------------------------------------------------------------
 
 
