@@ -462,6 +462,8 @@ def main(arguments: list[str] | None = None) -> int:
             if (value := getattr(options, name)) is not None and value < 1:
                 raise UserError(f"--{name} is {value}; it must be at least 1.")
         if options.mentions:
+            if options.average or options.values != [0] or options.change != ["none"]:
+                raise UserError("--mentions has no --average, --values or --change.")
             sets = read_sets(options.data, options.only)
             print(markdown_table(MENTION_HEADINGS, []), flush=True)
             for system in systems(options):

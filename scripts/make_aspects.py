@@ -176,6 +176,13 @@ MANNERS: Final[Mapping[str, Callable[[str, Random], str]]] = {
 }
 
 
+#: The sentiment of texts that express an emotion, if they have no sentence on it.
+SENTIMENT_OF: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("joy", "gratitude", "pride"), "positive"),
+    **dict.fromkeys(("anger", "sadness", "fear", "disappointment", "boredom"), "negative"),
+}
+
+
 # -- domains -------------------------------------------------------------------------------------
 
 
@@ -267,9 +274,10 @@ def generate(domain: Domain, number: int, seed: int) -> dict[str, dict[str, str]
         for _ in range(TRIES):
             draft = Draft(domain, rng)
             text = tidy(draft.expand(rng.choice(domain.templates)))
-            if rng.random() < domain.manners:
-                draft.attrs["manner"] = manner = rng.choice(list(MANNERS))
-                text = MANNERS[manner](text, rng)
+            manner = rng.choice(list(MANNERS)) if rng.random() < domain.manners else "plain"
+            text = MANNERS[manner](text, rng)
+            if domain.manners:
+                draft.attrs["manner"] = manner
             if text not in texts:
                 texts[text] = draft.attrs
                 break
@@ -286,6 +294,10 @@ def domain_json(name: str, number: int, seed: int) -> dict[str, Any]:
     else:
         domain = read_domain(name)
         texts = list(generate(domain, number, seed).items())
+        if any("sentiment" in attrs for _, attrs in texts):
+            for _, attrs in texts:
+                if mood := SENTIMENT_OF.get(attrs.get("emotion", "")):
+                    attrs.setdefault("sentiment", mood)
         attributes = dict.fromkeys(key for _, attrs in texts for key in sorted(attrs))
         conditions = {key: to_wordings(domain.conditions[key]) for key in attributes}
     for key, wordings in conditions.items():
@@ -327,8 +339,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--left-out", False, "write the domains that training leaves out, instead of the others")
     add("--only", [], "domains", "all", choices=domain_names(), metavar="DOMAIN")
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     names = [n for n in domain_names() if read_toml(n).get("left_out", False) == args.left_out]
+    if others := set(args.only) - set(names):
+        parser.error(f"--only {others.pop()} needs {'no ' if args.left_out else ''}--left-out")
+    args.out.mkdir(parents=True, exist_ok=True)
     for name in args.only or names:
         content = domain_json(name, args.texts, args.seed)
         path = args.out / f"{name}.json"

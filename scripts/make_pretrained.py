@@ -50,10 +50,13 @@ def average_weights(folder: Path, other: Path, share: float) -> None:
         other: folder of another adapter with the same layers and rank.
         share: share of the first adapter's weights.
     """
+    record = read_json(folder / TRAINING_RECORD)
+    if record["summary"]["scores"]:
+        raise SystemExit(f"{folder.name} has scores, which the average would not have.")
     first, second = load_file(folder / WEIGHTS), load_file(other / WEIGHTS)
     mixed = {name: share * weight + (1 - share) * second[name] for name, weight in first.items()}
     save_file(mixed, folder / WEIGHTS, metadata={"format": "pt"})
-    record, rest = read_json(folder / TRAINING_RECORD), round(1 - share, 6)
+    rest = round(1 - share, 6)
     record["averaged_with"] = {"weights": open_any_run(other).identity.weights, "share": rest}
     write_json(folder / TRAINING_RECORD, record)
     tuned, earlier = (read_encoder_record(path) or EncoderRecord() for path in (folder, other))
