@@ -28,6 +28,7 @@ from typing import (
 )
 
 from llmcond.base.errors import UserError, did_you_mean, list_legal_values, shortened_repr
+from llmcond.base.files import expand_home
 from llmcond.base.text import check_string
 
 try:
@@ -307,8 +308,10 @@ def _coerce(value: Any, hint: Any, flag: str) -> Any:
         return kind(value)  # The text of a number, in a union of both.
     if not isinstance(value, accepted) or _is_bool(value) != (kind is bool):
         raise UserError(f"{flag} is {shortened_repr(value)}; expected {expected}.")
+    # Shells leave the ~ of --out=~/file as it is.
+    convert = expand_home if kind is Path else kind
     # A `Condition` is a text with attributes, and JSON cannot encode NumPy's numbers.
-    return value if kind is str and isinstance(value, str) else kind(value)
+    return value if kind is str and isinstance(value, str) else convert(value)
 
 
 def _coerce_several(value: Any, kind: Any, flag: str) -> Any:

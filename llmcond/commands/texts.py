@@ -292,7 +292,7 @@ class CheckCondition(CheckConditionOptions, Command):
     which texts a condition brings together. With --ask, --judge or --labels, it measures
     how well the embeddings agree with answers to "same in this respect?", for each wording of the
     condition, with and without what is ignored, and for the encoder without a condition. At most
-    200 texts are sampled, and at least 20 are needed.
+    200 texts are sampled, and answers need at least 20.
     """
 
     example = "llmcond check-condition texts.csv --condition 'the topic' --ask --out answers.csv"

@@ -367,7 +367,10 @@ class Export(ConditionOptions, EmbedderOptions, Command):
             f"{result.dim} dimensions {conditions}: {', '.join(result.modules)} -> {result.out}"
         )
         if result.difference is None:
-            log.info("the model was not tested, because sentence-transformers is not installed")
+            log.info(
+                "the model was not tested, because sentence-transformers 5.4 or newer is not "
+                "installed"
+            )
         else:
             log.info(
                 "the vectors of the model in sentence-transformers differ from llmcond's by at "

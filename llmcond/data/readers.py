@@ -512,7 +512,7 @@ def _find_splits(name: str, paths: Sequence[str], suffixes: Sequence[str]) -> di
     if not splits:
         raise UserError(
             f"{name} is a folder without train, dev (or validation) or test files that end in "
-            f"{', '.join(suffixes)}."
+            f"{', '.join(suffixes)}. Add them, or name a single file."
         )
     for split, files in splits.items():
         if len({without_shard(file) for file in files}) > 1:
@@ -597,7 +597,10 @@ def _open_bytes(source: Source, file: str) -> Any:
         return io.BytesIO(source.content)
     if "file" in source.filesystem.protocol and not source.filesystem.isfile(file):
         # A link may lead to /dev/random, which never ends.
-        raise UserError(f"{file} is not a regular file.")
+        raise UserError(
+            f"{file} is not a regular file. Give - and pipe its content to the command, or write "
+            "it to a file first."
+        )
     compression = "gzip" if file.lower().endswith(".gz") else None
     return source.filesystem.open(file, "rb", compression=compression)
 

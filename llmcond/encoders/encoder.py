@@ -697,8 +697,9 @@ class Encoder:
         routable = self.engine.routes_inside or self.identity.pooling in ROUTED_POOLINGS
         if plain and not routable:
             raise UserError(
-                f"{self.name} uses the pooling {self.identity.pooling}, but a router weights token "
-                f"states. Use --pooling {' or '.join(ROUTED_POOLINGS)}."
+                f"{self.name} uses the pooling {self.identity.pooling}, but routers and scores of "
+                "mentions weight the states of tokens. Use another model, or extract with "
+                f"--pooling {' or '.join(ROUTED_POOLINGS)}."
             )
         ordered = [plain[index] for index in plan_inputs(plain, by_prefix=False)]
         units = _split_chunks(ordered, unit_size or self._unit)

@@ -109,7 +109,7 @@ class ReadingOptions(Options):
         None,
         check=check_encoding,
         help="encoding of text files, such as cp1252 for files of Windows (default: UTF-8, or "
-        "UTF-16 with a byte order mark)",
+        "UTF-16 or UTF-32 with a byte order mark)",
     )
     delimiter: str | None = option(
         None,

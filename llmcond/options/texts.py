@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from os.path import expanduser
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
@@ -99,7 +100,7 @@ class EmbedOptions(
     )
     out: str | Path = option(
         metavar="OUT",
-        parse=str,  # Path would change a URI.
+        parse=expanduser,  # Path would change a URI.
         help=".parquet, .csv or .npy file, or FOLDER: a folder (of Parquet files) or a .lance "
         "dataset, also by URI; if interrupted, the same command resumes a FOLDER",
     )
@@ -161,6 +162,14 @@ class EmbedOptions(
             )
         elif "://" not in str(self.out):
             check_folder(out)
+            source = self.texts
+            if isinstance(source, str | PurePath) and out.resolve().is_relative_to(
+                Path(source).resolve()
+            ):
+                raise UserError(
+                    f"--out {self.out} is in the source {source}, so that the embeddings would be "
+                    "read as texts. Name another folder."
+                )
 
     @property
     def is_streamed(self) -> bool:
@@ -308,8 +317,8 @@ class CheckConditionOptions(TextsOptions):
         metavar="FILE.csv",
         group=_ANSWERS,
         writes=file_output(".csv"),
-        help="file to write each answer to at once, as pairs that `extract --data` reads; the "
-        "same command continues after its pairs",
+        help="file to write the answers to, as pairs that `extract --data` reads; the same "
+        "command continues after its pairs",
         needs="--ask or --judge",
     )
     seed: Seed = option(0, metavar="S", help="random seed of the sample of texts and pairs")
@@ -372,6 +381,16 @@ class IndexOptions(AnswersOption, IgnoreOptions, EmbedderOptions, TruncateOption
         (), metavar="ID", help="ids of texts to delete, or a file with one id per line"
     )
 
+    def __post_init__(self) -> None:
+        """Also check that the index can map vectors, before any text is encoded."""
+        super().__post_init__()
+        maps = self.guide is not None or self.ignore or self.ignore_column
+        if maps and self.precision in ("binary", "ubinary"):
+            raise UserError(
+                "guides and ignored conditions need vectors of more than 1 bit for each number, "
+                f"and --precision is {self.precision}. Give --precision float16 or int8."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
@@ -383,7 +402,8 @@ class ServerOptions(Options):
     seed: Seed = option(
         0,
         metavar="S",
-        help="random seed; with another seed all questions are asked again",
+        help="random seed; with another seed the questions are sent again, except those that "
+        "`answers --out` has already",
     )
     yes: bool = option(
         False, help="continue without asking for confirmation of the estimated cost and time"

@@ -656,9 +656,8 @@ class Embedder(SimilarityModel):
         rows, columns = embedded[: len(first)], embedded[len(first) :]
         if self.head.compares_by_cosine:
             return clip_cosines(scale_to_unit_norm(rows) @ scale_to_unit_norm(columns).T)
-        return np.stack(
-            [self.compare(np.broadcast_to(row, columns.shape), columns) for row in rows]
-        )
+        compared = [self.compare(np.broadcast_to(row, columns.shape), columns) for row in rows]
+        return np.array(compared, np.float32).reshape(len(rows), len(columns))
 
     def compare(self, first: Vectors, second: Vectors) -> Vectors:
         """Compare embeddings with others, row by row, as the head does.
@@ -1095,12 +1094,15 @@ class EmbeddingModel:
             return self.embed([(text, condition) for text in texts], collection.file)
 
         known, head = {name: collection.columns[name] for name in columns}, self.head.head
-        for condition in conditions:
-            if known or ignored_by(condition):
-                self.guides.pop(condition, None)
-                self.guides[condition] = fit_ignoring_map(
-                    encode, collection.texts, condition, known, directions, head
-                )
+        ignoring = [condition for condition in conditions if known or ignored_by(condition)]
+        for condition in ignoring:
+            self.guides.pop(condition, None)
+        # The maps are used together at the end, because one condition may ignore another one.
+        maps = {
+            one: fit_ignoring_map(encode, collection.texts, one, known, directions, head)
+            for one in ignoring
+        }
+        self.guides.update(maps)
 
     def extract(
         self, rows: Sequence[tuple[str, str]], file: str, n_texts: int | None = None

@@ -404,7 +404,7 @@ class Index:
                 raise UserError(
                     f"the first texts of an index in {self.precision} give the range of each "
                     f"dimension, and {format_count(len(rows), 'text')} are too few. Add at least "
-                    f"{MIN_CALIBRATION} at first, or choose the precision float16 or binary."
+                    f"{MIN_CALIBRATION} at first, or give the precision float16 (--precision)."
                 )
             new_texts = [rows.texts[i] for i in plan.new]
             if new_texts:

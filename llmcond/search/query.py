@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.base.arrays import Array, clip_cosines
+from llmcond.base.arrays import Array, clip_cosines, scale_to_unit_norm
 from llmcond.base.errors import UserError, format_count, shortened_repr
 from llmcond.base.files import as_json
 from llmcond.base.output import Displayed, log, make_frame
@@ -120,17 +120,21 @@ class IndexVersion:
         if len(parts) == 1:
             compute = partial(self._compute_vectors, condition, encode)
             return self._complete(condition, compute, save)
-        segments_of = [self._unmapped(part, encode, save) for part in parts]
 
         def mean(missing: Positions) -> NDArray[np.float16] | None:
-            views = [make_view(one, self.table)[0] for one in segments_of if one is not None]
-            if len(views) < len(parts):
-                return None
-            means = []
-            for start in range(0, len(missing), _BLOCK_ROWS):
-                rows = missing[start : start + _BLOCK_ROWS]
-                means.append(self.model.mean(parts, [view.rows(rows) for view in views]))
-            return convert_dtype(np.concatenate(means), "float16", len(missing) * means[0].shape[1])
+            blocks = [
+                slice(start, start + _BLOCK_ROWS) for start in range(0, len(missing), _BLOCK_ROWS)
+            ]
+            sums: list[Array] = []
+            for part in parts:  # one at a time, so that only its vectors are in memory
+                segments = self._unmapped(part, encode, save)
+                if segments is None:
+                    return None
+                view = make_view(segments, self.table)[0]
+                lifted = (self.model.rebase(view.rows(missing[block]), part) for block in blocks)
+                sums = [a + b for a, b in zip(sums, lifted, strict=True)] if sums else [*lifted]
+            means = scale_to_unit_norm(np.concatenate(sums))
+            return convert_dtype(means, "float16", means.size)
 
         return self._complete(condition, mean, save)
 

@@ -244,6 +244,11 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
         )
     if options.out is not None:
         _PairAnswers(Path(options.out))  # Reports an unsuitable file before the texts are encoded.
+    if options.judge is not None:
+        from llmcond.workflows.question_runner import connect
+
+        with connect(_judge_server(options)):
+            pass  # Reports a missing package or server before the texts are encoded.
     model = EmbeddingModel.find(run_folder, options.head, options.prompt, device=options.device)
     report_foreign_texts(collection.texts, model.encoder.resolved.checkpoint)
     rankings = _embed_all(model, conditions, texts, collection, options)
@@ -628,6 +633,10 @@ def _ask_in_terminal(first: str, second: str, condition: str) -> bool | None:
         sys.stderr.write(f"{shortened_repr(key, 20)} is no answer. Type y, n, s or q.\n")
 
 
+def _judge_server(options: CheckConditionOptions) -> ChatSettings:
+    return ChatSettings(str(options.judge), str(options.judge_model), {}, flag="--judge")
+
+
 def _ask_judge(
     questions: Sequence[tuple[str, str, str]], table: _PairAnswers, options: CheckConditionOptions
 ) -> None:
@@ -641,7 +650,6 @@ def _ask_judge(
 
     missing = [question for question in questions if question not in table]
     template = load_template("rate", "rate")
-    server = ChatSettings(str(options.judge), str(options.judge_model), {}, flag="--judge")
     pair_questions = [
         Question(
             template,
@@ -651,7 +659,10 @@ def _ask_judge(
         for one in missing
     ]
     path = Path(str(options.out)).with_suffix(".answers")
-    with Journal(path) as journal, QuestionRunner(server, journal, options.seed, 4) as runner:
+    with (
+        Journal(path) as journal,
+        QuestionRunner(_judge_server(options), journal, options.seed, 4) as runner,
+    ):
         try:
             runner.ask(pair_questions)
         finally:

@@ -339,7 +339,8 @@ class _ClusterFinder:
         else:
             labels = np.full(len(texts), NOISE)
             labels[mentioned], silhouettes = self(
-                vectors[mentioned], f"{named}the texts that mention it have"
+                vectors[mentioned],
+                f"{named}the texts that reach --not-mentioned-below (lower it to have more) have",
             )
         answers = embeddings.answers
         named_by = None

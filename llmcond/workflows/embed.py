@@ -32,7 +32,7 @@ from llmcond.base.text import (
     read_values,
 )
 from llmcond.data.datasets import HasColumns, open_collection, read_collection, resolve_conditions
-from llmcond.data.guides import read_guide
+from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import EMBEDDING_SUFFIXES, VECTOR
 from llmcond.data.rows import to_arrow
 from llmcond.features.pool import assign_devices
@@ -60,7 +60,7 @@ class EmbedResult(Displayed):
         out: the file or folder that was written, or its URI.
         rows: the number of embeddings.
         dim: the number of dimensions of an embedding.
-        head: the name of the head; zero-shot is ``none@PROMPT``.
+        head: the name of the head; zero-shot is ``none``.
         prompt: the name of the prompt.
         guides: the guide of each condition that has one.
         precision: the number type of the embeddings.
@@ -168,9 +168,10 @@ def find_vector_columns(options: EmbedOptions, table: HasColumns) -> list[Vector
     for title, column in zip(titles, columns.values(), strict=True):
         # Lance allows neither full stops nor back quotes in a name.
         short = re.sub(r"[.`\x00-\x1f]", "_", title)[:_TITLE]
-        name = f"{VECTOR} ({short})"
+        name, number = f"{VECTOR} ({short})", len(names)
         while name in names:
-            name = f"{VECTOR} ({short}, {len(names) + 1})"
+            number += 1
+            name = f"{VECTOR} ({short}, {number})"
         names[name] = replace(column, name=name)
     return list(names.values())
 
@@ -232,16 +233,13 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     )
     report_foreign_texts(texts.texts, embeddings.encoder.resolved.checkpoint)
     distinct = list(dict.fromkeys(chain.from_iterable(conditions)))
-    embeddings.fit_ignored(texts, distinct, options.ignore_column, options.ignore_directions)
+    guides: list[LabelledTexts] = []
     if options.guide is not None:
-        for labelled in read_guide(options.guide, options.text, distinct, read=read):
-            embeddings.fit_guide(labelled)
-    quantizer = Quantizer(options.precision)
-    if options.truncate_dim is not None or options.ranges is not None:
-        # A wrong size is reported before all texts are encoded.
-        dim = embeddings.embed(rows[0][:1], texts.file).shape[1]
-        if options.ranges is not None:
-            quantizer = replace(quantizer, ranges=read_ranges(options.ranges, dim))
+        guides = read_guide(options.guide, options.text, distinct, read=read)
+    embeddings.fit_ignored(texts, distinct, options.ignore_column, options.ignore_directions)
+    for labelled in guides:
+        embeddings.fit_guide(labelled)
+    quantizer = _check_first_row(options, embeddings, rows[0][:1], texts.file)
     workers = assign_devices(options.find_workers(), embeddings.encoder.resolved)
     with embeddings.shared(workers):
         embeddings.extract(list(chain.from_iterable(rows)), texts.file, n)
@@ -303,6 +301,20 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         None if quantizer.ranges is None else ranges_path(out),
         names,
     )
+
+
+def _check_first_row(
+    options: EmbedOptions, embeddings: EmbeddingModel, row: Sequence[tuple[str, str]], file: str
+) -> Quantizer:
+    """Return the quantizer; report a wrong size or model before all texts are encoded."""
+    quantizer = Quantizer(options.precision)
+    if options.truncate_dim is not None or options.ranges is not None:
+        dim = embeddings.embed(row, file).shape[1]
+        if options.ranges is not None:
+            quantizer = replace(quantizer, ranges=read_ranges(options.ranges, dim))
+    if options.mentions:
+        embeddings.mentions(row, file)
+    return quantizer
 
 
 def describe_embeddings(

@@ -25,7 +25,7 @@ from llmcond.base.records import as_json, check_record
 from llmcond.base.stores import check_lance_column_names
 from llmcond.data.datasets import Collection, text_column
 from llmcond.data.formats import ReadOptions, check_columns
-from llmcond.data.guides import read_guide
+from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.streams import (
     LanceRows,
     SourcePart,
@@ -209,6 +209,25 @@ class EmbeddingJob:
     quantizer: Quantizer
 
 
+def read_unit(
+    job: EmbeddingJob, source: TextSource, unit: WorkUnit
+) -> tuple[pa.Table, list[tuple[str, str]]]:
+    """Read a unit's columns, and return its (text, condition) rows, condition by condition.
+
+    Raises:
+        UserError: a row has no answer.
+    """
+    table = source.read(unit.part, unit.start, unit.stop, job.columns)
+    texts = table[job.columns.sentence].to_pylist()
+    rows: list[tuple[str, str]] = []
+    for column in job.vectors:
+        cells = table[column.source].to_pylist() if column.source else None
+        rows += zip(texts, column.conditions(cells, unit.rows), strict=True)
+    if job.model.answers is not None:
+        job.model.answers.check(rows)
+    return table, rows
+
+
 class UnitEmbedder:
     """A worker that embeds and writes units; ``llmcond.features.pool`` runs it elsewhere."""
 
@@ -252,15 +271,8 @@ class UnitEmbedder:
             UserError: the encoder cannot take a row, or gave NaN or infinity for it.
         """
         job, columns = self._job, self._job.columns
-        table = self._source.read(unit.part, unit.start, unit.stop, columns)
+        table, rows = read_unit(job, self._source, unit)
         sentences, first = table[columns.sentence], job.vectors[0]
-        texts = sentences.to_pylist()
-        rows: list[tuple[str, str]] = []
-        for column in job.vectors:
-            cells = table[column.source].to_pylist() if column.source else None
-            rows += zip(texts, column.conditions(cells, unit.rows), strict=True)
-        if job.model.answers is not None:
-            job.model.answers.check(rows)
         try:
             vectors, encoded = job.model.vectors(rows)
         except InputError as error:
@@ -301,14 +313,16 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     sentence_column = text_column(texts, text)
     columns = find_vector_columns(options, texts)
     names, output.vector = {column.name: column.condition for column in columns}, columns[0].name
+    keep = list(dict.fromkeys(keep))
     sources = list(dict.fromkeys(column.source for column in columns if column.source))
     _check_columns(texts, output, keep, [sentence_column, *sources], written_columns(names))
     texts = texts.with_texts(sentence_column, sources)
     previous_record = output.read_record()
     previous = _read_previous(previous_record, texts, out)
+    labelled = [] if options.guide is None else _read_guide(options.guide, text, columns, reading)
     _fit_ignored(model, options, columns, texts, sentence_column, previous)
-    if options.guide is not None:
-        _fit_guides(model, options.guide, text, columns, reading)
+    for one in labelled:
+        model.fit_guide(one)
     config = {
         **model.identity,
         "source": texts.name,
@@ -317,7 +331,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             {name: value for name, value in asdict(column).items() if name != "name" and value}
             for column in columns
         ],
-        "keep": list(keep),
+        "keep": keep,
         "precision": None if options.precision == "float32" else options.precision,
     }
     record = _extend_record(texts, out, config, [sentence_column, *sources], previous)
@@ -338,6 +352,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             model.identity,
             Quantizer(options.precision, _find_ranges(options, record.ranges, out)),
         )
+        _check_units(job, units, options, texts, previous)
         if job.quantizer.needs_ranges:
             quantizer = replace(job.quantizer, ranges=_measure_ranges(job, units))
             job = replace(job, quantizer=quantizer)
@@ -372,6 +387,30 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         options.precision,
         columns=names,
     )
+
+
+def _check_units(
+    job: EmbeddingJob,
+    units: Sequence[WorkUnit],
+    options: EmbedOptions,
+    texts: TextSource,
+    previous: _OutputRecord | None,
+) -> None:
+    """Check what would fail later, when the output's record already determines the options.
+
+    Raises:
+        UserError: a row has no answer, or the embeddings do not have the size that the options
+            need.
+    """
+    if job.model.answers is not None:
+        for unit in units:
+            read_unit(job, texts, unit)
+    ranges = job.quantizer.ranges
+    if previous is None and (options.truncate_dim is not None or ranges is not None):
+        first = replace(units[0], stop=units[0].start + 1)
+        dim = UnitEmbedder(job).embed(first)[1].shape[1]
+        if ranges is not None:
+            check_ranges(ranges, dim, f"--ranges {options.ranges}")
 
 
 def _fit_ignored(
@@ -413,22 +452,20 @@ def _fit_ignored(
     model.fit_ignored(collection, conditions, others, options.ignore_directions)
 
 
-def _fit_guides(
-    model: StreamModel,
-    guide: Any,
-    text: str | None,
-    columns: Sequence[VectorColumn],
-    reading: ReadOptions,
-) -> None:
-    """Fit the guides of a model to the labelled texts of a table."""
+def _read_guide(
+    guide: Any, text: str | None, columns: Sequence[VectorColumn], reading: ReadOptions
+) -> list[LabelledTexts]:
+    """Read the labelled texts of a table, with their conditions as rows have them."""
     by_column = next((column for column in columns if column.source), None)
     conditions = [column.condition for column in columns if column.source is None]
     closed = by_column is None
+    guides: list[LabelledTexts] = []
     for labelled in read_guide(guide, text, conditions, closed=closed, read=reading):
         condition = labelled.condition or ""
         if condition not in conditions and by_column is not None:
             condition = by_column.conditions([condition], 1)[0]
-        model.fit_guide(replace(labelled, condition=condition))
+        guides.append(replace(labelled, condition=condition))
+    return guides
 
 
 def _measure_ranges(job: EmbeddingJob, units: Sequence[WorkUnit]) -> NDArray[np.float32]:

@@ -120,7 +120,8 @@ def index_texts(options: IndexOptions) -> IndexResult:
         added = {"texts": indexed, "ids": row_ids, "columns": columns}
     if ids:
         if added:
-            IndexRows.validate(**added)  # Nothing is deleted if texts or ids are invalid.
+            # Nothing is deleted if texts, ids or columns are invalid.
+            IndexRows.validate(**added).plan_update(TextTable(out))
         deleted = Index.build(out, **model_options).delete(ids)
     index = Index.build(out, **added, conditions=plain, **model_options)
     _fit_maps(index, options, conditions, labelled)

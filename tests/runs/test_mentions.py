@@ -120,7 +120,10 @@ def test_cluster_puts_texts_that_say_nothing_into_a_group(embedder, table, capsy
     [
         (("--not-mentioned-below", 1), "it must be above 0 and below 1"),
         (("--not-mentioned-below", "x"), "invalid float value"),
-        (("--not-mentioned-below", 0.99), "the texts that mention it have 0 distinct vectors"),
+        (
+            ("--not-mentioned-below", 0.99),
+            "reach --not-mentioned-below (lower it to have more) have 0 distinct vectors",
+        ),
         (("--not-mentioned-below", 0.5, "--method", "hdbscan"), "--method hdbscan"),
     ],
 )

@@ -261,7 +261,10 @@ def test_judge_answers_once(command, capsys):
     assert check["same"] + check["different"] == len(rows) == 20
 
 
-def test_judge_that_cannot_be_reached_leaves_no_answers(command, capsys):
+def test_judge_that_cannot_be_reached_is_reported_before_the_texts_are_encoded(
+    command, capsys, monkeypatch
+):
+    monkeypatch.setattr("llmcond.workflows.check.EmbeddingModel.find", None)
     judge = ("--judge", "http://127.0.0.1:9/v1", "--judge-model", "judge", "--out", "judged.csv")
     assert "127.0.0.1:9" in run_rejected(capsys, *command, *judge)
     assert not Path("judged.csv").exists()

@@ -143,6 +143,7 @@ def test_invalid_input_is_rejected_before_encoding(call, write_rows, small_rows,
     for options, expected in (
         ([SENT_COND, "copy.toml"], f"the prompts {SENT_COND} and copy are the same template"),
         ([SENT_COND, "--baseline", COND_SENT], f"{COND_SENT} is not among the prompts"),
+        ([SENT_COND, "--metric", "typo"], "typo"),
         (["cond"], "none of the prompts can be used with"),
         (["glued.toml"], "the prompt glued gives the same input for"),
         ([SENT_COND, "--figure-format", "svg"], "--figure-format needs --figures"),

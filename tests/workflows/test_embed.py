@@ -5,6 +5,7 @@ import json
 import shutil
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import lance
 import numpy as np
@@ -16,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 import llmcond
 from llmcond import Condition
+from llmcond.base.errors import UserError
 from llmcond.base.files import digest_file
+from llmcond.runs.embedder import EmbeddingModel
 
 CONDITIONS = ("the animal", "the U.S. number", "aspect")
 NAMES = ["embedding (the animal)", "embedding (the U_S_ number)", "embedding (aspect)"]
@@ -191,3 +194,25 @@ def test_workers_embed_a_file_as_one_process_does(embed, caplog, tiny_run, two_t
         embed(f"{name}.npy", ["the size"], *options, run=folder)
     assert "2 workers on this machine" in caplog.text
     np.testing.assert_allclose(np.load("shared.npy"), np.load("alone.npy"), rtol=0, atol=1e-5)
+
+
+def test_models_without_scores_of_mentions_are_rejected_before_encoding(
+    capsys, fitted, table, monkeypatch
+):
+    monkeypatch.setattr(EmbeddingModel, "extract", None)
+    monkeypatch.setattr(EmbeddingModel, "mentions", Mock(side_effect=UserError("no mentions")))
+    command = ("embed", "texts.parquet", "--run", fitted, "--condition", "the animal")
+    assert "no mentions" in run_rejected(capsys, *command, "--mentions", "--out", "v.csv")
+
+
+def test_columns_whose_short_names_are_equal_get_numbers(embed):
+    conditions = ["a_, 3", "a.", "a`"]
+    embed("v.parquet", conditions)
+    names = pq.read_schema("v.parquet").names
+    assert len({name for name in names if name.startswith("embedding")}) == 3
+
+
+def test_output_in_the_home_folder_is_written_there(embed, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    embed("~/v.npy", ["the animal"])
+    assert (tmp_path / "home" / "v.npy").is_file()

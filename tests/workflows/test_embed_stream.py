@@ -385,6 +385,19 @@ def test_started_output_rejects_other_options(capsys, embed, fitted):
     assert read_output("out").equals(before)
 
 
+def test_options_that_cannot_work_leave_no_record(capsys, embed, fitted):
+    np.save("ranges.npy", np.zeros((2, 3)))
+    Path("answers.csv").write_text("text,condition,answer\nx,the mood,y\n")
+    for options in (
+        ("--truncate-dim", 5_000),
+        ("--precision", "int8", "--ranges", "ranges.npy"),
+        ("--answers", "answers.csv"),
+    ):
+        embed("out", *options, command=run_rejected)
+        assert not Path("out", outputs.RECORD_NAME).exists()
+    embed("out", "--keep", "id", "--keep", "id")
+
+
 def test_changed_source_or_foreign_output_is_rejected(embed):
     embed("out")
     embed("out.lance")
@@ -442,6 +455,7 @@ def test_invalid_arguments_report_one_line(capsys, source, fitted):
         ("--out out --text text", "a/1.parquet has no column 'condition'"),
         ("--out out --text id --condition topic", "of the type int64; expected texts"),
         (f"--out foreign {topic}", "foreign holds other files"),
+        (f"--out src/vectors {topic}", "--out src/vectors is in the source src"),
         (f"--out s3://b/v.npy {topic}", "on this machine only"),
         (f"--out hdfs://b/v {topic}", "does not support hdfs:// storage"),
     ):

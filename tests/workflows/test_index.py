@@ -76,6 +76,10 @@ def test_index_is_created_searched_and_updated(index, search, texts, capsys, tmp
         options = ("--out", index, "--id", "id", "--delete", "b")
         run_rejected(capsys, "index", tmp_path / "bad.csv", *options)
         assert len(Index.open(index)) == 2
+    (tmp_path / "bad.csv").write_text("text,id,month\nx,1,2\n")
+    line = run_rejected(capsys, "index", tmp_path / "bad.csv", *options, "--keep", "month")
+    assert "but the index has" in line
+    assert len(Index.open(index)) == 2
     result = run_json(capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year")
     assert [result[name] for name in ("added", "replaced", "unchanged")] == [2, 0, 2]
     assert result["conditions"] == []  # a search prepares none
@@ -139,6 +143,10 @@ def test_invalid_index_input_reports_one_line(index, texts, tmp_path, capsys):
         (("--out", index, *CONDITION, "--keep", "year"), "--keep needs TEXTS"),
         ((texts, "--out", index, "--head", "relu"), "another head"),
         ((texts, "--out", tmp_path / "folder"), "is not an index"),
+        (
+            (texts, *new, *CONDITION, "--ignore", "year", "--precision", "binary"),
+            "and --precision is binary",
+        ),
         # The names of columns are checked before texts are deleted.
         ((texts, "--out", index, "--delete", "a", "--keep", "a.b"), "'a.b' contains '.'"),
     ):
