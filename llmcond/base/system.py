@@ -213,6 +213,11 @@ def require_libraries(what: str, *names: str, extra: str = "quantize") -> None:
         )
 
 
+def require_quantization(quantize: str) -> None:
+    """Raise a UserError unless the libraries for quantised weights are installed."""
+    require_libraries(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
+
+
 def is_installed(name: str) -> bool:
     """Return whether a library is installed, without importing it."""
     try:

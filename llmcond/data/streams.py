@@ -219,7 +219,7 @@ def open_texts(
         return TableRows(open_collection(data, read, column))
     name = os.fspath(data)
     filesystem, root = open_filesystem(name, patient=patient)
-    uri = name if "://" in name else str(expand_home(name).absolute())
+    uri = name.rstrip("/") if "://" in name else str(expand_home(name).absolute())
     if root.rstrip("/").endswith(".lance"):
         _reject_options(name, has_options)
         return LanceRows(uri, version, lance_options(name, patient=patient))

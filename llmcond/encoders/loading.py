@@ -27,7 +27,7 @@ from transformers.utils import logging as hf_logging
 
 from llmcond.base.errors import LlmcondError, UserError, first_line
 from llmcond.base.files import digest_bytes, format_bytes
-from llmcond.base.system import free_memory, is_installed, require_libraries
+from llmcond.base.system import free_memory, is_installed, require_libraries, require_quantization
 from llmcond.encoders.adapter import ROUTER, attach, check_adapter, summarize_names
 from llmcond.encoders.checkpoint import (
     WEIGHT_FILES,
@@ -724,7 +724,7 @@ def quantization_config(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
     Raises:
         UserError: If bitsandbytes or accelerate is not installed.
     """
-    require_libraries(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
+    require_quantization(quantize)
     # bitsandbytes warns of each product that it casts, and of faster kernels that it could
     # download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

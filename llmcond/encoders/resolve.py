@@ -19,7 +19,7 @@ from llmcond.base.system import (
     choose_device,
     computes_natively,
     may_have_gpu,
-    require_libraries,
+    require_quantization,
 )
 from llmcond.encoders.checkpoint import (
     Checkpoint,
@@ -425,7 +425,7 @@ def check_encoder(
     if not elsewhere:
         check_device(options.device)
         if options.quantize not in (None, "none"):
-            require_libraries(f"quantize is {options.quantize!r}", "bitsandbytes", "accelerate")
+            require_quantization(options.quantize)
     checkpoint = find_local_checkpoint(name_or_path, options.revision, options.like)
     on_cpu = options.device == "cpu" or not may_have_gpu()
     if checkpoint is not None and on_cpu and not elsewhere:

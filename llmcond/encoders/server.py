@@ -204,7 +204,6 @@ def probe(name: str) -> NDArray[np.float32]:
         UserError: there is no server, or it rejects the key or the model.
         LlmcondError: the server fails.
     """
-    log.info(f"texts are encoded by the server {name}")
     client = _connect(name)
     _run(client.check_connection())
     vector: NDArray[np.float32] = _run(client.embed([_PROBE])).vectors[0]
@@ -278,6 +277,7 @@ def _connect(name: str) -> EmbeddingClient:
             f"an encoder behind a server needs the openai client: {install_command('annotate')}."
         ) from error
     address, model = urldefrag(name)
+    log.info(f"using the server {address}")
     return EmbeddingClient(address, model, timeout=_TIMEOUT, retries=_RETRIES)
 
 

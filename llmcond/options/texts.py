@@ -17,6 +17,7 @@ from llmcond.base.files import (
     check_figure,
     check_folder,
     check_output,
+    expand_home,
     file_output,
     is_folder,
     suffix,
@@ -162,14 +163,22 @@ class EmbedOptions(
             )
         elif "://" not in str(self.out):
             check_folder(out)
-            source = self.texts
-            if isinstance(source, str | PurePath) and out.resolve().is_relative_to(
-                Path(source).resolve()
-            ):
-                raise UserError(
-                    f"--out {self.out} is in the source {source}, so that the embeddings would be "
-                    "read as texts. Name another folder."
-                )
+            self._check_not_read(out)
+
+    def _check_not_read(self, out: Path) -> None:
+        """Raise a UserError if the next call would read the written files as texts."""
+        if not isinstance(self.texts, str | PurePath):
+            return
+        source = expand_home(str(self.texts).removeprefix("file://")).resolve()
+        target = out.resolve()
+        if target.suffix == ".lance" or not target.is_relative_to(source):
+            return
+        # Files and folders that begin with these characters are not read.
+        if not any(part.startswith((".", "_")) for part in target.relative_to(source).parts):
+            raise UserError(
+                f"--out {self.out} is in the source {self.texts}, so that the embeddings would be "
+                "read as texts. Name another folder, or begin its name with _."
+            )
 
     @property
     def is_streamed(self) -> bool:
@@ -384,7 +393,8 @@ class IndexOptions(AnswersOption, IgnoreOptions, EmbedderOptions, TruncateOption
     def __post_init__(self) -> None:
         """Also check that the index can map vectors, before any text is encoded."""
         super().__post_init__()
-        maps = self.guide is not None or self.ignore or self.ignore_column
+        is_guided = self.guide is not None and str(self.guide) != "none"
+        maps = is_guided or self.ignore or self.ignore_column
         if maps and self.precision in ("binary", "ubinary"):
             raise UserError(
                 "guides and ignored conditions need vectors of more than 1 bit for each number, "

@@ -453,13 +453,14 @@ class Examples(ABC):
         return []
 
     def subsets(
-        self, split: str, trained_on: Collection[str] = ()
+        self, split: str, trained_on: Collection[str] = (), others: Sequence[Run] = ()
     ) -> Mapping[str, NDArray[np.bool_]]:
         """Return masks (n,) of the subsets of a split's examples that are reported separately.
 
         Args:
             split: split that is scored.
             trained_on: splits that count as training, besides those of the run's encoder.
+            others: other runs, whose training counts as well.
         """
         return {}
 

@@ -137,11 +137,12 @@ class RatedExamples(Examples):
 
     @override
     def subsets(
-        self, split: str, trained_on: Collection[str] = ()
+        self, split: str, trained_on: Collection[str] = (), others: Sequence[Run] = ()
     ) -> Mapping[str, NDArray[np.bool_]]:
         """Return whether conditions, and sentences, occur in rated rows of training."""
         rows = self.run.rows(split)
-        known = training_rows(self.run, trained_on, split)
+        runs = (self.run, *others)
+        known = [part for run in runs for part in training_rows(run, trained_on, split)]
         conditions = {text for part in known for text in part.condition}
         seen = np.array([text in conditions for text in rows.condition], dtype=np.bool_)
         shared = shares_sentence(rows, {text for part in known for text in part.folded_sentences()})
@@ -300,7 +301,8 @@ def training_rows(run: Run, trained_on: Collection[str], split: str | None) -> l
         split: split of the run that is scored; its rows are not included.
     """
     names = {"train", *run.trained_on, *trained_on}
-    return [rows.take(rows.rated) for rows in map(run.rows, names - {split})]
+    parts = map(run.rows, names.intersection(run.splits) - {split})
+    return [rows.take(rows.rated) for rows in parts]
 
 
 def add_new_sentences(

@@ -248,8 +248,8 @@ class Grid(Generic[J]):
                     self.failures[digest] = f"{label}: {outcome}"
                     log.info(f"failed: {self.failures[digest]}")
                 else:
-                    self.save(digest, outcome)
                     on_success(digest)
+                    self.save(digest, outcome)
                     score = self._metric.format(outcome.score(self._split)[self._metric.name])
                     log.info(
                         f"{count:,}/{len(missing):,} {label}: {self._metric.heading} {score} on "
@@ -405,7 +405,7 @@ class Trial(AnyTrial):
         parts = {
             "recipe": [self.recipe.name, self.recipe.kind, self.dim],
             "settings": asdict(self.recipe.settings),
-            "prompts": [prompt.digest for prompt in self.view.prompts],
+            "prompts": [[prompt.name, prompt.digest] for prompt in self.view.prompts],
             "view": [self.view.subtract, self.view.features, self.view.conditioned],
             "features": [run.identity.fingerprint, run.manifest["store_dtype"]],
             "data": run.manifest["data"]["digest"],

@@ -246,6 +246,8 @@ class Index:
         with lock:
             if (path.read_bytes() if path.exists() else None) != before:
                 return None
+            if TextTable(folder).version:  # another process has added the first texts
+                return None
             _IndexRecord(arguments, model.identity, precision, truncate_dim).write(folder)
             shutil.rmtree(folder / "guides", ignore_errors=True)
         return cls(folder, model, precision)
@@ -572,7 +574,6 @@ class Index:
         texts = rows["text"].to_pylist()
         positions = dict(zip(texts, taken.tolist(), strict=True))
         target = without_ignored(condition)
-        model.guides.pop(condition, None)
         version = IndexVersion(table, self._views, model)
         version.guides = Guides()  # The map is applied to vectors without a guide.
 

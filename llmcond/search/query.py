@@ -131,10 +131,16 @@ class IndexVersion:
                 if segments is None:
                     return None
                 view = make_view(segments, self.table)[0]
-                lifted = (self.model.rebase(view.rows(missing[block]), part) for block in blocks)
-                sums = [a + b for a, b in zip(sums, lifted, strict=True)] if sums else [*lifted]
-            means = scale_to_unit_norm(np.concatenate(sums))
-            return convert_dtype(means, "float16", means.size)
+                for number, block in enumerate(blocks):
+                    lifted = self.model.rebase(view.rows(missing[block]), part)
+                    if number == len(sums):
+                        sums.append(lifted)
+                    else:
+                        sums[number] = sums[number] + lifted
+            size = sum(block.size for block in sums)
+            return np.concatenate(
+                [convert_dtype(scale_to_unit_norm(one), "float16", size) for one in sums]
+            )
 
         return self._complete(condition, mean, save)
 
@@ -146,7 +152,7 @@ class IndexVersion:
 
     def _close_oldest(self) -> None:
         """Close the least recently used views above the limits, except the last one."""
-        sizes = {condition: view.n_bytes for condition, view in self._open.items()}
+        sizes = {condition: view.n_bytes for condition, view in list(self._open.items())}
         total = sum(sizes.values())
         for condition, size in [*sizes.items()][:-1]:
             if len(self._open) > _MAX_OPEN or total > BUDGET:

@@ -233,8 +233,10 @@ class ConditionViews:
     def _read_record(self, folder: Path) -> dict[str, Any]:
         try:
             return {"segments": [], **read_json(folder / "view.json")}
-        except UserError:  # there is no view, or another process has just removed it
-            return {"segments": []}
+        except UserError as error:
+            if isinstance(error.__cause__, OSError) and (folder / "view.json").exists():
+                raise  # otherwise its segments would count as leftovers, and be deleted
+            return {"segments": []}  # there is no view, or another process has just removed it
 
     def read(self, condition: str | None, guide: str = "") -> list[VectorSegment]:
         """Return the segments of a view; an empty list if there is no view."""
@@ -298,7 +300,7 @@ class ConditionViews:
                 for suffix in (".npy", ".rows.npy"):
                     (folder / f"{name}{suffix}").unlink(missing_ok=True)
             self._drop_oldest(folder)
-        return self.read(condition, guide)
+            return self._open_segments(folder, record)
 
     def convert(
         self, condition: str | None, segment: VectorSegment, guide: str = ""

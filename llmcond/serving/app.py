@@ -557,13 +557,13 @@ class Endpoints:
         except UserError as error:
             raise invalid_value_error("ignore", f"ignore: {error}") from None
 
-    def _check_number(self, name: str, n_texts: int) -> None:
-        if n_texts > self._max_texts:
+    def _check_number(self, name: str, count: int) -> None:
+        if count > self._max_texts:
             raise RequestError(
                 413,
                 "too_many_texts",
-                f"{name} has {format_count(n_texts, 'text')}; a request may have at most "
-                f"{self._max_texts:,} (--max-client-batch-size).",
+                f"{name}: {count:,} are too many. A request may have at most {self._max_texts:,} "
+                "texts, conditions and explained results (--max-client-batch-size).",
                 param=name,
             )
 

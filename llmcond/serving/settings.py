@@ -58,7 +58,10 @@ class ServerSettings(Options):
         help="maximal number of concurrent requests; further ones get status 429",
     )
     max_client_batch_size: Positive = option(
-        2_048, group=_LIMITS, help="maximal number of texts per request; above it, status 413"
+        2_048,
+        group=_LIMITS,
+        help="maximal number of texts, conditions and explained results per request; above it, "
+        "status 413",
     )
     payload_limit: Positive = option(
         2_000_000,

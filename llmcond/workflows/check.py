@@ -242,13 +242,13 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
             f"{collection.file} has {format_count(len(texts), 'distinct text')}"
             f"{' with a label' if labels else ''}; at least {LEAST_TEXTS} are needed. Give more."
         )
-    if options.out is not None:
-        _PairAnswers(Path(options.out))  # Reports an unsuitable file before the texts are encoded.
-    if options.judge is not None:
+    # An unsuitable file, or a missing package or server, is reported before texts are encoded.
+    n_answers = 0 if options.out is None else len(_PairAnswers(Path(options.out)))
+    if options.judge is not None and n_answers < options.pairs * len(conditions):
         from llmcond.workflows.question_runner import connect
 
         with connect(_judge_server(options)):
-            pass  # Reports a missing package or server before the texts are encoded.
+            pass
     model = EmbeddingModel.find(run_folder, options.head, options.prompt, device=options.device)
     report_foreign_texts(collection.texts, model.encoder.resolved.checkpoint)
     rankings = _embed_all(model, conditions, texts, collection, options)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llmcond.base.errors import UserError, format_count, shortened_repr
 from llmcond.base.output import log
-from llmcond.base.text import condition_text, ignored_by
+from llmcond.base.text import condition_text, ignored_by, normalise_condition
 from llmcond.clustering import (
     NOISE,
     Clustering,
@@ -446,8 +446,8 @@ def _read_guides(
 ) -> dict[str | None, LabelledTexts]:
     """Read labelled texts by condition, and log how many are not among the texts to cluster."""
     guides = read_guide(guide, text, [*conditions] or [None], read=read)
-    distinct = {text for labelled in guides for text in labelled.texts}
-    others = len(distinct - set(collection.texts))
+    distinct = {normalise_condition(text) for labelled in guides for text in labelled.texts}
+    others = len(distinct - set(map(normalise_condition, collection.texts)))
     if others:
         log.info(
             f"{guides[0].source}: {others:,} of {len(distinct):,} labelled texts are not in "
@@ -462,9 +462,9 @@ def _count_guide_labels(
     """Return how many of the clustered texts have each label of the guide, by cluster."""
     if labelled is None:
         return None
-    names = dict(zip(labelled.texts, labelled.labels, strict=True))
+    names = dict(zip(map(normalise_condition, labelled.texts), labelled.labels, strict=True))
     counts: dict[int, Counter[str]] = {}
-    for text, cluster in zip(texts, labels.tolist(), strict=True):
+    for text, cluster in zip(map(normalise_condition, texts), labels.tolist(), strict=True):
         if text in names:
             counts.setdefault(cluster, Counter())[names[text]] += 1
     return {cluster: dict(counter.most_common()) for cluster, counter in sorted(counts.items())}
@@ -477,11 +477,13 @@ def _read_known_labels(
 
     A text of a guide also has None: the guide knows its label, so it would be no test.
     """
-    guide_texts = {text for labelled in guides.values() for text in labelled.texts}
+    guide_texts = {
+        normalise_condition(text) for labelled in guides.values() for text in labelled.texts
+    }
     known_labels = {}
     for name in names:
         values = [
-            None if text in guide_texts else label_text(value) or None
+            None if normalise_condition(text) in guide_texts else label_text(value) or None
             for text, value in zip(collection.texts, collection.columns[name], strict=True)
         ]
         classes = {value for value in values if value is not None}

@@ -544,7 +544,7 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     predicted = [system.predict(examples, orders, split) for system in systems]
     name = systems[baseline].name
     trained_on = {part for system in systems for one in system.members for part in one.trained_on}
-    masks = first.subsets(split, trained_on)
+    masks = first.subsets(split, trained_on, list(runs.values()))
     subsets = _compare_subsets(predicted, name, rows, masks, metrics[0])
     compared = [
         replace(

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -284,11 +285,13 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         [np.ascontiguousarray(quantizer(vectors)) for vectors in block] for block in read_blocks()
     )
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[suffix(out)]
-    with replace_atomically(out) as temporary:
-        write(temporary, table, list(names), record, codes)
-        if quantizer.ranges is not None:  # Both files are replaced together.
-            with replace_atomically(ranges_path(out)) as ranges, ranges.open("wb") as stream:
+    with ExitStack() as files:
+        if quantizer.ranges is not None:  # Both files are replaced together, the vectors first.
+            ranges = files.enter_context(replace_atomically(ranges_path(out)))
+            with ranges.open("wb") as stream:
                 np.save(stream, quantizer.ranges)
+        with replace_atomically(out) as temporary:
+            write(temporary, table, list(names), record, codes)
     log.info(f"{describe_embeddings(n, dim, columns, name, quantizer)} -> {out}")
     return EmbedResult(
         out,

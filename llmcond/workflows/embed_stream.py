@@ -403,12 +403,17 @@ def _check_units(
             need.
     """
     if job.model.answers is not None:
+        checked = {part[0] for part in previous.parts} if previous else ()
+        only_texts = replace(job, columns=replace(job.columns, keep=pa.schema([])))
         for unit in units:
-            read_unit(job, texts, unit)
+            if unit.part not in checked:
+                read_unit(only_texts, texts, unit)
     ranges = job.quantizer.ranges
     if previous is None and (options.truncate_dim is not None or ranges is not None):
         first = replace(units[0], stop=units[0].start + 1)
-        dim = UnitEmbedder(job).embed(first)[1].shape[1]
+        # A copy of the model does not stay in the memory of this process.
+        copy = replace(job, model=replace(job.model))
+        dim = UnitEmbedder(copy).embed(first)[1].shape[1]
         if ranges is not None:
             check_ranges(ranges, dim, f"--ranges {options.ranges}")
 

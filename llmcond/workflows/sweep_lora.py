@@ -187,6 +187,8 @@ def _with_settings(base: TrainLoraOptions, texts: Mapping[str, str]) -> TrainLor
                 values[name] = parse_value(TrainLoraOptions, name, text)
             else:
                 head[name.removeprefix(_HEAD)] = text
+    if values.get("rank") == 0:  # full: the options of adapters are for the other ranks
+        values = {"alpha": None, "target": None, "adapter_dropout": None, **values}
     return replace(base, **values, set=head or None)
 
 

@@ -119,7 +119,7 @@ def training_config(
         "seed": options.seed,
         "settings": asdict(settings),
         "merge": options.merge,
-        **({"code": code} if code else {}),
+        **({"code": code, "task": options.task} if code else {}),
     }
 
 

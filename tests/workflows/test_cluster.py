@@ -35,7 +35,9 @@ def texts(write_rows, tmp_path, monkeypatch):
 
 @pytest.fixture
 def guide(write_rows):
-    return write_rows([(text, place) for _, text, _, place in ROWS[:24]], "guide.csv", "text,label")
+    # Spaces at the end of a text make no difference.
+    rows = [(f"{text} ", place) for _, text, _, place in ROWS[:24]]
+    return write_rows(rows, "guide.csv", "text,label")
 
 
 @pytest.fixture

@@ -319,6 +319,12 @@ def test_differences_on_subsets_of_rows_are_reported(capsys, small_rows, write_r
         value = part.main.value - baseline.subsets["subsets"][name].main.value
         assert part.difference.value == pytest.approx(value)
         assert baseline.subsets["subsets"][name].difference is None
+    # What another run was trained on is not new, either.
+    write_rows([*small_rows, *new[:12]], "other/train.csv")
+    other = write_rows([*small_rows[:24], *new], "other/dev.csv").parent
+    llmcond.extract(model=model, data=other, run="second", prompt=prompts, **ENCODER)
+    result = llmcond.compare(systems=[systems[0], "second:none@" + COND_SENT]).results[0]
+    assert 24 < result.subsets["subsets"]["sentence shared with training"].n < 48
 
 
 def test_rows_of_dev_are_training_for_heads_fitted_with_dev(small_rows, write_rows, model):

@@ -176,7 +176,7 @@ class DialogueExamples(RankedExamples):
 
     @override
     def subsets(
-        self, split: str, trained_on: Collection[str] = ()
+        self, split: str, trained_on: Collection[str] = (), others: Sequence[Run] = ()
     ) -> Mapping[str, NDArray[np.bool_]]:
         queries = self._queries(split)
         return {
@@ -234,7 +234,11 @@ class NextQueries(DialogueQueries):
 
 
 def resolve_histories(
-    data: Dialogues, split: str, histories: Sequence[int] | None = None
+    data: Dialogues,
+    split: str,
+    histories: Sequence[int] | None = None,
+    *,
+    can_choose: bool = True,
 ) -> list[int]:
     """Return the history lengths of a split's queries, in ascending order.
 
@@ -243,6 +247,7 @@ def resolve_histories(
         split: split of the dataset.
         histories: history lengths; by default, those of ``HISTORIES`` with at least two longer
             dialogues.
+        can_choose: whether the command has the option --history.
 
     Raises:
         UserError: A length is below 1, or fewer than two dialogues are longer, so that there is
@@ -257,12 +262,14 @@ def resolve_histories(
     invalid = [h for h in selected if not 1 <= h <= longest_history]
     if invalid:
         longest = " and ".join(map(str, lengths[:2].tolist()))
-        # Only commands with --history name the lengths.
-        can_change = histories is not None and longest_history
         raise UserError(
             f"a history of {invalid[0]} turns needs at least two longer {split} dialogues, and of "
             f"{len(lengths):,} the longest have {longest} turns. "
-            + (f"Give --history from 1 to {longest_history}." if can_change else "Add longer ones.")
+            + (
+                f"Give --history from 1 to {longest_history}."
+                if can_choose and longest_history
+                else "Add longer ones."
+            )
         )
     return selected
 

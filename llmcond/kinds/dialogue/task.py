@@ -130,7 +130,7 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
 
         check_turns(recipe)
         for split in sorted(dataset.splits.keys() - {"train"}):  # the trained head is scored on it
-            resolve_histories(dataset, split)
+            resolve_histories(dataset, split, can_choose=False)
 
     @override
     def training_parts(self, job: Any, trainable: Any) -> tuple[Any, Any, Any]:

@@ -178,7 +178,7 @@ class QueryExamples(RankedExamples):
 
     @override
     def subsets(
-        self, split: str, trained_on: Collection[str] = ()
+        self, split: str, trained_on: Collection[str] = (), others: Sequence[Run] = ()
     ) -> Mapping[str, NDArray[np.bool_]]:
         return query_subsets(self.data, split) if isinstance(self.data, Graph) else {}
 
