@@ -498,7 +498,7 @@ class Endpoints:
             raise invalid_value_error("query", "query is empty; give a text.")
         request.state.texts = 1
         if body.explain:  # which may encode the hits again
-            self._check_number("k", body.k)
+            self._check_number("k", body.k, f"k is {body.k:,} with explain")
         condition = self._choose_condition(body)
 
         def plan() -> Callable[[], list[Hits]]:
@@ -557,13 +557,14 @@ class Endpoints:
         except UserError as error:
             raise invalid_value_error("ignore", f"ignore: {error}") from None
 
-    def _check_number(self, name: str, count: int) -> None:
+    def _check_number(self, name: str, count: int, subject: str = "") -> None:
         if count > self._max_texts:
+            subject = subject or f"{name} has {format_count(count, 'text')}"
             raise RequestError(
                 413,
                 "too_many_texts",
-                f"{name}: {count:,} are too many. A request may have at most {self._max_texts:,} "
-                "texts, conditions and explained results (--max-client-batch-size).",
+                f"{subject}; a request may have at most {self._max_texts:,} "
+                "(--max-client-batch-size).",
                 param=name,
             )
 
