@@ -341,10 +341,9 @@ def read_values(text: str) -> list[str]:
 
 def write_values(values: Sequence[str]) -> str:
     """Return the text that ``read_values`` reads as these values."""
-    quoted = ('"{}"'.format(value.replace('"', '""')) for value in values)
     return ", ".join(
-        quote if set(',"') & set(value) else value
-        for value, quote in zip(values, quoted, strict=True)
+        '"{}"'.format(value.replace('"', '""')) if set(',"') & set(value) else value
+        for value in values
     )
 
 

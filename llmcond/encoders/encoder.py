@@ -698,8 +698,8 @@ class Encoder:
         if plain and not routable:
             raise UserError(
                 f"{self.name} uses the pooling {self.identity.pooling}, but routers and scores of "
-                "mentions weight the states of tokens. Use another model, or extract with "
-                f"--pooling {' or '.join(ROUTED_POOLINGS)}."
+                "mentions weight the states of tokens. Use another model, or encode with llmcond "
+                f"extract --pooling {' or '.join(ROUTED_POOLINGS)}."
             )
         ordered = [plain[index] for index in plan_inputs(plain, by_prefix=False)]
         units = _split_chunks(ordered, unit_size or self._unit)

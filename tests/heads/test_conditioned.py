@@ -407,20 +407,32 @@ def test_factors_and_norms_match_equations(heads, name):
 
 
 @pytest.mark.parametrize("name", ["full", "low rank", "relu"])
-def test_condition_cache_gives_same_embeddings_as_head(heads, name):
+def test_condition_cache_gives_same_embeddings_as_head(heads, name, monkeypatch):
     head, cache = heads[name], ConditionCache(heads[name])
     rng = np.random.default_rng(1)
     table = rng.normal(size=(90, DIM_C)).astype(np.float32)
     features = rng.normal(size=(300, DIM)).astype(np.float32)
     condition = table[rng.integers(90, size=300)]
     expected = head.transform(features, condition)
+    generate, generated = head.module.generated_matrices, []
+
+    def count_generated(vectors):
+        generated.append(len(vectors))
+        return generate(vectors)
+
     for _ in range(2):  # the head computes blocks of 64 conditions, and the cache each condition
-        np.testing.assert_allclose(cache.transform(features, condition), expected, atol=1e-5)
+        with monkeypatch.context() as patch:
+            patch.setattr(head.module, "generated_matrices", count_generated)
+            actual = cache.transform(features, condition)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
     n_conditions = len(np.unique(condition, axis=0))
-    assert len(cache._cached) == n_conditions
-    embeddings = cache.transform(features, SharedRows(condition[:1], np.zeros(300, dtype=np.int64)))
+    assert sum(generated) == n_conditions
+    with monkeypatch.context() as patch:
+        patch.setattr(head.module, "generated_matrices", count_generated)
+        shared = SharedRows(condition[:1], np.zeros(300, dtype=np.int64))
+        embeddings = cache.transform(features, shared)
     np.testing.assert_allclose(embeddings, head.transform(features, condition[:1]), atol=1e-5)
-    assert len(cache._cached) == n_conditions
+    assert sum(generated) == n_conditions
     assert cache.transform(features[:0], table[:0]).shape == (0, 3)
 
 

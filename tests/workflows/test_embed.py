@@ -5,7 +5,6 @@ import json
 import shutil
 from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
 
 import lance
 import numpy as np
@@ -13,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
+from helpers.model_server import EmbeddingServer
 from safetensors.numpy import load_file, save_file
 
 import llmcond
 from llmcond import Condition
-from llmcond.base.errors import UserError
 from llmcond.base.files import digest_file
 from llmcond.runs.embedder import EmbeddingModel
 
@@ -196,13 +195,13 @@ def test_workers_embed_a_file_as_one_process_does(embed, caplog, tiny_run, two_t
     np.testing.assert_allclose(np.load("shared.npy"), np.load("alone.npy"), rtol=0, atol=1e-5)
 
 
-def test_models_without_scores_of_mentions_are_rejected_before_encoding(
-    capsys, fitted, table, monkeypatch
-):
+def test_models_without_scores_of_mentions_are_rejected_before_encoding(capsys, table, monkeypatch):
     monkeypatch.setattr(EmbeddingModel, "extract", None)
-    monkeypatch.setattr(EmbeddingModel, "mentions", Mock(side_effect=UserError("no mentions")))
-    command = ("embed", "texts.parquet", "--run", fitted, "--condition", "the animal")
-    assert "no mentions" in run_rejected(capsys, *command, "--mentions", "--out", "v.csv")
+    with EmbeddingServer() as server:
+        model = ("--model", server.name, "--prompt", "concat-sent-cond")
+        command = ("embed", "texts.parquet", *model, "--condition", "the animal")
+        line = run_rejected(capsys, *command, "--mentions", "--out", "v.csv")
+    assert "but routers and scores of mentions weight the states of tokens" in line
 
 
 def test_columns_whose_short_names_are_equal_get_numbers(embed):

@@ -250,7 +250,10 @@ def test_options_and_head_settings_are_varied_together(plan):
         "temperature": "1.5,1.7,1.9",
         "head.rank": "4",
     }
-    planned = plan(head="hypernet", vary=vary, seeds=2, seed=5, set={"info_nce": 1, "dim": 8})
+    # The scale of adapters is for those combinations that train adapters.
+    options = {"seeds": 2, "seed": 5, "set": {"info_nce": 1, "dim": 8}, "alpha": 8}
+    planned = plan(head="hypernet", vary=vary, **options)
+    assert planned[0][1][0].settings.alpha == 8
     assert len(planned) == 2 * 2 * 3
     settings, jobs = planned[-1]
     joint = "learning_rate+head.learning_rate"

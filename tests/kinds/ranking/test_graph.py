@@ -218,6 +218,7 @@ def test_known_tails_and_masks_match_set():
     triples = np.random.default_rng(0).integers(0, [30, 4, 30], size=(300, 3)).astype(np.int32)
     triple_set = {tuple(row) for row in triples.tolist()}
     known = KnownTriples(triples, 30)
+    assert len(known._codes) == len(triple_set)
     head, relation = (grid.reshape(-1) for grid in np.mgrid[:30, :4])
     row, tail = known.gather(head, relation)
     pairs = list(zip(head[row].tolist(), relation[row].tolist(), tail.tolist(), strict=True))
